@@ -1,0 +1,954 @@
+"""Data for the scripts of this folder: loaders, augmentation, corruptions, OOD and embedded sets.
+
+    train = load("cifar10", "train", "data", seed=1)      # 45,000 rows, uint8, in memory
+    ood = match(load("svhn", "test", "data"), train)      # OOD data in the training set's terms
+    for batch in Loader(train, 128, "cuda", shuffle=True, augment="crop_flip").epoch(3):
+        batch.images                                      # float32, normalised, on the device
+
+Small sets are an `ImageSet`: uint8 tensors that the `Loader` keeps on the device, where it crops,
+flips and normalises whole batches. Folders too large for memory are a `StreamedSet`, decoded in
+worker processes. `DATASETS` lists the names that `load` knows. What the user can mend raises
+`UserError`, in one line.
+"""
+import io
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision import datasets as tv
+from torchvision.datasets.utils import check_md5, download_url
+from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms import functional as TF
+
+from common import UserError
+
+DATASETS = {
+    "glyphs": "embedded: digits 0-9 in a warped font, 28x28x1; 10,000 train, 2,000 test",
+    "glyphs_ambiguous": "embedded: blends of two digits, label distribution known; 10,000 / 2,000",
+    "dirty_glyphs": "embedded: 8,000 rows of glyphs, 8,000 of glyphs_ambiguous; 4,000 test",
+    "glyphs_letters": "embedded, OOD: letters that do not look like digits; 10,000 / 2,000",
+    "numbers": "embedded: the numbers 000-999, 1000 classes, 28x28x1; 30,000 / 5,000",
+    "mnist": "MNIST, 60,000 / 10,000",
+    "fashion_mnist": "Fashion-MNIST, 60,000 / 10,000",
+    "kmnist": "Kuzushiji-MNIST, 60,000 / 10,000",
+    "ambiguous_mnist": "Ambiguous-MNIST, 60,000 / 60,000, each image ten times, labels sampled",
+    "dirty_mnist": "MNIST and Ambiguous-MNIST, 120,000 / 70,000",
+    "cifar10": "CIFAR-10, 50,000 / 10,000",
+    "cifar100": "CIFAR-100, 50,000 / 10,000",
+    "svhn": "Street View House Numbers, cropped digits, 73,257 / 26,032",
+    "tiny_imagenet": "TinyImageNet, 64x64x3, 100,000 / 10,000 (test is the labelled val folder)",
+    "imagenet": "ImageNet-1k, streamed from imagenet/{train,val}/<class>/ (test is val)",
+    "imagenet_a": "ImageNet-A, streamed from imagenet-a/<class>/, test only",
+    "imagenet_o": "ImageNet-O, streamed from imagenet-o/<class>/, test only",
+    "imagenet_r": "ImageNet-R, streamed from imagenet-r/<class>/, test only",
+    "folder:PATH": "a folder of images: flat (labels 0), or class subfolders (streamed, unless "
+                   "image_size is given)",
+}
+
+
+# ---- Sets ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSet:
+    """N images in memory. mean, std: per channel, of pixels in [0,1], over the training set.
+
+    images       uint8 [N,C,H,W], or float32 where the source is not 8-bit (then in [0,1], unless
+                 noise was added)
+    labels       int64 [N], in 0..num_classes-1
+    label_probs  float32 [N,K] where the true label distribution is known, else None
+    groups       int64 [N] or None: rows of equal group are one image, which no split separates
+    """
+    name: str
+    images: Tensor
+    labels: Tensor
+    num_classes: int
+    mean: tuple
+    std: tuple
+    label_probs: Tensor | None = None
+    groups: Tensor | None = None
+
+    def __post_init__(self):
+        rows = [len(t) for t in (self.labels, self.label_probs, self.groups) if t is not None]
+        if self.images.ndim != 4 or set(rows) != {len(self.images)}:
+            raise UserError(f"{self.name}: images {tuple(self.images.shape)} with {rows} labels (and "
+                            "probabilities, groups); expected [N,C,H,W] and N of each")
+
+    def __len__(self):
+        return len(self.images)
+
+    @property
+    def shape(self):
+        """(C, H, W)."""
+        return tuple(self.images.shape[1:])
+
+    def select(self, index):
+        """The rows `index` (a slice, integers [n] or a mask [N]) as a new set."""
+        index = index if isinstance(index, slice) else torch.as_tensor(index)
+        fields = {key: getattr(self, key) for key in ("images", "labels", "label_probs", "groups")}
+        return replace(self, **{key: t[index] for key, t in fields.items() if t is not None})
+
+    def rename(self, name):
+        return replace(self, name=name)
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedSet:
+    """N image files, decoded as they are read: dataset[i] is (uint8 [C,H,W], int label).
+
+    `classes`: the class folders' names in label order, by which a model of 1000 classes finds the
+    200 that ImageNet-A, -O and -R have.
+    """
+    name: str
+    dataset: Dataset
+    num_classes: int
+    mean: tuple
+    std: tuple
+    shape: tuple
+    classes: tuple = ()
+
+    def __len__(self):
+        return len(self.dataset)
+
+    @property
+    def labels(self):
+        """int64 [N]; no image is decoded."""
+        return self.dataset.labels
+
+    def select(self, index):
+        """The files `index` (a slice, integers [n] or a mask [N]) as a new set."""
+        return replace(self, dataset=self.dataset.select(torch.arange(len(self))[index]))
+
+    def rename(self, name):
+        return replace(self, name=name)
+
+    def in_memory(self):
+        """An ImageSet of all files, decoded by a thread pool."""
+        images = torch.empty(len(self), *self.shape, dtype=torch.uint8)
+
+        def put(row):
+            images[row] = self.dataset[row][0]
+
+        with ThreadPoolExecutor() as pool:  # Pillow decodes without holding the interpreter's lock
+            for _ in pool.map(put, range(len(self))):
+                pass
+        return ImageSet(self.name, images, self.labels, self.num_classes, self.mean, self.std)
+
+
+class ImageFiles(Dataset):
+    """Image files as RGB uint8 [3,crop,crop]: shorter side to `resize`, then a centre crop.
+
+    `expect` is the (width, height) that every file must have, if any.
+    """
+
+    def __init__(self, paths, labels, resize, crop, expect=None):
+        self.paths, self.labels = paths, torch.as_tensor(labels, dtype=torch.int64)
+        self.resize, self.crop, self.expect = resize, crop, expect
+
+    def __len__(self):
+        return len(self.paths)
+
+    def select(self, index):
+        paths = [self.paths[i] for i in index.tolist()]
+        return ImageFiles(paths, self.labels[index], self.resize, self.crop, self.expect)
+
+    def open(self, row):
+        """The file as an RGB PIL image; UserError where it cannot be read."""
+        path = self.paths[row]
+        try:
+            with Image.open(path) as file:
+                image = file.convert("RGB")
+        except (OSError, SyntaxError, ValueError) as error:
+            raise UserError(f"{path}: unreadable ({_one_line(error)}); replace the file") from None
+        if self.expect and image.size != self.expect:
+            raise UserError(f"{path}: width and height {image.size}, expected {self.expect}; unpack "
+                            "the published archive again")
+        return image
+
+    def __getitem__(self, row):
+        image = TF.center_crop(TF.resize(self.open(row), self.resize), self.crop)
+        return TF.pil_to_tensor(image), int(self.labels[row])
+
+    def augmented(self, row, seed):
+        """Item `row` under torchvision's random resized crop (scale .08-1, ratio 3/4-4/3) and a
+        random flip; a function of (row, seed) alone."""
+        with torch.random.fork_rng(devices=[]):  # get_params draws from the global generator
+            torch.manual_seed(seed)
+            image = self.open(row)
+            box = RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3))
+            flip = torch.rand(()) < 0.5
+        image = TF.resized_crop(image, *box, [self.crop, self.crop])
+        return TF.pil_to_tensor(TF.hflip(image) if flip else image), int(self.labels[row])
+
+
+# ---- Loading -------------------------------------------------------------------------------------
+
+
+def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_split=False,
+         noise=0.0, image_size=None, download=True, limit=None):
+    """One of `DATASETS` as an ImageSet or a StreamedSet.
+
+    split            "train", "val": parts of the published training set (see train_val_split);
+                     "test": the published test set, or all of a folder
+    seed             chooses the split (and the noise), never what an embedded set contains
+    val_fraction     share of the training set that is "val", in [0,1); with 0 all is "train"
+    published_split  split rows even where some share an image (published DDU code: that leaks)
+    noise            std, in normalised units, of Gaussian noise added once and not clipped; the
+                     images become float32 (Dirty-MNIST: 0 the DDU code, 0.05 the data package)
+    image_size       side of the square images read from files; other sets keep theirs
+    download         fetch a set that is absent, where its publisher allows it
+    limit            keep this many rows, evenly spaced
+    Raises UserError for unknown names and values, absent, damaged and ill-shaped files.
+    """
+    if split not in ("train", "val", "test"):
+        raise UserError(f"split {split!r} is unknown; choose train, val or test")
+    if not 0 <= val_fraction < 1 or noise < 0 or limit is not None and limit < 1:
+        raise UserError(f"val_fraction {val_fraction}, noise {noise}, limit {limit}: expected "
+                        "0 <= val_fraction < 1, noise >= 0, limit >= 1")
+    dataset = _source(name, split != "test", Path(data_dir), image_size, download)
+    if split != "test":
+        groups = None if published_split else getattr(dataset, "groups", None)
+        train, val = train_val_split(len(dataset), seed, val_fraction, groups)
+        dataset = dataset.select(train if split == "train" else val)
+    if limit is not None and limit < len(dataset):
+        dataset = dataset.select(torch.arange(limit) * len(dataset) // limit)
+    if name == "tiny_imagenet" or name.startswith("folder:") and (image_size or not dataset.classes):
+        dataset = dataset.in_memory()
+    if not noise:
+        return dataset
+    if isinstance(dataset, StreamedSet):
+        raise UserError(f"{name}: noise is for sets in memory; leave it at 0")
+    generator = _generator(seed, ("train", "val", "test").index(split))
+    added = torch.randn(dataset.images.shape, generator=generator)
+    added *= noise * torch.tensor(dataset.std).view(-1, 1, 1)
+    return replace(dataset, images=added.add_(_unit(dataset.images)))
+
+
+def train_val_split(n, seed, val_fraction=0.1, groups=None):
+    """The published split: a legacy NumPy shuffle of 0..n-1; its first floor(val_fraction n) are
+    validation. With groups (int64 [n]) it shuffles and counts the distinct groups instead.
+
+    Returns (train, val): int64 row numbers, each row in exactly one, each group too.
+    """
+    ids, member = np.unique(np.arange(n) if groups is None else groups.numpy(), return_inverse=True)
+    order = list(range(len(ids)))
+    np.random.RandomState(seed).shuffle(order)
+    rank = np.argsort(order)[member]
+    rows = torch.from_numpy(np.argsort(rank, kind="stable"))
+    n_val = int((rank < math.floor(val_fraction * len(ids))).sum())
+    return rows[n_val:], rows[:n_val]
+
+
+def _source(name, training, data_dir, image_size, download):
+    """The whole published training (or test) part, before any split."""
+    if name in EMBEDDED:
+        return _embedded(name, training)
+    if name in TORCHVISION:
+        return _torchvision(name, training, data_dir, download)
+    if name in ("ambiguous_mnist", "dirty_mnist"):
+        return _dirty_mnist(name, training, data_dir, download)
+    if name == "tiny_imagenet":
+        return _tiny_imagenet(training, data_dir, image_size or 64)
+    if name in IMAGENETS:
+        return _imagenet(name, training, data_dir, image_size or 224)
+    if name.startswith("folder:"):
+        return _folder(Path(name.removeprefix("folder:")), image_size)
+    raise UserError(f"dataset {name!r} is unknown; choose from {', '.join(DATASETS)}")
+
+
+def _unit(images):
+    """float32 pixels in [0,1]."""
+    return images.float().div_(255) if images.dtype == torch.uint8 else images
+
+
+def _generator(*key):
+    """A CPU generator seeded by all integers of `key`; near keys give unrelated streams."""
+    state = np.random.SeedSequence([k % 2**63 for k in key]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0]) % 2**63)
+
+
+def _one_line(error):
+    return " ".join(str(error).split())[:150] or type(error).__name__
+
+
+def _absent(name, path, site, why=""):
+    return UserError(f"{name}: {path} is not there{why}; get it from {site}")
+
+
+def _damaged(name, path, site, why):
+    return UserError(f"{name}: {path} is damaged or incomplete ({why}); get it from {site}")
+
+
+# ---- Published sets ------------------------------------------------------------------------------
+
+# name: torchvision's class, what it reads below data_dir, rows, classes, mean, std, publisher
+TORCHVISION = {
+    "mnist": (tv.MNIST, "MNIST/raw", (60000, 10000), 10, (0.1307,), (0.3081,),
+              "https://ossci-datasets.s3.amazonaws.com/mnist"),
+    "fashion_mnist": (tv.FashionMNIST, "FashionMNIST/raw", (60000, 10000), 10, (0.2860,), (0.3530,),
+                      "https://github.com/zalandoresearch/fashion-mnist"),
+    "kmnist": (tv.KMNIST, "KMNIST/raw", (60000, 10000), 10, (0.1918,), (0.3483,),
+               "http://codh.rois.ac.jp/kmnist"),
+    "cifar10": (tv.CIFAR10, "cifar-10-batches-py", (50000, 10000), 10, (0.4914, 0.4822, 0.4465),
+                (0.2023, 0.1994, 0.2010), "https://www.cs.toronto.edu/~kriz/cifar.html"),
+    "cifar100": (tv.CIFAR100, "cifar-100-python", (50000, 10000), 100, (0.5071, 0.4865, 0.4409),
+                 (0.2673, 0.2564, 0.2762), "https://www.cs.toronto.edu/~kriz/cifar.html"),
+    "svhn": (tv.SVHN, "{}_32x32.mat", (73257, 26032), 10, (0.4377, 0.4438, 0.4728),
+             (0.1980, 0.2010, 0.1970), "http://ufldl.stanford.edu/housenumbers"),
+}
+
+
+def _torchvision(name, training, data_dir, download):
+    cls, file, rows, num_classes, mean, std, site = TORCHVISION[name]
+    part = "train" if training else "test"
+    path, spare = data_dir / file.format(part), data_dir / "cifar100_test.npz"
+    if name == "cifar100" and not training and spare.exists() and not path.exists():
+        path = spare
+    present = path.exists()
+    try:
+        if path == spare:
+            with np.load(path, allow_pickle=False) as arrays:
+                images, labels = arrays["images"], arrays["labels"]
+        else:
+            options = {"split": part} if name == "svhn" else {"train": training}
+            raw = cls(data_dir, download=download and not present, **options)
+            images, labels = raw.data, raw.labels if name == "svhn" else raw.targets
+    except Exception as error:  # absent and cut files raise many types, few of them documented
+        if present:
+            raise _damaged(name, path, site, _one_line(error)) from None
+        why = f" and could not be downloaded ({_one_line(error)})" if download else ""
+        raise _absent(name, path, site, why) from None
+    images, labels = torch.as_tensor(images), torch.as_tensor(labels).to(torch.int64)
+    if images.ndim == 3:
+        images = images.unsqueeze(1)
+    elif name != "svhn":
+        images = images.permute(0, 3, 1, 2).contiguous()
+    shape = (rows[not training], len(mean), *[28 if len(mean) == 1 else 32] * 2)
+    if (tuple(images.shape), images.dtype, len(labels)) != (shape, torch.uint8, shape[0]):
+        why = f"images {tuple(images.shape)}, {len(labels)} labels; expected {shape}"
+        raise _damaged(name, path, site, why)
+    return ImageSet(name, images, labels, num_classes, mean, std)
+
+
+AMBIGUOUS_MNIST_SITE = "https://github.com/BlackHC/ddu_dirty_mnist/releases/download/data-v1.0.0"
+AMBIGUOUS_MNIST_MD5 = {"amnist_samples.pt": "4f7865093b1d28e34019847fab917722",
+                       "amnist_labels.pt": "3bfc055a9f91a76d8d493e8b898c3c95"}
+
+
+def _dirty_mnist(name, training, data_dir, download):
+    """Ambiguous-MNIST, each image ten times in a row with its sampled labels; after MNIST if
+    `name` is dirty_mnist."""
+    folder = data_dir / "AmbiguousMNIST"
+    samples, votes = (_read_ambiguous(folder / file, download) for file in AMBIGUOUS_MNIST_MD5)
+    if tuple(samples.shape) != (12000, 1, 28, 28) or tuple(votes.shape) != (12000, 10):
+        why = f"shapes {tuple(samples.shape)}, {tuple(votes.shape)}; expected 12000 of each"
+        raise _damaged(name, folder, AMBIGUOUS_MNIST_SITE, why)
+    half = slice(0, 6000) if training else slice(6000, 12000)
+    samples, votes = samples[half].float(), votes[half].long()
+    probs, tens = F.one_hot(votes, 10).float().mean(1), torch.arange(6000).repeat_interleave(10)
+    ambiguous = ImageSet(name, samples[tens], votes.flatten(), 10, (0.1307,), (0.3081,),
+                         probs[tens], tens)
+    if name == "ambiguous_mnist":
+        return ambiguous
+    mnist = _torchvision("mnist", training, data_dir, download)
+    return _concat(name, replace(mnist, images=_unit(mnist.images)), ambiguous)
+
+
+def _read_ambiguous(path, download):
+    site, md5 = f"{AMBIGUOUS_MNIST_SITE}/{path.name}", AMBIGUOUS_MNIST_MD5[path.name]
+    if not path.exists():
+        try:
+            if not download:
+                raise OSError("downloading is off")
+            download_url(site, path.parent, path.name, md5)
+        except Exception as error:  # urllib, ssl and torchvision raise several types
+            raise _absent("ambiguous_mnist", path, site, f" ({_one_line(error)})") from None
+    if not check_md5(path, md5):
+        why = f"or another release than data-v1.0.0: its MD5 is not {md5}"
+        raise _damaged("ambiguous_mnist", path, site, why)
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _concat(name, clean, ambiguous):
+    """Clean rows, each a group of its own with a one-hot label distribution; then ambiguous ones."""
+    one_hot = F.one_hot(clean.labels, clean.num_classes).float()
+    return ImageSet(name, torch.cat([clean.images, ambiguous.images]),
+                    torch.cat([clean.labels, ambiguous.labels]), clean.num_classes,
+                    clean.mean, clean.std, torch.cat([one_hot, ambiguous.label_probs]),
+                    torch.cat([torch.arange(len(clean)), len(clean) + ambiguous.groups]))
+
+
+# ---- Folders -------------------------------------------------------------------------------------
+
+IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+TINY_IMAGENET = dict(mean=(0.4803, 0.4481, 0.3976), std=(0.2764, 0.2689, 0.2816))
+TINY_IMAGENET_SITE = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
+IMAGENETS = {"imagenet": "https://www.image-net.org (and sort the val images into class folders)",
+             "imagenet_a": "https://github.com/hendrycks/natural-adv-examples",
+             "imagenet_o": "https://github.com/hendrycks/natural-adv-examples",
+             "imagenet_r": "https://github.com/hendrycks/imagenet-r"}
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".webp", ".tif", ".tiff")
+
+
+def _folders_in(root):
+    return sorted(e.name for e in os.scandir(root) if e.is_dir()) if root.is_dir() else []
+
+
+def _images_in(root):
+    names = (e.path for e in os.scandir(root) if e.name.lower().endswith(SUFFIXES))
+    return sorted(names) if root.is_dir() else []
+
+
+def _class_folders(root, classes=None, inner=""):
+    """(paths, labels, classes) of root/<class>/<inner>/*, the classes sorted unless given."""
+    classes, paths, labels = tuple(classes or _folders_in(root)), [], []
+    for label, name in enumerate(classes):
+        folder = root / name / inner
+        files = _images_in(folder) if folder.is_dir() else []
+        if not files:
+            raise UserError(f"{folder}: no images of this class; unpack the published archive again")
+        paths += files
+        labels += [label] * len(files)
+    return paths, labels, classes
+
+
+def _streamed(name, listing, stats, crop, resize=None, expect=None):
+    paths, labels, classes = listing
+    files = ImageFiles(paths, labels, resize or round(crop * 256 / 224), crop, expect)
+    shape = (3, crop, crop)
+    return StreamedSet(name, files, max(1, len(classes)), **stats, shape=shape, classes=classes)
+
+
+def _folder(root, image_size):
+    if not root.is_dir():
+        raise UserError(f"folder {root} is not there; write folder: and the path of a folder")
+    if _folders_in(root):
+        listing = _class_folders(root)
+        return _streamed(root.name, listing, IMAGENET, image_size or 224, resize=image_size)
+    paths = _images_in(root)
+    if not paths:
+        raise UserError(f"folder {root} holds neither images ({' '.join(SUFFIXES)}) nor folders")
+    files = ImageFiles(paths, [0] * len(paths), 0, 0)
+    expect = None if image_size else files.open(0).size
+    if expect and expect[0] != expect[1]:
+        raise UserError(f"folder {root}: images of {expect[0]}x{expect[1]}; give image_size")
+    size, listing = image_size or expect[0], (paths, files.labels, ())
+    return _streamed(root.name, listing, IMAGENET, size, resize=size, expect=expect)
+
+
+def _imagenet(name, training, data_dir, size):
+    root, site = data_dir / name.replace("_", "-"), IMAGENETS[name]
+    if name != "imagenet" and training:
+        raise UserError(f"{name} has a test split only")
+    folder = root if name != "imagenet" else root / ("train" if training else "val")
+    classes = _folders_in(folder)
+    if not classes:
+        raise _absent(name, f"{folder}/<class>/*.JPEG", site)
+    if folder.name == "val" and (known := _folders_in(root / "train")) and known != classes:
+        raise UserError(f"{name}: the class folders of {root}/train and {folder} differ; mend them")
+    return _streamed(name, _class_folders(folder), IMAGENET, size)
+
+
+def _tiny_imagenet(training, data_dir, size):
+    """The published layout: a class is its line in wnids.txt; test is the labelled val folder."""
+    root, classes = data_dir / "tiny-imagenet-200", _wnids(data_dir)
+    notes = root / "val" / "val_annotations.txt"
+    if training:
+        listing = _class_folders(root / "train", classes, "images")
+    elif notes.exists():
+        rows = [line.split("\t")[:2] for line in notes.read_text().splitlines()]
+        paths = [str(notes.parent / "images" / file) for file, _ in rows]
+        if unknown := {wnid for _, wnid in rows} - set(classes):
+            why = f"class {min(unknown)} is not in wnids.txt"
+            raise _damaged("tiny_imagenet", notes, TINY_IMAGENET_SITE, why)
+        listing = paths, [classes.index(wnid) for _, wnid in rows], classes
+    else:
+        raise _absent("tiny_imagenet", notes, TINY_IMAGENET_SITE)
+    return _streamed("tiny_imagenet", listing, TINY_IMAGENET, size, resize=size, expect=(64, 64))
+
+
+def _wnids(data_dir):
+    path = data_dir / "tiny-imagenet-200" / "wnids.txt"
+    if not path.exists():
+        raise _absent("tiny_imagenet", path, TINY_IMAGENET_SITE)
+    return tuple(path.read_text().split())
+
+
+# ---- Corruptions ---------------------------------------------------------------------------------
+
+CIFAR_C_KINDS = (
+    "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur",
+    "zoom_blur", "snow", "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate",
+    "jpeg_compression", "speckle_noise", "gaussian_blur", "spatter", "saturate")  # last four: extra
+CORRUPTED = {"cifar10_c": ("CIFAR-10-C", "https://zenodo.org/records/2535967"),
+             "cifar100_c": ("CIFAR-100-C", "https://zenodo.org/records/3555552"),
+             "tiny_imagenet_c": ("Tiny-ImageNet-C", "https://zenodo.org/records/2536630"),
+             "imagenet_c": ("imagenet-c", "https://zenodo.org/records/2235448"),
+             "glyphs_c": ("", "")}
+
+
+def load_corrupted(name, kind, severity, data_dir="data"):
+    """A test set under one corruption at severity 1..5; `kind` is one of CIFAR_C_KINDS.
+
+    cifar10_c, cifar100_c  CIFAR-10-C/<kind>.npy and labels.npy: 10,000 rows a severity
+    tiny_imagenet_c        Tiny-ImageNet-C/<kind>/<severity>/<class>/, labels by wnids.txt
+    imagenet_c             imagenet-c/<kind>/<severity>/<class>/, a StreamedSet of 224x224, uncropped
+    glyphs_c               computed; `kind` is one of CORRUPTIONS
+    Raises UserError for unknown names and kinds, absent, damaged and ill-shaped files.
+    """
+    if name not in CORRUPTED:
+        raise UserError(f"corrupted set {name!r} is unknown; choose from {', '.join(CORRUPTED)}")
+    _check_kind(kind, severity, CORRUPTIONS if name == "glyphs_c" else CIFAR_C_KINDS)
+    title, (folder, site) = f"{name}_{kind}_s{severity}", CORRUPTED[name]
+    if name == "glyphs_c":
+        return corrupted(_embedded("glyphs", False), kind, severity).rename(title)
+    if name.startswith("cifar"):
+        images, labels = _cifar_c(name, Path(data_dir, folder), kind, severity, site)
+        return ImageSet(title, images, labels, *TORCHVISION[name.removesuffix("_c")][3:6])
+    root = Path(data_dir, folder, kind, str(severity))
+    if not root.is_dir():
+        raise _absent(name, root, site)
+    if name == "imagenet_c":
+        return _streamed(title, _class_folders(root), IMAGENET, 224, resize=224)
+    listing = _class_folders(root, _wnids(Path(data_dir)))
+    return _streamed(title, listing, TINY_IMAGENET, 64, resize=64, expect=(64, 64)).in_memory()
+
+
+def _cifar_c(name, folder, kind, severity, site):
+    parts, rows = [], slice((severity - 1) * 10000, severity * 10000)
+    for file, shape in ((f"{kind}.npy", (50000, 32, 32, 3)), ("labels.npy", (50000,))):
+        if not (folder / file).exists():
+            raise _absent(name, folder / file, site)
+        try:
+            array = np.load(folder / file, mmap_mode="r", allow_pickle=False)
+        except (ValueError, OSError, EOFError) as error:
+            raise _damaged(name, folder / file, site, _one_line(error)) from None
+        if array.shape != shape or file != "labels.npy" and array.dtype != np.uint8:
+            why = f"{array.dtype} {array.shape}, expected {shape}, images as uint8"
+            raise _damaged(name, folder / file, site, why)
+        parts.append(torch.from_numpy(np.array(array[rows])))
+    return parts[0].permute(0, 3, 1, 2).contiguous(), parts[1].long()
+
+
+def _check_kind(kind, severity, kinds):
+    if kind not in kinds:
+        raise UserError(f"corruption {kind!r} is unknown; choose from {', '.join(kinds)}")
+    if severity not in (1, 2, 3, 4, 5):
+        raise UserError(f"severity {severity!r} is unknown; choose 1, 2, 3, 4 or 5")
+
+
+def corrupt(images, kind, severity, seed=0):
+    """images, uint8 or float32 in [0,1] [N,C,H,W], under a kind of CORRUPTIONS, severity 1..5.
+
+    Same shape, dtype and device; a function of the arguments alone. The corruptions are ours:
+    like those of CIFAR-10-C in kind, not comparable with them in number.
+    """
+    _check_kind(kind, severity, CORRUPTIONS)
+    (apply, strengths), out = CORRUPTIONS[kind], torch.empty_like(images)
+    generator = _generator(seed, list(CORRUPTIONS).index(kind))
+    for start in range(0, len(images), 1000):
+        x = apply(_unit(images[start:start + 1000].cpu()), strengths[severity - 1], generator)
+        out[start:start + 1000] = _like(x, images)
+    return out
+
+
+def corrupted(dataset, kind, severity, seed=0):
+    """An ImageSet under `corrupt`, named like cifar10_computed_gaussian_noise_s3."""
+    return replace(dataset, name=f"{dataset.name}_computed_{kind}_s{severity}",
+                   images=corrupt(dataset.images, kind, severity, seed))
+
+
+def _like(x, images):
+    """float32 pixels, clipped to [0,1], in the dtype of `images`."""
+    x = x.clamp(0, 1)
+    return x.mul_(255).round_().byte() if images.dtype == torch.uint8 else x
+
+
+def _impulse_noise(x, share, generator):
+    u = torch.rand(x.shape, generator=generator)  # half of the share turns black, half white
+    return torch.where(u < share, (u > share / 2).float(), x)
+
+
+def _gaussian_blur(x, std, _):
+    std, channels = std * x.shape[-1], x.shape[1]
+    reach = math.ceil(3 * std)
+    kernel = torch.exp(-torch.arange(-reach, reach + 1.0) ** 2 / (2 * std**2))
+    kernel = (kernel / kernel.sum()).expand(channels, 1, 1, -1)
+    x = F.conv2d(F.pad(x, [reach] * 4, mode="replicate"), kernel, groups=channels)
+    return F.conv2d(x, kernel.mT, groups=channels)
+
+
+def _motion_blur(x, length, generator):
+    """Mean along a straight path of random direction, sampled about every half pixel."""
+    angle = math.pi * torch.rand(len(x), generator=generator)
+    path = torch.stack([angle.cos(), angle.sin()], 1)
+    steps = torch.linspace(-length, length, 2 * math.ceil(length * x.shape[-1]) + 1)
+    return sum(_warp(x, shift=path * step) for step in steps) / len(steps)
+
+
+def _contrast(x, kept, _):
+    return x.mean((1, 2, 3), keepdim=True).lerp(x, kept)
+
+
+def _pixelate(x, kept, _):
+    small = [max(1, round(kept * side)) for side in x.shape[-2:]]
+    return F.interpolate(F.interpolate(x, small, mode="area"), x.shape[-2:], mode="nearest-exact")
+
+
+def _jpeg(x, quality, _):
+    out = []
+    for image in (x * 255).round().byte():
+        buffer = io.BytesIO()
+        TF.to_pil_image(image).save(buffer, "jpeg", quality=quality)
+        out.append(TF.pil_to_tensor(Image.open(buffer)))
+    return _unit(torch.stack(out))
+
+
+def _occlusion(x, side, generator):
+    hidden = []
+    for size, u in zip(x.shape[-2:], torch.rand(2, len(x), 1, generator=generator)):
+        length, at = round(side * size), torch.arange(size)
+        first = (u * (size - length + 1)).long()
+        hidden.append((at >= first) & (at < first + length))
+    return x.masked_fill((hidden[0][:, :, None] & hidden[1][:, None, :])[:, None], 0.5)
+
+
+def _rotation(x, degrees, generator):
+    sign = 1 - 2 * torch.randint(0, 2, (len(x),), generator=generator)
+    return _warp(x, angle=sign * math.radians(degrees))
+
+
+def _elastic(x, std, generator):
+    return _warp(x, bend=_smooth_field(len(x), std, x.shape[-2:], generator))
+
+
+def _smooth_field(n, std, size, generator):
+    """Smooth random displacements [n,*size,2], from a coarse grid of normal draws."""
+    coarse = std * torch.randn(n, 2, 4, 4, generator=generator)
+    return F.interpolate(coarse, size, mode="bicubic", align_corners=False).permute(0, 2, 3, 1)
+
+
+def _warp(x, size=None, angle=0.0, scale=1.0, shear=0.0, shift=0.0, bend=0.0, padding="border"):
+    """x [B,C,H,W] under an affine map an image, resampled to [B,C,*size].
+
+    angle (radians), scale, shear: [B] or a number; shift [B,2] and bend [B,*size,2] are (x, y) in
+    half-sides, and say where the output's points are read.
+    """
+    angle, scale, shear = (torch.as_tensor(t).float().expand(len(x)) for t in (angle, scale, shear))
+    cos, sin = angle.cos() / scale, angle.sin() / scale
+    rows = torch.stack([cos, cos * shear + sin, -sin, cos - sin * shear], 1).view(-1, 2, 2)
+    shift = torch.as_tensor(shift).float().expand(len(x), 2)[:, :, None]
+    shape = [len(x), 1, *(size or x.shape[-2:])]
+    grid = F.affine_grid(torch.cat([rows, shift], 2), shape, align_corners=False) + bend
+    return F.grid_sample(x, grid, padding_mode=padding, align_corners=False)
+
+
+# kind: (function of [0,1] images, strength and generator; its strengths for severities 1..5).
+# Lengths are fractions of the image's side, so that 28, 32 and 64 pixels suffer alike.
+CORRUPTIONS = {
+    "gaussian_noise": (lambda x, std, g: x + std * torch.randn(x.shape, generator=g),
+                       (0.04, 0.08, 0.13, 0.19, 0.26)),
+    "shot_noise": (lambda x, photons, g: torch.poisson(x * photons, generator=g) / photons,
+                   (160, 60, 28, 14, 7)),                       # photons of a white pixel
+    "impulse_noise": (_impulse_noise, (0.01, 0.03, 0.06, 0.11, 0.18)),         # share of values
+    "gaussian_blur": (_gaussian_blur, (0.015, 0.022, 0.031, 0.042, 0.055)),    # std
+    "motion_blur": (_motion_blur, (0.08, 0.13, 0.18, 0.24, 0.31)),             # length
+    "brightness": (lambda x, added, _: x + added, (0.06, 0.12, 0.19, 0.27, 0.36)),
+    "contrast": (_contrast, (0.75, 0.55, 0.4, 0.27, 0.16)),                    # kept
+    "pixelate": (_pixelate, (0.75, 0.6, 0.5, 0.4, 0.3)),                       # resolution kept
+    "jpeg": (_jpeg, (60, 35, 20, 12, 6)),                                      # quality
+    "occlusion": (_occlusion, (0.18, 0.27, 0.36, 0.45, 0.55)),                 # side of the square
+    "rotation": (_rotation, (8, 16, 25, 35, 46)),                              # degrees
+    "elastic": (_elastic, (0.04, 0.07, 0.10, 0.14, 0.19)),                     # displacement's std
+}
+
+
+# ---- Out-of-distribution data --------------------------------------------------------------------
+
+
+def match(dataset, like):
+    """`dataset` with the channels (grey repeated, RGB to luma), size (antialiased bilinear), mean
+    and std of `like`: OOD data are always normalised with the in-distribution statistics.
+
+    A StreamedSet must have the shape already (UserError: load it with image_size).
+    """
+    images, (channels, *size) = getattr(dataset, "images", None), like.shape
+    if dataset.shape != like.shape:
+        if images is None:
+            raise UserError(f"{dataset.name}: files streamed as {dataset.shape} cannot become "
+                            f"{like.shape}; load them with image_size={size[0]}")
+        images = torch.empty(len(dataset), *like.shape, dtype=images.dtype)
+        for start in range(0, len(images), 1000):
+            x = _unit(dataset.images[start:start + 1000])
+            if channels < x.shape[1]:
+                x = TF.rgb_to_grayscale(x)
+            if list(x.shape[-2:]) != size:
+                x = F.interpolate(x, size, mode="bilinear", antialias=True)
+            images[start:start + 1000] = _like(x, images)
+    changed = {} if images is None else {"images": images}
+    return replace(dataset, mean=like.mean, std=like.std, **changed)
+
+
+def two_moons(n, noise=0.1, seed=0):
+    """Two interleaved half circles, as in scikit-learn's make_moons: (x float32 [n,2], y int64 [n]),
+    class 0 first; noise is the std on each coordinate."""
+    a, b = (torch.linspace(0, math.pi, k, dtype=torch.float64) for k in (n // 2, n - n // 2))
+    x = torch.cat([torch.stack([a.cos(), a.sin()], 1), torch.stack([1 - b.cos(), 0.5 - b.sin()], 1)])
+    x += noise * torch.randn(n, 2, generator=_generator(seed), dtype=torch.float64)
+    return x.float(), (torch.arange(n) >= n // 2).long()
+
+
+# ---- Batches -------------------------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    images: Tensor      # float32 [B,C,H,W], normalised, on the device
+    labels: Tensor      # int64 [B], on the device
+    index: Tensor       # int64 [B], rows of the set, on the device
+    global_size: int    # images in this batch over all processes
+
+
+class Loader:
+    """Batches of an ImageSet or a StreamedSet, in an order that depends on (seed, epoch) alone.
+
+    `batch_size` is global: each batch is cut into `world_size` contiguous near-equal pieces, as
+    np.array_split does, and this process gets number `rank` (with no rows, if a last batch has
+    fewer images than processes). Together the pieces are, bit for bit, the batch of one process,
+    augmentation included. The last, partial batch is kept.
+
+    augment    "none"; "crop_flip": pad with 4 black pixels, random crop, random flip (files:
+               random resized crop and flip); "reflect_crop_flip": the border is mirrored instead
+    mean, std  per channel, of pixels in [0,1]; by default the set's
+    workers    processes that decode a StreamedSet
+    """
+
+    def __init__(self, dataset, batch_size, device="cpu", *, seed=0, shuffle=False, augment="none",
+                 mean=None, std=None, rank=0, world_size=1, workers=0, channels_last=False):
+        self.streamed = isinstance(dataset, StreamedSet)
+        known = ("none", "crop_flip") if self.streamed else ("none", "crop_flip", "reflect_crop_flip")
+        if augment not in known:
+            raise UserError(f"augment {augment!r} is unknown; choose from {', '.join(known)}")
+        if batch_size < 1 or not len(dataset) or not 0 <= rank < world_size:
+            raise UserError(f"batch_size {batch_size}, {len(dataset)} rows, rank {rank} of "
+                            f"{world_size}: expected at least 1, 1 and a rank below the world size")
+        self.dataset, self.batch_size, self.device = dataset, batch_size, torch.device(device)
+        self.seed, self.shuffle, self.augment, self.workers = seed, shuffle, augment, workers
+        self.rank, self.world_size = rank, world_size
+        self.format = torch.channels_last if channels_last else torch.contiguous_format
+        white = 255 if self.streamed or dataset.images.dtype == torch.uint8 else 1
+        stats = torch.tensor([dataset.mean if mean is None else mean,
+                              dataset.std if std is None else std], dtype=torch.float64)
+        mean, std = (stats * white).view(2, -1, 1, 1)
+        self.shift, self.scale = mean.float().to(self.device), (1 / std).float().to(self.device)
+        if not self.streamed:
+            self.labels = dataset.labels.to(self.device)
+            self._place(dataset.images.to(self.device))
+
+    def _place(self, images):
+        """Lay the padded images out so that every crop lies in one contiguous run of memory.
+
+        With rows of S pixels, the crop at (dy, dx) starts dy S + dx after its image, and has its
+        rows S apart and its channels a padded channel apart. `runs` views every run as a row.
+        """
+        self.pad = 0 if self.augment == "none" else 4
+        if self.augment == "crop_flip":
+            images = F.pad(images, [self.pad] * 4)
+        elif self.augment == "reflect_crop_flip":
+            for axis in (2, 3):
+                images = images.index_select(axis, self._mirror(images.shape[axis]))
+        images = images.contiguous()
+        _, channels, height, self.row = images.shape
+        self.image = channels * height * self.row
+        run = self.image - 2 * self.pad * (self.row + 1)
+        self.strides = (run, height * self.row, self.row, 1)
+        self.runs = images.view(-1).as_strided((images.numel() - run + 1, run), (1, 1))
+
+    def _mirror(self, side):
+        """Pixel numbers of a padded side, mirrored at both borders (which are not repeated)."""
+        at = torch.arange(-self.pad, side + self.pad, device=self.device).abs()
+        return torch.where(at >= side, 2 * (side - 1) - at, at)
+
+    def __len__(self):
+        """Batches in an epoch, over all processes."""
+        return -(-len(self.dataset) // self.batch_size)
+
+    def epoch(self, epoch=0, start=0):
+        """Iterate over the batches of `epoch` from number `start` on; earlier ones cost nothing."""
+        generator, n = _generator(self.seed, epoch), len(self.dataset)
+        order = torch.randperm(n, generator=generator) if self.shuffle else torch.arange(n)
+        pieces = [self._piece(batch) for batch in range(start, len(self))]
+        return (self._stream if self.streamed else self._gather)(order, pieces, generator, epoch)
+
+    def _piece(self, batch):
+        """(first, last, global size): this rank's part of a batch as order[first:last]."""
+        first = batch * self.batch_size
+        size = min(self.batch_size, len(self.dataset) - first)
+        share, longer = divmod(size, self.world_size)
+        first += self.rank * share + min(self.rank, longer)
+        return first, first + share + (self.rank < longer), size
+
+    def _gather(self, order, pieces, generator, _):
+        begin, flips = order * self.image, None
+        if self.pad:
+            dy, dx = torch.randint(0, 2 * self.pad + 1, (2, len(order)), generator=generator)
+            flips = torch.randint(0, 2, (len(order),), generator=generator).to(self.device)
+            begin += dy * self.row + dx
+        order, begin = order.to(self.device), begin.to(self.device)
+        for first, last, size in pieces:
+            index, b = order[first:last], last - first
+            x = self.runs.index_select(0, begin[first:last])
+            x = x.as_strided((b, *self.dataset.shape), self.strides)
+            if flips is not None:  # both of each, then the one drawn: no mask, no wait for the device
+                drawn = torch.arange(b, device=self.device).add_(flips[first:last], alpha=b)
+                x = torch.cat([x, x.flip(3)]).index_select(0, drawn)
+            yield Batch(self._normalise(x), self.labels[index], index, size)
+
+    def _stream(self, order, pieces, generator, epoch):
+        files = self.dataset.dataset
+        if self.augment != "none":
+            files = _Augmented(files, (self.seed, epoch))
+        rows = [order[first:last] for first, last, _ in pieces]
+        batches = iter(DataLoader(  # a generator of its own: the global one is left alone
+            files, batch_sampler=[r.tolist() for r in rows if len(r)], num_workers=self.workers,
+            pin_memory=self.device.type == "cuda", generator=generator))
+        empty = torch.empty(0, *self.dataset.shape), torch.empty(0, dtype=torch.int64)
+        for index, (_, _, size) in zip(rows, pieces):
+            try:
+                batch = (*(next(batches) if len(index) else empty), index)
+            except UserError as error:  # from a worker it comes with a traceback in its message
+                raise UserError(str(error).rsplit("UserError: ", 1)[-1].strip()) from None
+            images, labels, index = (t.to(self.device, non_blocking=True) for t in batch)
+            yield Batch(self._normalise(images), labels, index, size)
+
+    def _normalise(self, x):
+        x = x.to(torch.float32, memory_format=self.format, copy=True)
+        return x.sub_(self.shift).mul_(self.scale)
+
+
+class _Augmented(Dataset):
+    """Files under the augmentation drawn for `key` and the row."""
+
+    def __init__(self, files, key):
+        self.files, self.key = files, key
+
+    def __getitem__(self, row):
+        return self.files.augmented(row, _generator(*self.key, row).initial_seed())
+
+
+# ---- Embedded sets -------------------------------------------------------------------------------
+
+DIGITS, LETTERS = "0123456789", "ACEFHKMNPRTUVWXY"  # no letter that a warped digit resembles
+EMBEDDED = ("glyphs", "glyphs_ambiguous", "dirty_glyphs", "glyphs_letters", "numbers")
+
+
+@lru_cache(maxsize=None)
+def _embedded(name, training):
+    """The training pool or the test part of an embedded set; nothing else changes what it holds."""
+    if name == "dirty_glyphs":
+        clean, ambiguous = (_embedded(part, training) for part in ("glyphs", "glyphs_ambiguous"))
+        dataset = _concat(name, clean.select(slice(8000)), ambiguous.select(slice(8000)))
+    else:
+        draw = {"glyphs": _glyphs, "glyphs_ambiguous": _blends, "glyphs_letters": _letters,
+                "numbers": _numbers}[name]
+        images, labels, k, *rest = draw(training, _generator(2102, EMBEDDED.index(name), training))
+        dataset = ImageSet(name, images, labels, k, (0.0,), (1.0,), *rest)
+    if not training:
+        pool = _embedded(name, True)
+        return replace(dataset, mean=pool.mean, std=pool.std)
+    std, mean = torch.std_mean(_unit(dataset.images))
+    return replace(dataset, mean=(round(mean.item(), 4),), std=(round(std.item(), 4),))
+
+
+def _templates(texts, font_size, strokes):
+    """float32 [S,T,56,56]: each text, centred, in Pillow's own font, at S growing stroke widths."""
+    font, pages = ImageFont.load_default(font_size), []
+    for stroke in strokes:
+        for text in texts:
+            left, top, right, bottom = font.getbbox(text, stroke_width=stroke)
+            at, page = (28 - (left + right) / 2, 28 - (top + bottom) / 2), Image.new("L", (56, 56))
+            ImageDraw.Draw(page).text(at, text, 255, font, stroke_width=stroke)
+            pages.append(TF.pil_to_tensor(page))
+    return _unit(torch.cat(pages)).view(len(strokes), len(texts), 56, 56)
+
+
+def _draw(templates, labels, generator, tilt=15.0, shear=0.25, scale=(0.8, 1.1), shift=0.12,
+          bend=0.05, apart=0.0):
+    """Ink in [0,1], float32 [N,1,28,28]: templates at random weights, affine maps and bends.
+
+    tilt: degrees, well under 45 or a 6 is a 9; shift, bend, apart (a fixed shift [N,2]): half-sides.
+    """
+    n, size = len(labels), (28, 28)
+
+    def uniform(low, high, *shape):
+        return low + (high - low) * torch.rand(n, *shape, generator=generator)
+
+    weight = uniform(0, len(templates) - 1.001)
+    maps = (uniform(-tilt, tilt) * math.pi / 180, uniform(*scale), uniform(-shear, shear),
+            uniform(-shift, shift, 2) + apart)
+    field, out = _smooth_field(n, bend, size, generator), []
+    for rows in torch.arange(n).split(1000):
+        thin, label, mix = weight[rows].long(), labels[rows], (weight[rows] % 1)[:, None, None]
+        ink = templates[thin, label].lerp(templates[thin + 1, label], mix)[:, None]
+        out.append(_warp(ink, size, *(m[rows] for m in maps), field[rows], "zeros"))
+    return torch.cat(out)
+
+
+def _print(ink, generator):
+    """uint8 [N,1,28,28]: ink in a random grey on a random ground, with pixel noise."""
+    low, high, noise = torch.rand(3, len(ink), 1, 1, 1, generator=generator)
+    x = (0.15 * low).lerp(0.65 + 0.35 * high, ink)
+    x += (0.02 + 0.06 * noise) * torch.randn(ink.shape, generator=generator)
+    return x.clamp_(0, 1).mul_(255).round_().byte()
+
+
+def _balanced(n, classes, generator):
+    """int64 [n]: every class as often, in random order."""
+    return torch.randperm(n, generator=generator) % classes
+
+
+def _glyphs(training, generator):
+    labels = _balanced(10000 if training else 2000, 10, generator)
+    ink = _draw(_templates(DIGITS, 52, (0, 1, 2, 3)), labels, generator)
+    return _print(ink, generator), labels, 10
+
+
+def _letters(training, generator):
+    labels = _balanced(10000 if training else 2000, len(LETTERS), generator)
+    ink = _draw(_templates(LETTERS, 50, (0, 1, 2, 3)), labels, generator)
+    return _print(ink, generator), labels, len(LETTERS)
+
+
+def _numbers(training, generator):
+    labels = _balanced(30000 if training else 5000, 1000, generator)
+    templates = _templates([f"{k:03d}" for k in range(1000)], 27, (0, 1))
+    ink = _draw(templates, labels, generator, 10.0, 0.2, (0.9, 1.08), shift=0.08, bend=0.03)
+    return _print(ink, generator), labels, 1000
+
+
+def _blends(training, generator):
+    """Two digits over each other, a little apart, the first with the share w of the ink, w in
+    [.35,.65]: the label is the first with probability w. In training each image comes five times."""
+    n, times = 2000, 5 if training else 1
+    first = _balanced(n, 10, generator)
+    second = (first + torch.randint(1, 10, (n,), generator=generator)) % 10
+    angle, w = 2 * math.pi * torch.rand(n, generator=generator), torch.rand(n, generator=generator)
+    apart, w = 0.25 * torch.stack([angle.cos(), angle.sin()], 1), 0.35 + 0.3 * w[:, None]
+    templates, share = _templates(DIGITS, 50, (0, 1)), w[:, :, None, None]
+    a, b = (_draw(templates, digit, generator, 10.0, 0.15, (0.75, 0.95), 0.0, 0.03, offset)
+            for digit, offset in ((first, apart), (second, -apart)))
+    ink = (share * a + (1 - share) * b) / torch.maximum(share, 1 - share)
+    images = _print(ink.clamp_(0, 1), generator)
+    probs = torch.zeros(n, 10).scatter_(1, first[:, None], w).scatter_(1, second[:, None], 1 - w)
+    rows = torch.arange(n).repeat_interleave(times)
+    sampled = torch.rand(len(rows), generator=generator) < w[rows, 0]
+    return images[rows], torch.where(sampled, first[rows], second[rows]), 10, probs[rows], rows

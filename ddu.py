@@ -1,0 +1,1488 @@
+"""Deep Deterministic Uncertainty: one softmax network, one Gaussian per class on its features.
+
+Mukhoti, Kirsch, van Amersfoort, Torr, Gal, "Deep Deterministic Uncertainty: A New Simple Baseline",
+CVPR 2023, arXiv:2102.11582. Method (Algorithm 1):
+
+  1. Train a classifier whose feature extractor z = f(x) is sensitive (residual connections) and
+     smooth (soft spectral normalisation, coefficient 3), by cross entropy, as usual.
+  2. Fit q(z) = sum_c q(z|c) q(c), q(z|c) = N(z; mu_c, Sigma_c): means and full covariances of the
+     training features, in eval mode, without augmentation. No OOD data, no further training.
+  3. Epistemic uncertainty: low log q(z). Aleatoric uncertainty: softmax entropy, where q(z) is high.
+
+Usage:
+  python ddu.py                                        # dirty_glyphs, offline, two cores, minutes
+  torchrun --nproc_per_node 8 ddu.py --dataset cifar10 # the paper's WRN-28-10, 350 epochs
+  python ddu.py --eval                                 # the table again, from the checkpoint
+  torchrun --nnodes 2 --nproc_per_node 8 --node_rank R --master_addr HOST --master_port 29500 \
+      ddu.py --dataset cifar10                         # two machines, R = 0 and 1
+
+Expected:
+@@EXPECTED@@
+
+Differs from the published code (github.com/omegafragger/DDU, commit f597744):
+  - The jitter search works on current PyTorch (there it never fits: issues 4 and 8), is relative to
+    the features' scale, and classes with no more examples than features take an exact dual form.
+  - Temperature is the optimum, not the best of 100 grid points (--match-published: the grid).
+  - Ambiguous-MNIST repeats each image ten times; no image is in both train and validation
+    (--match-published: the row-wise split, which leaks).
+  - CIFAR-100 and SVHN have their own normalisation (--match-published: CIFAR-10's).
+  - Active learning ranks log densities; there the float32 densities underflow to ties.
+  - The network's softmax entropy and the entropy of the Gaussians' posterior have different names,
+    AUPR-in and AUPR-out too; published names and layout: --published-json.
+"""
+
+import argparse
+import dataclasses
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import common
+import data
+from common import UserError, World
+
+# ---- Arguments ----------------------------------------------------------------------------------
+
+PRESETS = {
+    # paper: SGD 0.1, momentum 0.9, decay 5e-4 on everything, batch 128, 350 epochs, /10 at 150, 250
+    "": dict(model="wide_resnet", sn=True, mod=True, epochs=350, batch_size=128, lr=0.1,
+             weight_decay=5e-4, schedule="step", width=1.0, amp="off", compile=False, ood=["svhn"]),
+    "cifar10": dict(ood=["svhn", "cifar100", "tiny_imagenet"]),
+    "cifar100": dict(ood=["svhn", "tiny_imagenet"]),
+    "svhn": dict(ood=["cifar10", "cifar100"]),
+    "tiny_imagenet": dict(model="resnet50", ood=["svhn"]),
+    "imagenet": dict(model="torchvision/resnet50", ood=["imagenet_o"], batch_size=256),
+    # published code: figures 1 and 2 use ResNet-18 with spectral norm, without -mod, on 28x28 grey
+    "mnist": dict(model="resnet18", mod=False, ood=["fashion_mnist"]),
+    "fashion_mnist": dict(model="resnet18", mod=False, ood=["mnist"]),
+    "kmnist": dict(model="resnet18", mod=False, ood=["mnist"]),
+    "dirty_mnist": dict(model="resnet18", mod=False, epochs=100, ood=["fashion_mnist"]),
+    "dirty_glyphs": dict(model="resnet18", mod=False, width=0.25, epochs=5, schedule="one_cycle",
+                         ood=["glyphs_letters"]),
+    "glyphs": dict(model="resnet18", mod=False, width=0.25, epochs=6, schedule="one_cycle",
+                   ood=["glyphs_letters"]),
+    "numbers": dict(model="resnet18", mod=False, width=0.25, epochs=6, schedule="one_cycle",
+                    ood=["glyphs_letters"]),
+    "two_moons": dict(model="fc_resnet", mod=False, epochs=150, lr=1e-3, batch_size=64, coeff=0.65,
+                      power_iterations=5, opt="adam", weight_decay=0.0, ood=[]),
+}
+# Each of these sets is the union of a clean and an ambiguous one.
+PARTS = {"dirty_mnist": ("mnist", "ambiguous_mnist"), "dirty_glyphs": ("glyphs", "glyphs_ambiguous")}
+# The options that shape the weights: they name the run and guard its checkpoint.
+TRAINING_OPTIONS = ("dataset", "model", "sn", "mod", "coeff", "power_iterations", "depth", "width",
+                    "dropout", "seed", "epochs", "batch_size", "opt", "lr", "momentum", "nesterov",
+                    "weight_decay", "schedule", "first_milestone", "second_milestone", "augment",
+                    "noise", "amp", "match_published", "limit_steps")
+
+
+def parse_args(argv=None):
+    parser = common.Parser(prog="ddu.py", description=__doc__.split("\n")[0],
+                           epilog="Details, equations and differences: the top of this file.")
+    common.add_common_arguments(parser, [d for d in PRESETS if d])
+    add, flag = parser.add_argument, argparse.BooleanOptionalAction
+    add("--model", help="lenet, resnet18, resnet50, wide_resnet, vgg16, or torchvision/NAME: "
+        "pretrained, not trained further (NAME as torchvision.models.get_model takes it)")
+    add("--weights", default="DEFAULT", help="for torchvision/NAME: DEFAULT, or a state dict's file")
+    add("-sn", "--sn", action=flag, help="soft spectral normalisation of every convolution")
+    add("-mod", "--mod", action=flag, help="leaky ReLU, average-pooled instead of 1x1 shortcuts")
+    add("--coeff", type=float, help="spectral norm above which a layer is scaled down (paper: 3)")
+    add("--power-iterations", type=int, help="power iterations a training step (paper: 1)")
+    add("--depth", type=int, default=28, help="depth of wide_resnet, 6n + 4 (paper: 28)")
+    add("--dropout", type=float, default=0.3, help="of wide_resnet (published code: 0.3, always on)")
+    add("--opt", choices=["sgd", "adam"], help="with adam use a learning rate near 1e-3")
+    add("--momentum", "--mom", type=float, default=0.9, help="of SGD")
+    add("--nesterov", action=flag, default=False, help="Nesterov momentum (paper: off)")
+    add("--weight-decay", "--decay", type=float, help="on ALL parameters (paper: 5e-4)")
+    add("--schedule", choices=["step", "one_cycle"], help="step: /10 at the milestones (paper); "
+        "one_cycle: up for a fifth of the steps, down to zero; better in few epochs")
+    add("--first-milestone", type=int, help="epoch of the first /10 (paper: 150; scaled with epochs)")
+    add("--second-milestone", type=int, help="epoch of the second /10 (paper: 250; likewise)")
+    add("--augment", action=flag, help="random crop and flip (default: on for CIFAR, as published)")
+    add("--noise", type=float, default=0.0, help="Ambiguous-MNIST: noise std in normalised units; "
+        "published code 0, published data package 0.05")
+    add("--ood", "--ood_dataset", nargs="+", metavar="NAME",
+        help="out-of-distribution sets, also folder:PATH for any folder of images")
+    add("--shift", default="none", choices=["none", "computed", "published"],
+        help="also evaluate the corrupted test set by severity: computed on the fly, or CIFAR-C files")
+    add("--priors", default="none", choices=["none", "empirical", "uniform"],
+        help="q(c): none leaves it out, as the published OOD evaluation does (balanced classes)")
+    add("--jitter", default="auto", help="eps added to the covariances' diagonals: auto (0, or the "
+        "smallest step of a ladder at which all classes factorise) or a number")
+    add("--density-quantile", type=float, default=0.01,
+        help="OOD threshold: this quantile of the training set's log densities")
+    add("--entropy-threshold", type=float, default=0.35,
+        help="nats above which an in-distribution input counts as ambiguous (0.35: half a bit)")
+    add("--ensemble", type=int, default=1, metavar="M", help="train and evaluate M members too")
+    add("--runs", type=int, default=1, help="repeat with the following seeds; mean +- standard error")
+    add("--published-json", action="store_true", help="write res_*.json in the published layout too")
+    add("--match-published", action="store_true", help="keep the published code's choices that the "
+        "top of this file lists: temperature grid, leaking split, CIFAR-10 statistics")
+    add("--features", metavar="NPZ", help="fit features that you computed ('features' [N, D], "
+        "'labels' [N]) and score those of --score; no network, no training")
+    add("--score", nargs="+", default=[], metavar="NPZ", help="files to score ('features' [N, D])")
+    add("--save-interval", type=int, default=1, help="epochs between checkpoints")
+    add("--active-learning", nargs="+", choices=ACQUISITIONS, metavar="SCORE", help="which pool examples to label next (section "
+        "5 of the paper): lowest density, highest entropy, ensemble PE or MI, or random")
+    add("-ambiguous", "--ambiguous", action="store_true", help="pool: --subsample clean examples and "
+        "all of the ambiguous set")
+    add("--subsample", type=int, default=1000, help="clean examples in the ambiguous pool")
+    add("--trained-model", metavar="PT", help="last.pt of a dirty run whose entropy tells which "
+        "acquired examples are ambiguous, as published (default: known from the pool)")
+    add("--threshold", type=float, default=1.0, help="its entropy threshold, nats")
+    add("--num-ensemble", type=int, default=5, help="members for pe and mi")
+    add("--num-initial-samples", type=int, default=20, help="labels at the start, equal per class")
+    add("--max-training-samples", type=int, default=300, help="labels at the end")
+    add("--acquisition-batch-size", type=int, default=5, help="labels acquired per step")
+    add("--draws", type=int, default=5056, help="examples drawn per epoch from the labelled few")
+    args = parser.parse_args(argv)
+    if args.active_learning:
+        al = dict(model="resnet18", sn=False, mod=False, epochs=20, batch_size=64, lr=1e-3, opt="adam")
+        for key, value in al.items():  # published code: these, whatever the data set
+            if getattr(args, key) is None:
+                setattr(args, key, value)
+    return check_args(common.resolve_arguments(args, PRESETS, "dirty_glyphs"))
+
+
+def check_args(args):
+    """Fill what depends on other options; refuse what cannot work, before anything is loaded."""
+    args.coeff = 3.0 if args.coeff is None else args.coeff
+    args.power_iterations = args.power_iterations or 1
+    args.opt = args.opt or "sgd"
+    if args.augment is None:
+        args.augment = args.dataset in ("cifar10", "cifar100", "tiny_imagenet")
+    if args.first_milestone is None:
+        args.first_milestone = round(args.epochs * 150 / 350)
+    if args.second_milestone is None:
+        args.second_milestone = round(args.epochs * 250 / 350)
+    if args.jitter != "auto":
+        try:
+            args.jitter = float(args.jitter)
+        except ValueError:
+            raise UserError(f"--jitter {args.jitter}: use auto or a number") from None
+        if not 0 <= args.jitter < math.inf:
+            raise UserError(f"--jitter {args.jitter}: must not be negative")
+    for key in ("runs", "ensemble", "num_ensemble", "power_iterations", "save_interval"):
+        if getattr(args, key) < 1:
+            raise UserError(f"--{key.replace('_', '-')} {getattr(args, key)}: must be at least 1")
+    for key, low, high in (("coeff", 1e-6, math.inf), ("dropout", 0, 0.99), ("noise", 0, 1),
+                           ("density_quantile", 0, 1), ("weight_decay", 0, math.inf)):
+        if not low <= getattr(args, key) <= high:
+            raise UserError(f"--{key.replace('_', '-')} {getattr(args, key)}: must lie in [{low}, {high}]")
+    if args.features and not args.score or args.score and not args.features:
+        raise UserError("--features TRAIN.npz and --score FILE.npz ... go together")
+    if args.model == "lenet" and (args.sn or args.mod):
+        raise UserError("--model lenet has neither form (published code: ignored); add --no-sn --no-mod")
+    return args
+
+
+# ---- Model --------------------------------------------------------------------------------------
+# Every network returns (logits [B, K], features [B, D]), logits = head(features).
+
+
+def power_iteration(weight, u, v, stride, padding, iterations):
+    """Sharpen, in place, the singular vectors of the convolution A: [Cin, H, W] -> [Cout, H', W'].
+
+    A is the layer's true linear operator, with its stride, zero padding and input size: those of
+    v [1, Cin, H, W] and u [1, Cout, H', W']. v first: v <- A^T u / |A^T u|, then u <- A v / |A v|.
+    """
+    crop = [v.shape[i] - ((u.shape[i] - 1) * stride[i - 2] - 2 * padding[i - 2] + weight.shape[i])
+            for i in (2, 3)]  # the rows that a stride leaves over: 1 for even sizes, 0 for odd ones
+    for _ in range(iterations):
+        v.copy_(F.conv_transpose2d(u, weight, None, stride, padding, crop))
+        v.div_(v.norm().clamp_min(1e-12))
+        u.copy_(F.conv2d(v, weight, None, stride, padding))
+        u.div_(u.norm().clamp_min(1e-12))
+
+
+class SoftSpectral:
+    """Scale a weight down, never up, so that the layer's spectral norm is at most `coeff`:
+
+        W_eff = W / max(1, sigma / coeff),   sigma = <u, A v>.
+
+    A training forward takes `iterations` power iterations; the gradient flows through sigma, with u
+    and v constant. They are buffers: the net deep-copies, pickles, compiles and resumes exactly.
+    """
+
+    def set_operator(self, in_shape, out_shape, stride, padding, coeff, iterations):
+        self.operator, self.coeff, self.iterations = (stride, padding), coeff, iterations
+        for name, shape in (("u", out_shape), ("v", in_shape)):
+            start = torch.randn(1, *shape)
+            self.register_buffer(name, start / start.norm())
+
+    def effective_weight(self):
+        weight = self.weight if self.weight.ndim == 4 else self.weight[:, :, None, None]
+        with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+            if self.training:
+                power_iteration(weight, self.u, self.v, *self.operator, self.iterations)
+            # <u, A v> is linear in W: it is <W, slope>, and slope is its gradient
+            slope = torch.nn.grad.conv2d_weight(self.v, weight.shape, self.u, *self.operator)
+        sigma = (weight * slope).sum()
+        # published code: 1e-5 is added after the maximum, for k x k kernels only
+        eps = 0.0 if weight.shape[2:] == (1, 1) else 1e-5
+        return self.weight / (torch.clamp(sigma / self.coeff, min=1.0) + eps)
+
+
+class SpectralConv2d(SoftSpectral, nn.Conv2d):
+    def forward(self, x):
+        return F.conv2d(x, self.effective_weight(), self.bias, self.stride, self.padding)
+
+
+class SpectralLinear(SoftSpectral, nn.Linear):
+    def __init__(self, fan_in, fan_out, coeff, iterations):
+        super().__init__(fan_in, fan_out)
+        self.set_operator((fan_in, 1, 1), (fan_out, 1, 1), (1, 1), (0, 0), coeff, iterations)
+
+    def forward(self, x):
+        return F.linear(x, self.effective_weight(), self.bias)
+
+
+@torch.no_grad()
+def spectral_normalise(net, input_shape, coeff=3.0, iterations=1):
+    """Make every convolution of `net` a SpectralConv2d at the size that an input [C, H, W] gives it.
+
+    A 1x1 kernel acts as a matrix whatever the size and stride. Batch norm and head stay as they are.
+    """
+    def convert(conv, inputs, output):
+        x, y = inputs[0][0], output[0]
+        pointwise = conv.kernel_size == (1, 1)
+        operator = ((1, 1), (0, 0)) if pointwise else (conv.stride, conv.padding)
+        if pointwise:
+            x, y = x[:, :1, :1], y[:, :1, :1]
+        conv.__class__ = SpectralConv2d
+        conv.set_operator(x.shape, y.shape, *operator, coeff, iterations)
+
+    hooks = [m.register_forward_hook(convert) for m in net.modules() if type(m) is nn.Conv2d]
+    net.eval()(torch.zeros(1, *input_shape))
+    for hook in hooks:
+        hook.remove()
+    return net.train()
+
+
+class PoolShortcut(nn.Module):
+    """-mod: average pooling (an odd size: every second pixel), then zero channels at the end."""
+
+    def __init__(self, stride, extra_channels):
+        super().__init__()
+        self.stride, self.extra = stride, extra_channels
+
+    def forward(self, x):
+        if self.stride > 1:
+            odd = x.shape[-1] % 2
+            x = x[..., ::self.stride, ::self.stride] if odd else F.avg_pool2d(x, self.stride)
+        return F.pad(x, (0, 0, 0, 0, 0, self.extra))
+
+
+def activation(mod):
+    return nn.LeakyReLU(0.01) if mod else nn.ReLU()
+
+
+class LeNet(nn.Module):
+    """LeNet-5 for 28x28 grey images; the feature is the 84-vector after its ReLU."""
+
+    def __init__(self, num_classes, **_):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 6, 5), nn.Conv2d(6, 16, 5)
+        self.fc1, self.fc2 = nn.Linear(256, 120), nn.Linear(120, 84)
+        self.head = nn.Linear(84, num_classes)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        feature = F.relu(self.fc2(F.relu(self.fc1(x.flatten(1)))))
+        return self.head(feature), feature
+
+
+class ResidualBlock(nn.Module):
+    """Post-activation block: basic (3x3, 3x3) or bottleneck (1x1, 3x3 with the stride, 1x1 to 4c)."""
+
+    def __init__(self, c_in, c, stride, bottleneck, mod):
+        super().__init__()
+        c_out = 4 * c if bottleneck else c
+        shape = [(c_in, c, 1, 1), (c, c, 3, stride), (c, c_out, 1, 1)] if bottleneck else \
+                [(c_in, c, 3, stride), (c, c, 3, 1)]
+        self.convs = nn.ModuleList(nn.Conv2d(i, o, k, s, k // 2, bias=False) for i, o, k, s in shape)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(o) for _, o, _, _ in shape)
+        self.act = activation(mod)
+        self.shortcut = nn.Identity()
+        if stride != 1 or c_in != c_out:
+            self.shortcut = PoolShortcut(stride, c_out - c_in) if mod else nn.Sequential(
+                nn.Conv2d(c_in, c_out, 1, stride, bias=False), nn.BatchNorm2d(c_out))
+
+    def forward(self, x):
+        h = x
+        for i, (conv, norm) in enumerate(zip(self.convs, self.norms)):
+            h = norm(conv(self.act(h) if i else h))
+        return self.act(h + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """ResNet-18 or -50 with the CIFAR stem (3x3, stride 1, no max pool)."""
+
+    def __init__(self, num_classes, in_channels=3, width=1.0, mod=False, bottleneck=False, **_):
+        super().__init__()
+        c_in = c_stem = max(1, round(64 * width))
+        self.stem = nn.Conv2d(in_channels, c_in, 3, 1, 1, bias=False)
+        self.norm, self.act = nn.BatchNorm2d(c_in), activation(mod)
+        blocks = []
+        for stage, count in enumerate((3, 4, 6, 3) if bottleneck else (2, 2, 2, 2)):
+            c = c_stem * 2**stage
+            for i in range(count):
+                blocks.append(ResidualBlock(c_in, c, 2 if stage and not i else 1, bottleneck, mod))
+                c_in = 4 * c if bottleneck else c
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(c_in, num_classes)
+
+    def forward(self, x):
+        x = self.blocks(self.act(self.norm(self.stem(x))))
+        feature = x.mean((2, 3))
+        return self.head(feature), feature
+
+
+class PreActivationBlock(nn.Module):
+    """BN, act, 3x3, BN, act, dropout, 3x3; the shortcut sees the raw input."""
+
+    def __init__(self, c_in, c_out, stride, mod, dropout):
+        super().__init__()
+        self.norm1, self.norm2 = nn.BatchNorm2d(c_in), nn.BatchNorm2d(c_out)
+        self.conv1 = nn.Conv2d(c_in, c_out, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(c_out, c_out, 3, 1, 1, bias=False)
+        self.act, self.dropout = activation(mod), common.Dropout(dropout)
+        self.shortcut = nn.Identity()
+        if stride != 1 or c_in != c_out:
+            self.shortcut = PoolShortcut(stride, c_out - c_in) if mod else \
+                nn.Conv2d(c_in, c_out, 1, stride, bias=False)
+
+    def forward(self, x):
+        h = self.conv1(self.act(self.norm1(x)))
+        h = self.conv2(self.dropout(self.act(self.norm2(h))))
+        return h + self.shortcut(x)
+
+
+class WideResNet(nn.Module):
+    """WRN-depth-(10 width): 28 and 1 are the paper's WRN-28-10."""
+
+    def __init__(self, num_classes, in_channels=3, width=1.0, mod=False, depth=28, dropout=0.3, **_):
+        super().__init__()
+        c_in, blocks = 16, []
+        self.stem = nn.Conv2d(in_channels, c_in, 3, 1, 1, bias=False)
+        for stage in range(3):
+            c = max(1, round(160 * width)) * 2**stage
+            for i in range((depth - 4) // 6):
+                blocks.append(PreActivationBlock(c_in, c, 2 if stage and not i else 1, mod, dropout))
+                c_in = c
+        self.blocks = nn.Sequential(*blocks)
+        self.norm, self.act = nn.BatchNorm2d(c_in), activation(mod)
+        self.head = nn.Linear(c_in, num_classes)
+        for m in self.modules():
+            if isinstance(m, (nn.Conv2d, nn.Linear)):
+                nn.init.kaiming_normal_(m.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(m, nn.BatchNorm2d):
+                m.momentum = 0.01
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, x):
+        feature = self.act(self.norm(self.blocks(self.stem(x)))).mean((2, 3))
+        return self.head(feature), feature
+
+
+class VGG16(nn.Module):
+    """VGG-16 with batch norm; on 28x28 images the first of the five max pools is left out."""
+
+    def __init__(self, num_classes, in_channels=3, width=1.0, mod=False, size=32, **_):
+        super().__init__()
+        layers, c_in = [], in_channels
+        for stage, (c, count) in enumerate(((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))):
+            c = max(1, round(c * width))
+            for _ in range(count):
+                layers += [nn.Conv2d(c_in, c, 3, 1, 1, bias=False), nn.BatchNorm2d(c), activation(mod)]
+                c_in = c
+            if stage or size >= 32:
+                layers.append(nn.MaxPool2d(2))
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(c_in, num_classes)
+
+    def forward(self, x):
+        feature = self.layers(x).mean((2, 3))
+        return self.head(feature), feature
+
+
+class FCResNet(nn.Module):
+    """Two moons: 2 -> 128, four layers x + relu(linear(x)), spectral-normalised but for the head."""
+
+    def __init__(self, num_classes=2, sn=True, coeff=0.65, power_iterations=5, width=1.0, **_):
+        super().__init__()
+        def linear(i, o):
+            return SpectralLinear(i, o, coeff, power_iterations) if sn else nn.Linear(i, o)
+        hidden = max(1, round(128 * width))
+        self.first = linear(2, hidden)
+        self.layers = nn.ModuleList(linear(hidden, hidden) for _ in range(4))
+        self.head = nn.Linear(hidden, num_classes)
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + F.relu(layer(x))
+        return self.head(x), x
+
+
+class TorchvisionNet(nn.Module):
+    """Any torchvision classifier that ends in a linear layer; its input is the feature."""
+
+    def __init__(self, name, weights, num_classes):
+        super().__init__()
+        import torchvision
+        try:
+            pretrained = "DEFAULT" if weights == "DEFAULT" else None
+            self.body = torchvision.models.get_model(name, weights=pretrained)
+            if pretrained is None:
+                self.body.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
+        except Exception as error:  # unknown name, no network, not a state dict, other shapes
+            first = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
+            raise UserError(f"--model torchvision/{name} --weights {weights}: {first}; give a name that "
+                            "torchvision.models.list_models() lists and a state dict's file") from None
+        *path, last = [n for n, m in self.body.named_modules() if isinstance(m, nn.Linear)][-1].split(".")
+        parent = self.body.get_submodule(".".join(path))
+        self.head = getattr(parent, last)
+        setattr(parent, last, nn.Identity())
+        if self.head.out_features != num_classes:
+            raise UserError(f"--model torchvision/{name} has {self.head.out_features} classes, "
+                            f"the data set {num_classes}")
+
+    def forward(self, x):
+        feature = self.body(x)
+        return self.head(feature), feature
+
+
+NETWORKS = {"lenet": LeNet, "resnet18": ResNet, "resnet50": ResNet, "wide_resnet": WideResNet,
+            "vgg16": VGG16, "fc_resnet": FCResNet}
+
+
+def make_network(args, num_classes, shape):
+    """The network of `args` for inputs of `shape` (C, H, W), spectral-normalised if so asked."""
+    if args.model.startswith("torchvision/"):
+        return TorchvisionNet(args.model.split("/", 1)[1], args.weights, num_classes)
+    if args.model not in NETWORKS:
+        raise UserError(f"--model {args.model}: use one of {', '.join(NETWORKS)}, torchvision/NAME")
+    if args.model == "lenet" and tuple(shape) != (1, 28, 28):
+        raise UserError(f"--model lenet takes 28x28 grey images, {args.dataset} has {shape}")
+    net = NETWORKS[args.model](num_classes, in_channels=shape[0], size=shape[-1], width=args.width,
+                               mod=args.mod, depth=args.depth, dropout=args.dropout, sn=args.sn,
+                               coeff=args.coeff, power_iterations=args.power_iterations,
+                               bottleneck=args.model == "resnet50")
+    if args.sn and args.model != "fc_resnet":
+        spectral_normalise(net, shape, args.coeff, args.power_iterations)
+    return net
+
+
+# ---- Method -------------------------------------------------------------------------------------
+
+# Which side large values of a score stand for: "id" scores are confidences, "ood" uncertainties.
+SCORES = {"density": "id", "entropy": "ood", "energy": "id", "max_prob": "id", "gmm_entropy": "ood",
+          "class_mahalanobis": "id", "mahalanobis": "id", "relative_mahalanobis": "id"}
+ACQUISITIONS = ("density", "entropy", "pe", "mi", "random")
+
+
+class ClassMoments:
+    """Streaming class means and scatters of features, float64, exact over batches and processes.
+
+    `count` [K] gives the number of examples of each class, known before the pass. A class with no
+    more examples than features has a singular covariance; its rows are kept for the dual form
+    instead of a D x D scatter, so memory is at most 8 K D^2 bytes either way.
+    """
+
+    def __init__(self, count, dim, device="cpu"):
+        if count.min() < 2:
+            few = (count < 2).nonzero().flatten().tolist()
+            raise UserError(f"class {few[0]} has {int(count[few[0]])} training example(s); a covariance "
+                            f"needs two ({len(few)} such classes)")
+        options = dict(dtype=torch.float64, device=device)
+        self.expected, self.count = count.cpu(), torch.zeros(len(count), **options)
+        self.mean = torch.zeros(len(count), dim, **options)
+        self.scatter = [torch.zeros(dim, dim, **options) if n > dim else None for n in count.tolist()]
+        self.rows, self.row_labels = [], []
+
+    def update(self, features, labels):
+        """Add a batch: features [B, D] of any float dtype, labels int64 [B]."""
+        features = features.to(self.mean)
+        if not torch.isfinite(features).all():
+            raise UserError("features contain NaN or infinity; the network has diverged or the file is "
+                            "damaged")
+        for c, z in zip(*group_by_class(features, labels)):
+            n, n_new = self.count[c].clone(), len(z)
+            shift = z.mean(0) - self.mean[c]
+            self.count[c] += n_new
+            if self.scatter[c] is None:
+                self.rows.append(z)
+                self.row_labels += [c] * n_new
+            else:  # Chan's update: no cancellation however far the features lie from zero
+                centred = z - z.mean(0)
+                self.scatter[c].addmm_(centred.T, centred).addr_(shift, shift, alpha=n * n_new / (n + n_new))
+            self.mean[c] += shift * n_new / self.count[c]
+
+    def reduce(self, world):
+        """Merge the moments of all processes; afterwards all hold the same."""
+        if world.size > 1:
+            own_count, own_mean = self.count.clone(), self.mean.clone()
+            common.all_reduce(self.count, world)
+            self.mean = common.all_reduce(self.mean * own_count[:, None], world) / self.count[:, None]
+            for c, scatter in enumerate(self.scatter):
+                if scatter is not None:
+                    shift = own_mean[c] - self.mean[c]
+                    common.all_reduce(scatter.addr_(shift, shift, alpha=own_count[c].item()), world)
+            rows = torch.cat(self.rows) if self.rows else self.mean[:0]
+            self.rows = [common.concat_rows(rows, world)]
+            labels = torch.tensor(self.row_labels, dtype=torch.long)
+            self.row_labels = common.concat_rows(labels, world).tolist()
+        if not torch.equal(self.count.cpu().long(), self.expected):
+            raise RuntimeError("the pass over the training set met other class counts than its labels")
+        return self
+
+
+def group_by_class(features, labels):
+    """The classes present and, for each, its rows of `features`."""
+    order = labels.argsort(stable=True)
+    classes, counts = labels[order].unique_consecutive(return_counts=True)
+    return classes.tolist(), features[order].split(counts.tolist())
+
+
+class Gaussians(NamedTuple):
+    """One Gaussian per class, factorised, float64. D features, K classes, n_c examples of class c.
+
+    n_c > D:  basis[c] = L_c^{-1} [D, D] with Sigma_c + eps I = L_c L_c^T; eigenvalues[c] is None.
+    n_c <= D: basis[c] [n_c - 1, D] are Sigma_c's eigenvectors, eigenvalues[c] its non-zero eigenvalues;
+              outside their span the variance is eps.
+    """
+
+    mean: Tensor            # [K, D]
+    basis: list
+    eigenvalues: list
+    log_det: Tensor         # [K]  log |Sigma_c + eps I|
+    log_prior: Tensor       # [K]  log q(c), or 0 without priors
+    count: Tensor           # [K]
+    jitter: float           # eps, the same for all classes
+    within: Tensor          # [D, D] whitens the shared within-class covariance (Mahalanobis)
+    total: Tensor           # [D, D] whitens the covariance without classes (relative Mahalanobis)
+
+    def to(self, device):
+        move = lambda x: [move(t) for t in x] if isinstance(x, list) else \
+            x.to(device) if isinstance(x, Tensor) else x
+        return Gaussians(*map(move, self))
+
+
+def fit_gaussians(moments, priors="none", jitter="auto") -> Gaussians:
+    """Means and covariances of the classes (Algorithm 1): Sigma_c = scatter_c / (n_c - 1), full.
+
+    `jitter`: a number, or auto: the smallest step of the ladder 0, 10^-12 s, 10^-11 s, ..., s (s: the
+    mean variance of a feature) with which ALL classes have a Cholesky factor. 0 is left out where
+    some n_c <= D, since that covariance is singular. `priors`: none, empirical n_c/N, uniform 1/K.
+    """
+    mean, count = moments.mean.cpu(), moments.count.cpu()
+    num_classes, dim = mean.shape
+    rows = dict(zip(*group_by_class(torch.cat(moments.rows).cpu(), torch.tensor(moments.row_labels)))) \
+        if moments.row_labels else {}
+    covariance = [None if s is None else s.cpu() / (n - 1) for s, n in zip(moments.scatter, count)]
+    scaled = {c: (z - mean[c]) / (len(z) - 1) ** 0.5 for c, z in rows.items()}  # B: Sigma_c = B^T B
+    variance = torch.stack([scaled[c].square().sum() if c in scaled else covariance[c].trace()
+                            for c in range(num_classes)]).mean().item() / dim
+    ladder = [10.0**k * (variance or 1.0) for k in range(-12, 1)]
+    ladder = [float(jitter)] if jitter != "auto" else ladder if rows else [0.0, *ladder]
+    factors, eps = factorise([s for s in covariance if s is not None], ladder)
+    factors, identity = iter(factors), torch.eye(dim, dtype=torch.float64)
+    basis, eigenvalues, log_det = [], [], []
+    for c in range(num_classes):
+        if c in rows:  # the dual: eigenvectors of B^T B from the small Gram matrix B B^T
+            values, vectors = torch.linalg.eigh(scaled[c] @ scaled[c].T)
+            keep = values > values[-1].clamp_min(1e-300) * 1e-12  # centring takes one rank away
+            values = values[keep]
+            basis.append((vectors[:, keep] / values.sqrt()).T @ scaled[c])
+            eigenvalues.append(values)
+            log_det.append((values + eps).log().sum() + (dim - len(values)) * math.log(eps or 1e-300))
+        else:
+            factor = next(factors)
+            basis.append(torch.linalg.solve_triangular(factor, identity, upper=False))
+            eigenvalues.append(None)
+            log_det.append(2 * factor.diagonal().log().sum())
+    n, share = count.sum(), count / count.sum()
+    log_prior = {"none": torch.zeros_like(share), "empirical": share.log(),
+                 "uniform": torch.full_like(share, -math.log(num_classes))}[priors]
+    within = sum(s for s in moments.scatter if s is not None)
+    within = (within.cpu() if isinstance(within, Tensor) else within) + \
+        sum((b.T @ b * (len(b) - 1) for b in scaled.values()), torch.zeros_like(identity))
+    between = mean - share @ mean
+    total = (within + (between * count[:, None]).T @ between) / n
+    whiten = [torch.linalg.solve_triangular(factorise([s], [0.0, *(10.0**k * (variance or 1.0)
+              for k in range(-12, 1))])[0][0], identity, upper=False) for s in (within / n, total)]
+    return Gaussians(mean, basis, eigenvalues, torch.stack(log_det), log_prior, count, eps, *whiten)
+
+
+def factorise(covariances, ladder):
+    """Cholesky factors of all matrices plus eps I, for the first eps of `ladder` that allows it."""
+    for eps in ladder:
+        factors = []
+        for s in covariances:
+            factor, failed = torch.linalg.cholesky_ex(s + eps * torch.eye(len(s), dtype=s.dtype))
+            if failed:
+                break
+            factors.append(factor)
+        else:
+            return factors, eps
+    raise UserError(f"no covariance factor up to jitter {ladder[-1]:g}; give a larger --jitter")
+
+
+def class_log_densities(gaussians, features) -> Tensor:
+    """log N(z; mu_c, Sigma_c) [N, K], float64, of features [N, D]: no prior, class by class."""
+    features = features.to(gaussians.mean)
+    dim, columns = features.shape[1], []
+    for mean, basis, values, log_det in zip(*gaussians[:4]):
+        z = features - mean
+        projected = z @ basis.T
+        if values is None:
+            squared = projected.square().sum(1)
+        else:  # variance eps outside the span of the class's examples
+            residual = (z - projected @ basis).square().sum(1)
+            squared = (projected.square() / (values + gaussians.jitter)).sum(1) + \
+                residual / (gaussians.jitter or 1e-300)
+        columns.append(-0.5 * (squared + log_det + dim * math.log(2 * math.pi)))
+    return torch.stack(columns, 1)
+
+
+def density_scores(gaussians, features) -> dict:
+    """Scores [N] from the features alone: the paper's log density, and its relatives.
+
+    density              log q(z) = logsumexp_c log N(z; mu_c, Sigma_c) + log q(c)
+    gmm_entropy          entropy of q(c|z), nats; not the network's softmax entropy
+    class_mahalanobis    -min_c (z - mu_c)^T Sigma_c^-1 (z - mu_c)
+    mahalanobis          the same with one shared within-class covariance (Lee et al. 2018)
+    relative_mahalanobis minus the distance to a single Gaussian without classes (Ren et al. 2021)
+    """
+    class_log_density = class_log_densities(gaussians, features)
+    joint = class_log_density + gaussians.log_prior
+    z, dim = features.to(gaussians.mean), features.shape[1]
+    squared = -2 * class_log_density - gaussians.log_det - dim * math.log(2 * math.pi)
+    shared = torch.cdist(z @ gaussians.within.T, gaussians.mean @ gaussians.within.T).square()
+    centre = gaussians.count @ gaussians.mean / gaussians.count.sum()
+    without_class = ((z - centre) @ gaussians.total.T).square().sum(1)
+    nearest = shared.min(1).values
+    return {"density": joint.logsumexp(1), "gmm_entropy": common.entropy(joint.softmax(1)),
+            "class_mahalanobis": -squared.min(1).values, "mahalanobis": -nearest,
+            "relative_mahalanobis": without_class - nearest}
+
+
+def softmax_scores(logits, temperature=1.0) -> dict:
+    """Scores [N] from logits [N, K]: entropy (nats), largest probability, energy logsumexp(logits / T)."""
+    logits = logits.double() / temperature
+    probs = logits.softmax(1)
+    return {"entropy": common.entropy(probs), "max_prob": probs.max(1).values,
+            "energy": logits.logsumexp(1)}
+
+
+def decide(density, entropy, density_threshold, entropy_threshold) -> Tensor:
+    """0 clean, 1 ambiguous, 2 out of distribution [N]: low density is OOD whatever the entropy."""
+    # paper: the pseudo-code's sign is inverted; a LOW density means out of distribution
+    return torch.where(density < density_threshold, 2, (entropy > entropy_threshold).long())
+
+
+def acquire(scores, count) -> Tensor:
+    """Indices of the `count` most uncertain pool examples: the largest scores [P], ties by index."""
+    return scores.sort(descending=True, stable=True).indices[:count]
+
+
+def learning_rate(step, steps_per_epoch, args) -> float:
+    """The learning rate at a global step (from 0): a pure function, so resuming needs no state."""
+    if args.schedule == "step":
+        epoch = step // steps_per_epoch
+        return args.lr * 0.1 ** ((epoch >= args.first_milestone) + (epoch >= args.second_milestone))
+    total = max(1, args.epochs * steps_per_epoch)
+    warm = 0.2 * total
+    return args.lr * (step + 1) / (warm + 1) if step < warm else args.lr * (total - step) / (total - warm)
+
+
+# ---- Training -----------------------------------------------------------------------------------
+
+
+def make_loader(dataset, args, world, batch_size=None, train=False):
+    """Batches of this process, on its device; shuffled and augmented only where `train`."""
+    return data.Loader(dataset, batch_size or args.batch_size, world.device, seed=args.seed,
+                       shuffle=train, augment="crop_flip" if train and args.augment else "none",
+                       rank=world.rank, world_size=world.size, workers=args.workers, channels_last=True)
+
+
+def autocast(args, world):
+    return torch.autocast(world.device.type, torch.bfloat16, enabled=args.amp == "bf16")
+
+
+def train(net, train_set, run, args, world):
+    """Cross entropy on the training set, resumed from this run's checkpoint if there is one."""
+    device = world.device
+    model = common.sync_batch_norm(net.to(device, memory_format=torch.channels_last), world)
+    options = dict(lr=args.lr, weight_decay=args.weight_decay)
+    optimiser = torch.optim.Adam(net.parameters(), **options) if args.opt == "adam" else torch.optim.SGD(
+        net.parameters(), momentum=args.momentum, nesterov=args.nesterov, **options)
+    loader = make_loader(train_set, args, world, train=True)
+    steps = min(len(loader), args.limit_steps or len(loader))
+    progress = {"epoch": 0, "step": 0, "losses": torch.zeros(steps), "correct": torch.zeros(steps)}
+    if (state := run.load()) is not None:
+        net.load_state_dict(state["model"])
+        optimiser.load_state_dict(state["optimiser"])
+        progress = state["progress"]
+        run.say(f"{run.resume_from}: {progress['epoch']} of {args.epochs} epochs are done")
+    if args.compile:
+        model = torch.compile(model)
+    if world.size > 1:  # buffers are equal on all ranks already: global statistics, same iterations
+        model = DistributedDataParallel(model, broadcast_buffers=False,
+                                        device_ids=[device.index] if device.type == "cuda" else None)
+
+    def save(epoch, step, losses, correct):
+        if not math.isfinite(torch.nn.utils.get_total_norm(net.parameters())):
+            raise UserError(f"weights became infinite in epoch {epoch}; the last good checkpoint is kept. "
+                            "Lower --lr")
+        run.save(model=net.state_dict(), optimiser=optimiser.state_dict(),
+                 progress={"epoch": epoch, "step": step, "losses": losses, "correct": correct})
+
+    with common.StopSignals() as stop:
+        for epoch in range(progress["epoch"], args.epochs):
+            clock, first = common.Stopwatch(device), progress["step"]
+            step, losses, correct = train_epoch(model, optimiser, loader, epoch, steps, progress, stop, args, world)
+            common.check_finite(losses[:step], epoch * steps, lambda s: learning_rate(s, steps, args))
+            if step < steps:
+                save(epoch, step, losses, correct)
+                raise common.Stopped(stop.signum, f"in epoch {epoch + 1} after step {step}")
+            seconds, images = clock.seconds(), min(steps * args.batch_size, len(train_set))
+            run.log(epoch=epoch + 1, epochs=args.epochs, loss_nats=losses.mean().item(),
+                    accuracy=correct.sum().item() / images,
+                    lr=learning_rate(epoch * steps + steps - 1, steps, args),
+                    images_per_s=images * (1 - first / steps) / seconds, seconds=seconds)
+            progress = {"step": 0, "losses": torch.zeros(steps), "correct": torch.zeros(steps)}
+            if (epoch + 1) % args.save_interval == 0 or epoch + 1 == args.epochs:
+                save(epoch + 1, **progress)
+
+
+def train_epoch(model, optimiser, loader, epoch, steps, progress, stop, args, world):
+    """Steps `progress["step"]` to `steps` of an epoch; fewer if a stop is asked for.
+
+    Returns the steps done and, by step, mean loss [steps] and correct predictions [steps] on the CPU.
+    """
+    model.train()
+    share = float(world.is_main)  # what was summed over processes before an interruption counts once
+    losses, correct = (share * progress[k].to(world.device) for k in ("losses", "correct"))
+    batches = loader.epoch(epoch, start=progress["step"])
+    bar = common.progress(batches, steps - progress["step"], f"epoch {epoch + 1}", args.quiet, world)
+    for step, batch in zip(range(progress["step"], steps), bar):
+        common.seed_all(args.seed, epoch, step)  # dropout: the same whatever came before
+        for group in optimiser.param_groups:
+            group["lr"] = learning_rate(epoch * steps + step, steps, args)
+        with autocast(args, world):
+            logits, _ = model(batch.images)
+        # DDP averages over processes; with this factor that is the mean over the global batch
+        loss = F.cross_entropy(logits.float(), batch.labels, reduction="sum") * world.size / batch.global_size
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        optimiser.step()
+        losses[step] = loss.detach() / world.size
+        correct[step] = (logits.argmax(1) == batch.labels).sum()
+        if stop.asked(world, step):
+            break
+    return step + 1, common.all_reduce(losses, world).cpu(), common.all_reduce(correct, world).cpu()
+
+
+# ---- Evaluation ---------------------------------------------------------------------------------
+
+
+class Outputs(NamedTuple):
+    """What one forward pass over a set gives, in the set's order, on the CPU of every process."""
+
+    logits: Tensor      # [N, K] float32
+    labels: Tensor      # [N]
+    scores: dict        # density scores by name, [N] float64; softmax scores come from the logits
+
+    def join(self, other):
+        return Outputs(torch.cat([self.logits, other.logits]), torch.cat([self.labels, other.labels]),
+                       {k: torch.cat([v, other.scores[k]]) for k, v in self.scores.items()})
+
+
+@torch.no_grad()
+def forward_batches(net, dataset, args, world):
+    """Yield (batch, logits float32, features float32) in eval mode, un-augmented, this process's rows."""
+    net.eval()
+    for batch in make_loader(dataset, args, world, batch_size=max(512, args.batch_size)).epoch():
+        with autocast(args, world):
+            logits, features = net(batch.images)
+        yield batch, logits.float(), features.float()
+
+
+def fit_density(net, train_set, args, world) -> Gaussians:
+    """One pass over the training set, then one Gaussian per class."""
+    count = torch.bincount(train_set.labels, minlength=train_set.num_classes)
+    dim = net.head.in_features
+    needed = sum(min(int(n), dim) for n in count) * dim * 8
+    if 2 * needed > common.device_memory(world):  # moments and factors
+        raise UserError(f"{len(count)} Gaussians of {dim} features need {2 * needed / 1e9:.1f} GB, the device has "
+                        f"{common.device_memory(world) / 1e9:.1f} GB; use a smaller --width or another --device")
+    moments = ClassMoments(count, dim, world.device)
+    for batch, _, features in forward_batches(net, train_set, args, world):
+        moments.update(features, batch.labels)
+    return fit_gaussians(moments.reduce(world), args.priors, args.jitter).to(world.device)
+
+
+def evaluate_set(net, gaussians, dataset, args, world) -> Outputs:
+    """Logits and density scores of all examples, in one forward pass; exactly N rows on any world."""
+    rows, index = [], []
+    for batch, logits, features in forward_batches(net, dataset, args, world):
+        scores = density_scores(gaussians, features)
+        rows.append(torch.cat([logits.double(), torch.stack(list(scores.values()), 1)], 1).cpu())
+        index.append(batch.index.cpu())
+    names = list(density_scores(gaussians, gaussians.mean[:2]))
+    width = len(gaussians.mean) + len(names)
+    rows = torch.cat([torch.zeros(0, width, dtype=torch.float64), *rows])
+    rows = common.gather_rows(rows, torch.cat([torch.zeros(0, dtype=torch.long), *index]), len(dataset), world)
+    logits, scores = rows[:, :-len(names)].float(), rows[:, -len(names):]
+    return Outputs(logits, dataset.labels, dict(zip(names, scores.unbind(1))))
+
+
+def classification_metrics(log_probs, labels, suffix="") -> dict:
+    """Accuracy, NLL (nats), Brier and calibration errors with 15 bins, of log-probabilities [N, K]."""
+    probs = log_probs.exp()
+    return {"accuracy" + suffix: common.accuracy(probs, labels), "nll" + suffix: common.nll(log_probs, labels),
+            "brier" + suffix: common.brier(probs, labels), "ece15" + suffix: common.ece(probs, labels),
+            "mce15" + suffix: common.mce(probs, labels),
+            "adaptive_ece15" + suffix: common.adaptive_ece(probs, labels)}
+
+
+def detection_metrics(inside, outside) -> dict:
+    """AUROC, AUPR-in, AUPR-out and FPR at 95 % TPR of every score, `inside` against `outside` [N]."""
+    return {f"{metric}_{name}": value for name in inside
+            for metric, value in common.ood_metrics(inside[name], outside[name],
+                                                    larger_means=side_of(name)).items()}
+
+
+def side_of(score) -> str:
+    """The side that large values of a score (perhaps with a suffix) stand for: "id" or "ood"."""
+    return SCORES.get(score.removesuffix("_scaled"), "ood")
+
+
+def all_scores(outputs, temperature=1.0) -> dict:
+    """Every score [N] of a set: density scores, softmax scores, and these at temperature T (_scaled)."""
+    scaled = softmax_scores(outputs.logits, temperature)
+    return {**outputs.scores, **softmax_scores(outputs.logits), **{k + "_scaled": v for k, v in scaled.items()}}
+
+
+class Comparison(NamedTuple):
+    """One row of the detection table: how the scores tell `outside` from `inside`."""
+
+    name: str
+    inside: str
+    outside: str
+
+
+def comparisons(sets) -> list:
+    """OOD sets against the test set; where that has an ambiguous part, also against its clean part."""
+    rows = [Comparison(name, "test", name) for name in sets["ood"]]
+    if len(sets["test"]) == 2:
+        clean, ambiguous = sets["test"]
+        rows += [Comparison(f"{name}_vs_{clean}", clean, name) for name in sets["ood"]]
+        rows += [Comparison(ambiguous, clean, ambiguous)]
+    return rows
+
+
+def evaluate(net, sets, args, world):
+    """Every quantity of one network: (metrics by `split/metric`, outputs by set, thresholds)."""
+    gaussians = fit_density(net, sets["train"], args, world)
+    run_set = lambda dataset: evaluate_set(net, gaussians, dataset, args, world)
+    outputs = {name: run_set(dataset) for name, dataset in {**sets["test"], **sets["ood"]}.items()}
+    parts = [outputs[name] for name in sets["test"]]
+    outputs["test"] = parts[0].join(parts[1]) if len(parts) == 2 else parts[0]
+    outputs["val"], outputs["train"] = run_set(sets["val"]), run_set(sets["train_sample"])
+    fit = common.fit_temperature_grid if args.match_published else common.fit_temperature
+    temperature = fit(outputs["val"].logits, outputs["val"].labels)
+    threshold = outputs["train"].scores["density"].quantile(args.density_quantile).item()
+    metrics = {"temperature": temperature, "jitter": gaussians.jitter, "density_threshold": threshold,
+               "examples_per_class_min": gaussians.count.min().item(), "features": gaussians.mean.shape[1]}
+    for name in {"val", "test", *sets["test"]}:
+        log_probs = outputs[name].logits.double().log_softmax(1)
+        scaled = (outputs[name].logits.double() / temperature).log_softmax(1)
+        values = {**classification_metrics(log_probs, outputs[name].labels),
+                  **classification_metrics(scaled, outputs[name].labels, "_scaled")}
+        metrics |= {f"{name}/{k}": v for k, v in values.items()}
+    scores = {name: all_scores(out, temperature) for name, out in outputs.items()}
+    for row in comparisons(sets):
+        values = detection_metrics(scores[row.inside], scores[row.outside])
+        metrics |= {f"{row.name}/{k}": v for k, v in values.items()}
+    for name in [*sets["test"], *sets["ood"]]:
+        region = decide(scores[name]["density"], scores[name]["entropy"], threshold, args.entropy_threshold)
+        for i, label in enumerate(("clean", "ambiguous", "ood")):
+            metrics[f"{name}/fraction_{label}"] = (region == i).double().mean().item()
+    metrics |= evaluate_shift(run_set, sets, scores, args)
+    return metrics, outputs, gaussians
+
+
+def evaluate_shift(run_set, sets, scores, args) -> dict:
+    """Accuracy, NLL, ECE and clean-against-corrupted AUROC by severity, means over the corruptions."""
+    if args.shift == "none":
+        return {}
+    clean, metrics = next(iter(sets["test"].values())), {}
+    if args.shift == "published":
+        name, kinds = args.dataset.replace("_", "") + "c", data.CIFAR_C_KINDS[:15]
+        corrupt = lambda kind, severity: data.match(
+            data.load_corrupted(args.dataset + "_c", kind, severity, args.data_dir), clean)
+    else:
+        name = "glyphs_c" if clean.name == "glyphs" else f"{clean.name}_computed_c"
+        kinds, corrupt = data.CORRUPTIONS, lambda kind, severity: data.corrupted(clean, kind, severity)
+    for severity in range(1, 6):
+        rows = []
+        for kind in kinds:
+            outputs = run_set(corrupt(kind, severity))
+            detection = detection_metrics(scores[clean.name], all_scores(outputs))
+            rows.append({**classification_metrics(outputs.logits.double().log_softmax(1), outputs.labels),
+                         **{k: v for k, v in detection.items() if k.startswith("auroc")}})
+        metrics |= {f"{name}_s{severity}/{k}": float(np.mean([r[k] for r in rows])) for k in rows[0]}
+    return metrics
+
+
+def evaluate_ensemble(members, sets) -> dict:
+    """Metrics of the mean of the members' probabilities, and of its entropies, before and after T.
+
+    `members`: (metrics, outputs) of each; every member has its own temperature.
+    """
+    metrics, scores = {}, {}
+    for suffix in ("", "_scaled"):
+        for name in members[0][1]:
+            log_probs = torch.stack([(out[name].logits.double() / (m["temperature"] if suffix else 1.0))
+                                     .log_softmax(1) for m, out in members])
+            parts = common.ensemble_uncertainty(log_probs)
+            scores.setdefault(name, {}).update({"predictive_entropy" + suffix: parts["total"],
+                                                "mutual_information" + suffix: parts["epistemic"]})
+            if name in ("test", *sets["test"]):
+                mean = log_probs.logsumexp(0) - math.log(len(members))
+                values = classification_metrics(mean, members[0][1][name].labels, suffix)
+                metrics |= {f"{name}/{k}": v for k, v in values.items()}
+    for row in comparisons(sets):
+        values = detection_metrics(scores[row.inside], scores[row.outside])
+        metrics |= {f"{row.name}/{k}": v for k, v in values.items()}
+    return metrics
+
+
+def published_results(runs, dataset, ood, args) -> dict:
+    """The published JSON for each model type: mean, std (the standard error), values, info.
+
+    `runs`: a list of {"single": metrics, "ensemble": metrics or None}. m1 and m2 are, for softmax,
+    energy (its AUPR-in) and entropy; for gmm, density (AUPR-in) and the entropy of the Gaussians'
+    posterior; for ensemble, mutual information and predictive entropy; t_ after temperature scaling.
+    """
+    kinds = {"softmax": ("single", "energy", "aupr_in", "entropy"),
+             "gmm": ("single", "density", "aupr_in", "gmm_entropy"),
+             "ensemble": ("ensemble", "mutual_information", "aupr_out", "predictive_entropy")}
+    files = {}
+    for kind, (source, m1, aupr1, m2) in kinds.items():
+        if runs[0][source] is None:
+            continue
+        scaled = "" if kind == "gmm" else "_scaled"  # densities know no temperature
+        keys = {"accuracy": "test/accuracy", "ece": "test/ece15"}
+        for prefix, suffix in (("", ""), ("t_", scaled)):
+            if prefix:
+                keys["t_ece"] = "test/ece15_scaled"
+            keys |= {f"{prefix}m1_auroc": f"{ood}/auroc_{m1}{suffix}", f"{prefix}m1_auprc": f"{ood}/{aupr1}_{m1}{suffix}",
+                     f"{prefix}m2_auroc": f"{ood}/auroc_{m2}{suffix}", f"{prefix}m2_auprc": f"{ood}/aupr_out_{m2}{suffix}"}
+        values = {k: [run[source][name] for run in runs] for k, name in keys.items()}
+        files[f"res_{published_stem(args)}_{kind}_{dataset}_{ood}.json"] = {
+            "mean": {k: float(np.mean(v)) for k, v in values.items()},
+            "std": {k: common.standard_error(v) for k, v in values.items()},
+            "values": values, "info": vars(args)}
+    return files
+
+
+def published_stem(args) -> str:
+    """File names of the published code: model, _sn_3.0, _mod, seed."""
+    return args.model + (f"_sn_{args.coeff}" if args.sn else "") + ("_mod" if args.mod else "") + f"_{args.seed}"
+
+
+def format_results(metrics, sets) -> str:
+    """The table that a run prints: predictions by set, then AUROC by score."""
+    scores = [s for s in ("density", "entropy", "energy", "max_prob", "gmm_entropy", "mahalanobis",
+                          "relative_mahalanobis") if f"{comparisons(sets)[0].name}/auroc_{s}" in metrics]
+    percent = lambda key: f"{100 * metrics[key]:.2f}"
+    names = list(dict.fromkeys(["test", *sets["test"]])) if len(sets["test"]) == 2 else ["test"]
+    first = common.format_table(
+        ["predictions", "accuracy %", "NLL nats", "ECE15 %", f"NLL, T = {metrics['temperature']:.2f}", "ECE15 %"],
+        [[name, percent(f"{name}/accuracy"), f"{metrics[f'{name}/nll']:.4f}", percent(f"{name}/ece15"),
+          f"{metrics[f'{name}/nll_scaled']:.4f}", percent(f"{name}/ece15_scaled")] for name in names])
+    second = common.format_table(
+        ["AUROC", *scores],
+        [[f"{row.outside} from {row.inside}", *(f"{metrics[f'{row.name}/auroc_{s}']:.4f}" for s in scores)]
+         for row in comparisons(sets)])
+    return f"{first}\n\n{second}"
+
+
+# ---- Plots --------------------------------------------------------------------------------------
+
+COLOURS = ["#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"]  # safe for colour-blind eyes
+
+
+def plot_uncertainty(plt, path, outputs, sets, threshold, entropy_threshold):
+    """Figures 1 and 2 of the paper (entropy, density) and the plane in which the decision is made."""
+    names = [*sets["test"], *sets["ood"]]
+    scores = {n: (softmax_scores(outputs[n].logits)["entropy"], outputs[n].scores["density"]) for n in names}
+    inside = torch.cat([scores[n][1] for n in sets["test"]])
+    high = inside.max().item()
+    low = min(threshold, inside.quantile(0.01).item()) - 1.5 * (high - threshold)
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
+    for colour, name in zip(COLOURS, names):
+        entropy, density = (s.numpy() for s in scores[name])
+        clipped = density.clip(low, high)
+        weights = np.full(len(entropy), 1 / len(entropy))
+        left.hist(entropy, 40, (0, max(s[0].max().item() for s in scores.values())), weights=weights,
+                  alpha=0.6, color=colour, label=name)
+        middle.hist(clipped, 60, (low, high), weights=weights, alpha=0.6, color=colour, label=name)
+        some = slice(None, None, max(1, len(entropy) // 1500))
+        right.plot(clipped[some], entropy[some], ".", ms=2.5, alpha=0.5, color=colour, label=name)
+    middle.axvline(threshold, color="black", ls="--", lw=1)
+    right.axvline(threshold, color="black", ls="--", lw=1)
+    right.plot([threshold, high], [entropy_threshold] * 2, color="black", ls="--", lw=1)
+    for (x, y), text in {(0.02, 0.96): "out of distribution", (0.98, 0.96): "ambiguous", (0.98, 0.03): "clean"}.items():
+        right.text(x, y, text, transform=right.transAxes, ha="left" if x < 0.5 else "right",
+                   va="top" if y > 0.5 else "bottom", bbox=dict(fc="white", ec="none", alpha=0.8))
+    left.set(xlabel="softmax entropy (nats)", ylabel="fraction of the set", yscale="log")
+    middle.set(xlabel="log density (below the left edge: at the edge)", ylabel="fraction of the set")
+    right.set(xlabel="log density", ylabel="softmax entropy (nats)")
+    left.legend(frameon=False)
+    save_figure(plt, figure, path)
+
+
+def plot_reliability(plt, path, outputs, temperature):
+    """Accuracy by confidence in 15 bins, before and after temperature scaling."""
+    figure, axes = plt.subplots(1, 2, figsize=(7.5, 3.6), constrained_layout=True, sharey=True)
+    for axis, t, title in ((axes[0], 1.0, "as trained"), (axes[1], temperature, f"temperature {temperature:.2f}")):
+        probs = (outputs.logits.double() / t).softmax(1)
+        confidence, predicted = probs.max(1)
+        bins = common.reliability(confidence, predicted == outputs.labels)
+        edges, count = np.linspace(0, 1, 16), np.asarray(bins.count)
+        accuracy = np.where(count > 0, np.nan_to_num(np.asarray(bins.accuracy, float)), 0.0)
+        axis.bar(edges[:-1], accuracy, 1 / 15, align="edge", color=COLOURS[0], ec="white", label="accuracy")
+        axis.bar(edges[:-1], count / count.sum(), 1 / 15, align="edge", fc="none", ec=COLOURS[2],
+                 label="share of examples")
+        axis.plot([0, 1], [0, 1], "k--", lw=1)
+        axis.set(xlabel="confidence", xlim=(0, 1), ylim=(0, 1),
+                 title=f"{title}: ECE {100 * common.ece(probs, outputs.labels):.2f} %")
+    axes[0].set_ylabel("accuracy")
+    axes[0].legend(frameon=False)
+    save_figure(plt, figure, path)
+
+
+def plot_shift(plt, path, metrics):
+    """AUROC of clean against corrupted test images, and accuracy, by severity."""
+    name = next(k.split("_s1/")[0] for k in metrics if "_s1/" in k)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.4), constrained_layout=True)
+    values = lambda key: [metrics[f"{name}_s{s}/{key}"] for s in range(1, 6)]
+    for colour, score in zip(COLOURS, ("density", "entropy", "energy")):
+        left.plot(range(1, 6), values(f"auroc_{score}"), "o-", color=colour, label=score)
+    right.plot(range(1, 6), values("accuracy"), "o-", color=COLOURS[3], label="accuracy")
+    right.plot(range(1, 6), values("ece15"), "s-", color=COLOURS[4], label="ECE, 15 bins")
+    left.set(xlabel="severity", ylabel="AUROC, clean against corrupted", xticks=range(1, 6), title=name)
+    right.set(xlabel="severity", xticks=range(1, 6), ylim=(0, 1))
+    left.legend(frameon=False)
+    right.legend(frameon=False)
+    save_figure(plt, figure, path)
+
+
+def plot_two_moons(plt, path, x, y, grid, panels):
+    """The paper's two-moons figure: each panel an uncertainty over the plane, and the training data."""
+    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.6), constrained_layout=True)
+    for axis, (title, values) in zip(axes, panels.items()):
+        image = axis.pcolormesh(grid[0], grid[1], values.view(grid[0].shape), cmap="viridis", shading="auto")
+        figure.colorbar(image, ax=axis)
+        for c in (0, 1):
+            axis.plot(*x[y == c][:500].T, ".", ms=2, color=COLOURS[1 + c])
+        axis.set(title=title, xlim=(-2.5, 3.5), ylim=(-3, 3))
+    save_figure(plt, figure, path)
+
+
+def plot_active_learning(plt, path, curves, labels, ylabel="test accuracy %"):
+    """Mean and standard-error band over the runs: curves {name: [runs, evaluations]}."""
+    figure, axis = plt.subplots(figsize=(5.5, 3.8), constrained_layout=True)
+    for colour, (name, values) in zip(COLOURS, curves.items()):
+        values = np.asarray(values)
+        mean = values.mean(0)
+        axis.plot(labels, mean, color=colour, label=f"{name} ({len(values)} runs)")
+        if len(values) > 1:
+            error = values.std(0, ddof=1) / len(values) ** 0.5
+            axis.fill_between(labels, mean - error, mean + error, color=colour, alpha=0.25, lw=0)
+    axis.set(xlabel="labelled examples", ylabel=ylabel)
+    axis.legend(frameon=False)
+    save_figure(plt, figure, path)
+
+
+def save_figure(plt, figure, path):
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    print(f"picture {path}", flush=True)
+
+
+# ---- Main ---------------------------------------------------------------------------------------
+
+
+def load_sets(args, world) -> dict:
+    """All sets of a run, before anything is trained: train, val, test parts, OOD sets by name."""
+    options = dict(data_dir=args.data_dir, seed=args.seed, noise=args.noise, published_split=args.match_published)
+    with common.main_first(world):
+        like = data.load(args.dataset, "train", **options)
+        if args.match_published and args.dataset in ("cifar100", "svhn"):
+            like = dataclasses.replace(like, **data.STATISTICS["cifar10"])
+        load = lambda name, split, **more: data.match(data.load(name, split, **{**options, **more}), like)
+        sets = {"train": like, "val": load(args.dataset, "val")}
+        sets["test"] = {part: load(part, "test") for part in PARTS.get(args.dataset, (args.dataset,))}
+        sets["ood"] = {Path(name.removeprefix("folder:")).name: load(
+            name, "test", **{"image_size": like.shape[-1]} if name.startswith("folder:") else {})
+            for name in args.ood}
+    if args.shift != "none" and isinstance(like, data.StreamedSet):
+        raise UserError("--shift works on sets that fit in memory; evaluate folders of corrupted images as --ood")
+    sample = torch.randperm(len(like), generator=torch.Generator().manual_seed(args.seed))
+    sets["train_sample"] = like.select(sample[:10_000])  # for the density threshold
+    return sets
+
+
+def run_name(args) -> str:
+    spectral = f"-sn{args.coeff:g}" if args.sn else ""
+    width = f"-w{args.width:g}" if args.width != 1 else ""
+    return f"{args.dataset}-{args.model.replace('/', '_')}{spectral}{'-mod' * args.mod}{width}"
+
+
+def open_run(args, world, suffix, config):
+    """The run directory of one network, or of a summary, named after what made it."""
+    run = common.Run(args, "ddu", (args.name or run_name(args)) + suffix, config, world)
+    run.open()
+    return run
+
+
+def run_network(args, world, several):
+    """Train one network (unless it is trained), evaluate it, write its results and pictures."""
+    common.seed_all(args.seed)
+    sets = load_sets(args, world)
+    net = make_network(args, sets["train"].num_classes, sets["train"].shape)
+    net = net.to(world.device, memory_format=torch.channels_last)
+    run = open_run(args, world, "" if args.name and not several else f"-seed{args.seed}",
+                   {k: getattr(args, k) for k in TRAINING_OPTIONS})
+    clock = common.Stopwatch(world.device)
+    if args.eval and not args.model.startswith("torchvision/"):
+        state = run.load(required=True)
+        if state["progress"]["epoch"] < args.epochs:
+            raise UserError(f"{run.resume_from} has {state['progress']['epoch']} of {args.epochs} epochs; finish "
+                            "it first (the same command without --eval)")
+        net.load_state_dict(state["model"])
+    elif not args.model.startswith("torchvision/"):
+        train(net, sets["train"], run, args, world)
+    timing = {"train_s": sum(row["seconds"] for row in run.history), "this_training_s": clock.seconds()}
+    clock = common.Stopwatch(world.device)
+    metrics, outputs, gaussians = evaluate(net, sets, args, world)
+    timing["evaluate_s"] = clock.seconds()
+    run.results(metrics, timing)
+    if world.is_main:
+        common.save_checkpoint(run.directory / "gaussians.pt", gaussians.to("cpu")._asdict())
+        print(f"\n{run_name(args)}, seed {args.seed}, jitter {metrics['jitter']:.3g}\n\n{format_results(metrics, sets)}\n")
+        if args.plot and (plt := common.pyplot()):
+            plot_uncertainty(plt, run.directory / "uncertainty.png", outputs, sets,
+                             metrics["density_threshold"], args.entropy_threshold)
+            plot_reliability(plt, run.directory / "reliability.png", outputs["test"], metrics["temperature"])
+            if args.shift != "none":
+                plot_shift(plt, run.directory / "shift.png", metrics)
+    return metrics, outputs, sets
+
+
+def run_networks(args, world) -> dict:
+    """--runs times --ensemble networks with the seeds from --seed on, and what they are together."""
+    several, runs = args.runs * args.ensemble > 1, []
+    for r in range(args.runs):
+        seeds = [args.seed + r * args.ensemble + m for m in range(args.ensemble)]
+        members = [run_network(argparse.Namespace(**{**vars(args), "seed": s}), world, several) for s in seeds]
+        sets = members[0][2]
+        together = evaluate_ensemble([m[:2] for m in members], sets) if args.ensemble > 1 else None
+        runs.append({"single": members[0][0], "ensemble": together})
+    if not several and not args.published_json:
+        return runs[0]["single"]
+    flat = [{**run["single"], **{f"ensemble/{k}": v for k, v in (run["ensemble"] or {}).items()}} for run in runs]
+    summary = {k: float(np.mean([f[k] for f in flat])) for k in flat[0]}
+    errors = {k: common.standard_error([f[k] for f in flat]) for k in flat[0]}
+    suffix = f"-seed{args.seed}-ensemble{args.ensemble}-runs{args.runs}"
+    run = open_run(args, world, suffix, {**{k: getattr(args, k) for k in TRAINING_OPTIONS},
+                                         "ensemble": args.ensemble, "runs": args.runs})
+    content = run.results(summary, {}, standard_error=errors, values=flat)
+    if world.is_main:
+        print(f"mean of {args.runs} run(s), seed {args.seed} first\n\n{format_results(summary, sets)}\n")
+        if args.ensemble > 1:
+            rows = [[f"{c.outside} from {c.inside}", *(f"{summary[f'ensemble/{c.name}/auroc_{k}']:.4f}"
+                     for k in ("predictive_entropy", "mutual_information"))] for c in comparisons(sets)]
+            print(common.format_table([f"AUROC, {args.ensemble} members", "predictive entropy",
+                                       "mutual information"], rows), "\n")
+        for ood in sets["ood"] if args.published_json else ():
+            for name, published in published_results(runs, args.dataset, ood, args).items():
+                common.write_json(run.directory / name, published)
+    return content["metrics"]
+
+
+def active_learning_pool(args):
+    """(pool, test set, initial labelled rows, whether a row is ambiguous [P]) of section 5 of the paper."""
+    options = dict(data_dir=args.data_dir, seed=args.seed, noise=args.noise)
+    pool = data.load(args.dataset, "train", **options)
+    test = data.match(data.load(args.dataset, "test", **options), pool)
+    ambiguous = torch.zeros(len(pool), dtype=torch.bool)
+    generator = torch.Generator().manual_seed(common.derive_seed(args.seed, 0))
+    if args.ambiguous:
+        other = next((a for clean, a in PARTS.values() if clean == args.dataset), None)
+        if other is None:
+            raise UserError(f"--ambiguous: {args.dataset} has no ambiguous companion; use mnist or glyphs")
+        clean = data.load(args.dataset, "train", val_fraction=0.0, **options)
+        few = torch.randint(len(clean), (args.subsample,), generator=generator)  # published: with replacement
+        pool = data.concat(f"{args.dataset}_ambiguous_pool", clean.select(few),
+                           data.match(data.load(other, "train", val_fraction=0.0, **options), clean))
+        kept, _ = data.train_val_split(len(pool), args.seed, 0.1, None if args.match_published else pool.groups)
+        pool, ambiguous = pool.select(kept), kept >= args.subsample
+    per_class, rest = divmod(args.num_initial_samples, pool.num_classes)
+    if rest or per_class < 2:
+        raise UserError(f"--num-initial-samples {args.num_initial_samples}: must be at least twice, and a "
+                        f"multiple of, the {pool.num_classes} classes")
+    order = torch.randperm(len(pool), generator=generator)
+    start = torch.cat([order[pool.labels[order] == c][:per_class] for c in range(pool.num_classes)])
+    return pool, test, start, ambiguous
+
+
+def train_on_few(net, images, labels, args):
+    """Adam on the labelled few: every epoch draws --draws of them, each nearly equally often."""
+    optimiser = torch.optim.Adam(net.train().parameters(), lr=args.lr, weight_decay=args.weight_decay)
+    for _ in range(args.epochs):
+        rounds = [torch.randperm(len(labels)) for _ in range(-(-args.draws // len(labels)))]
+        for index in torch.cat(rounds)[:args.draws].to(labels.device).split(args.batch_size):
+            loss = F.cross_entropy(net(images[index])[0], labels[index])
+            optimiser.zero_grad(set_to_none=True)
+            loss.backward()
+            optimiser.step()
+    return net.eval()
+
+
+def active_learning_step(pool, test, labelled, acquisition, seeds, args, world):
+    """Train from scratch on the labelled rows; (test accuracy, the rows to label next)."""
+    solo, nets = World(device=world.device), []
+    few = next(make_loader(pool.select(labelled), args, solo, batch_size=len(labelled)).epoch())
+    for member in range(args.num_ensemble if acquisition in ("pe", "mi") else 1):
+        common.seed_all(*seeds, member)
+        net = make_network(args, pool.num_classes, pool.shape).to(world.device, memory_format=torch.channels_last)
+        nets.append(train_on_few(net, few.images, few.labels, args))
+
+    def mean_log_probs(dataset):
+        return torch.stack([torch.cat([logits.cpu().double().log_softmax(1) for _, logits, _ in
+                                       forward_batches(net, dataset, args, solo)]) for net in nets])
+
+    accuracy = common.accuracy(mean_log_probs(test).exp().mean(0), test.labels)
+    unlabelled = torch.ones(len(pool), dtype=torch.bool)
+    unlabelled[labelled] = False
+    rows = unlabelled.nonzero().flatten()
+    rest, count = pool.select(rows), min(args.acquisition_batch_size, args.max_training_samples - len(labelled))
+    if count == 0:
+        return accuracy, rows[:0]
+    if acquisition == "random":
+        scores = torch.rand(len(rows))
+    elif acquisition == "density":  # in log space: the densities themselves underflow to ties
+        moments = ClassMoments(torch.bincount(few.labels, minlength=pool.num_classes).cpu(),
+                               nets[0].head.in_features, world.device)
+        with torch.no_grad():
+            moments.update(nets[0](few.images)[1], few.labels)
+        gaussians = fit_gaussians(moments, "empirical", args.jitter).to(world.device)
+        scores = torch.cat([-density_scores(gaussians, z)["density"].cpu()
+                            for _, _, z in forward_batches(nets[0], rest, args, solo)])
+    else:
+        parts = common.ensemble_uncertainty(mean_log_probs(rest))
+        scores = parts["epistemic" if acquisition == "mi" else "total"]
+    return accuracy, rows[acquire(scores, count)]
+
+
+def run_active_learning(args, world) -> dict:
+    """--active-learning: every (acquisition, run) pair is one job; jobs are shared out over processes."""
+    with common.main_first(world):
+        pool, test, start, ambiguous = active_learning_pool(args)
+    keys = ("dataset", "model", "sn", "mod", "coeff", "width", "seed", "epochs", "batch_size", "lr", "weight_decay",
+            "ambiguous", "subsample", "num_ensemble", "num_initial_samples", "max_training_samples",
+            "acquisition_batch_size", "draws", "jitter", "noise", "match_published")
+    config = {k: getattr(args, k) for k in keys}
+    run = open_run(args, world, f"-al{'-ambiguous' * args.ambiguous}-seed{args.seed}", config)
+    jobs = [(a, r) for a in args.active_learning for r in range(args.runs)]
+    sizes = [*range(args.num_initial_samples, args.max_training_samples, args.acquisition_batch_size),
+             args.max_training_samples]
+    with common.StopSignals() as stop:
+        for acquisition, r in jobs[world.rank::world.size]:
+            path = run.directory / f"{acquisition}-run{r}.pt"
+            state = {"config": run.config, "labelled": start, "accuracy": []}
+            if args.eval or path.exists() and not run.fresh:
+                state = common.load_checkpoint(path, same=config)
+            for size in sizes[len(state["accuracy"]):]:
+                if args.eval:
+                    raise UserError(f"{path} stops at {size} labels; run the same command without --eval")
+                accuracy, new = active_learning_step(pool, test, state["labelled"], acquisition,
+                                                     (args.seed, r, size), args, world)
+                state["labelled"] = torch.cat([state["labelled"], new])
+                state["accuracy"].append(accuracy)
+                common.save_checkpoint(path, state)
+                run.say(f"{acquisition}, run {r}: {size} labels, test accuracy {accuracy:.4f}")
+                if stop.signum:
+                    raise common.Stopped(stop.signum, f"after {size} labels")
+    common.barrier(world)
+    return active_learning_results(run, pool, ambiguous, sizes, args, world) if world.is_main else {}
+
+
+def active_learning_results(run, pool, ambiguous, sizes, args, world) -> dict:
+    """The published JSONs, results.json and the curves of all acquisitions of this run directory."""
+    published = {"density": "gmm", "entropy": "softmax", "pe": "ensemble", "mi": "ensemble_mi", "random": "random"}
+    label = f"dirty_{args.dataset}_{args.subsample}" if args.ambiguous else args.dataset
+    entropy = pool_entropy(pool, args, world) if args.trained_model else None
+    curves, shares, metrics = {}, {}, {}
+    for acquisition in args.active_learning:
+        states = [common.load_checkpoint(run.directory / f"{acquisition}-run{r}.pt") for r in range(args.runs)]
+        name = f"{published_stem(args)}_{published[acquisition]}_{label}.json"
+        curves[acquisition] = [[100 * a for a in s["accuracy"]] for s in states]
+        common.write_json(run.directory / f"test_accs_{name}", dict(enumerate(curves[acquisition])))
+        metrics[f"{acquisition}/accuracy_{sizes[-1]}"] = float(np.mean([s["accuracy"][-1] for s in states]))
+        metrics[f"{acquisition}/accuracy_mean"] = float(np.mean([s["accuracy"] for s in states]))
+        if args.ambiguous:
+            odd = ambiguous if entropy is None else entropy > args.threshold
+            shares[acquisition] = [[odd[s["labelled"][:n]].double().mean().item() for n in sizes[1:]] for s in states]
+            common.write_json(run.directory / f"ambiguous_{name}", dict(enumerate(shares[acquisition])))
+            metrics[f"{acquisition}/ambiguous_share"] = float(np.mean([s[-1] for s in shares[acquisition]]))
+            if entropy is not None:
+                common.write_json(run.directory / f"ambiguous_entropies_{name}", {
+                    r: {i: entropy[s["labelled"][:n]] for i, n in enumerate(sizes[1:])} for r, s in enumerate(states)})
+    run.results(metrics, {}, curves=curves, labels=sizes, ambiguous_shares=shares)
+    print(common.format_table(["acquisition", f"accuracy % at {sizes[-1]}", "mean over the curve %", "ambiguous share"],
+                              [[a, f"{100 * metrics[f'{a}/accuracy_{sizes[-1]}']:.2f}",
+                                f"{100 * metrics[f'{a}/accuracy_mean']:.2f}",
+                                f"{metrics[f'{a}/ambiguous_share']:.3f}" if shares else None] for a in curves]))
+    if args.plot and (plt := common.pyplot()):
+        plot_active_learning(plt, run.directory / "active_learning.png", curves, sizes)
+        if shares:
+            plot_active_learning(plt, run.directory / "ambiguous_share.png", shares, sizes[1:],
+                                 "share of ambiguous examples among the labelled")
+    return metrics
+
+
+def pool_entropy(pool, args, world) -> Tensor:
+    """Softmax entropy [P] of the pool under --trained-model, a last.pt that a dirty run wrote."""
+    state = common.load_checkpoint(args.trained_model)
+    options = argparse.Namespace(**{**vars(args), **state["config"], "batch_size": args.batch_size})
+    net = make_network(options, pool.num_classes, pool.shape)
+    try:
+        net.load_state_dict(state["model"])
+    except (KeyError, RuntimeError):
+        raise UserError(f"--trained-model {args.trained_model} does not fit {args.dataset}") from None
+    net = net.to(world.device, memory_format=torch.channels_last)
+    return torch.cat([softmax_scores(logits)["entropy"].cpu()
+                      for _, logits, _ in forward_batches(net, pool, args, World(device=world.device))])
+
+
+def run_features(args, world) -> dict:
+    """--features: fit features that somebody else computed, score files, write their scores beside."""
+    train, files = common.load_arrays(args.features, ("features", "labels")), {}
+    labels = torch.as_tensor(train["labels"]).long()
+    features = torch.as_tensor(train["features"])
+    if features.ndim != 2 or labels.shape != features.shape[:1] or labels.min() < 0:
+        raise UserError(f"{args.features}: 'features' must be [N, D] and 'labels' [N] integers from 0")
+    moments = ClassMoments(torch.bincount(labels), features.shape[1], world.device)
+    moments.update(features, labels.to(world.device))
+    gaussians = fit_gaussians(moments, args.priors, args.jitter).to(world.device)
+    score = lambda z: {k: v.cpu() for k, v in density_scores(gaussians, z.to(world.device)).items()}
+    threshold = score(features)["density"].quantile(args.density_quantile).item()
+    metrics = {"jitter": gaussians.jitter, "density_threshold": threshold}
+    for path in args.score:
+        z = torch.as_tensor(common.load_arrays(path, ("features",))["features"])
+        if z.ndim != 2 or z.shape[1] != features.shape[1] or not torch.isfinite(z).all():
+            raise UserError(f"{path}: 'features' must be finite [N, {features.shape[1]}], not {list(z.shape)}")
+        name = Path(path).stem
+        if name in files:
+            raise UserError(f"two files to score are called {name}; rename one")
+        files[name] = score(z)
+        metrics[f"{name}/density_mean"] = files[name]["density"].mean().item()
+        metrics[f"{name}/fraction_ood"] = (files[name]["density"] < threshold).double().mean().item()
+    first = next(iter(files))
+    for name in list(files)[1:]:
+        metrics |= {f"{name}/{k}": v for k, v in detection_metrics(files[first], files[name]).items()}
+    args.name = args.name or f"features-{Path(args.features).stem}"
+    run = open_run(args, world, "", {"features": args.features, "score": args.score, "priors": args.priors,
+                                     "jitter": args.jitter})
+    run.results(metrics, {})
+    for name, scores in files.items():
+        common.save_arrays(run.directory / f"scores_{name}.npz", scores)
+    rows = [[name, len(files[name]["density"]), f"{metrics[f'{name}/density_mean']:.4g}",
+             f"{metrics[f'{name}/fraction_ood']:.4f}", *(f"{metrics[f'{name}/auroc_{k}']:.4f}" if name != first
+             else None for k in ("density", "mahalanobis", "relative_mahalanobis"))] for name in files]
+    print(common.format_table(["scored", "n", "mean log density", "below threshold", "AUROC density",
+                               "Mahalanobis", "relative"], rows))
+    return metrics
+
+
+def run_two_moons(args, world) -> dict:
+    """Section 8 of the published code: density knows where the data are, softmax entropy does not."""
+    x, y = data.two_moons(2000, noise=0.1, seed=0)
+    test_x, test_y = data.two_moons(1000, noise=0.1, seed=1)
+    images = data.ImageSet("two_moons", x[:, :, None, None], y, 2, (0.0, 0.0), (1.0, 1.0))
+
+    def fit(seed, sn, epochs):
+        options = argparse.Namespace(**{**vars(args), "seed": seed, "sn": sn, "epochs": epochs, "augment": False})
+        common.seed_all(seed)
+        net = nn.Sequential(nn.Flatten(), make_network(options, 2, (2, 1, 1)))
+        run = open_run(options, world, f"-seed{seed}", {k: getattr(options, k) for k in TRAINING_OPTIONS})
+        if args.eval:
+            net.load_state_dict(run.load(required=True)["model"])
+        else:
+            train(net, images, run, options, world)
+        return net[1].eval(), run
+
+    net, run = fit(args.seed, args.sn, args.epochs)
+    plain = [fit(args.seed + i, False, min(5, args.epochs))[0] for i in (1, 2, 3)]
+    axes = torch.linspace(-2.5, 3.5, 100), torch.linspace(-3, 3, 100)
+    grid = torch.meshgrid(*axes, indexing="xy")
+    points = torch.stack([g.flatten() for g in grid], 1)
+    with torch.no_grad():
+        moments = ClassMoments(torch.bincount(y), net.head.in_features)
+        moments.update(net(x)[1], y)
+        gaussians = fit_gaussians(moments, args.priors, args.jitter)
+        logits, features = net(points)
+        density = density_scores(gaussians, features)["density"]
+        at_train = density_scores(gaussians, net(x)[1])["density"]
+        at_test = density_scores(gaussians, net(test_x)[1])["density"]
+        log_probs = torch.stack([p(points)[0].log_softmax(1) for p in plain])
+        entropy, test_entropy = (softmax_scores(net(p)[0])["entropy"] for p in (points, test_x))
+        accuracy = common.accuracy(net(test_x)[0].softmax(1), test_y)
+    far = torch.cdist(points, x).min(1).values > 0.5
+    metrics = {"test/accuracy": accuracy, "jitter": gaussians.jitter, "train/density_min": at_train.min().item(),
+               "train/density_median": at_train.median().item(),
+               "background/auroc_density": common.ood_metrics(at_test, density[far], larger_means="id")["auroc"],
+               "background/auroc_entropy": common.ood_metrics(test_entropy, entropy[far], larger_means="ood")["auroc"]}
+    run.results(metrics, {"train_s": sum(row["seconds"] for row in run.history)})
+    if world.is_main:
+        print(common.format_table(["two moons", "value"], [[k, f"{v:.4g}"] for k, v in metrics.items()]))
+        if args.plot and (plt := common.pyplot()):
+            shown = (density - at_train.min()).clamp_min(-1)
+            panels = {"softmax entropy, plain net": common.entropy(log_probs[0].exp()),
+                      "predictive entropy, 3 members": common.ensemble_uncertainty(log_probs)["total"],
+                      "softmax entropy, spectral norm": entropy,
+                      "DDU density, spectral norm": shown / shown.max()}
+            plot_two_moons(plt, run.directory / "two_moons.png", x, y, grid, panels)
+    return metrics
+
+
+def main(argv=None) -> dict:
+    args = parse_args(argv)
+    world = common.start_world(args.device)
+    common.check_batch(args, world)
+    if args.features:
+        return run_features(args, world)
+    if args.active_learning:
+        return run_active_learning(args, world)
+    if args.dataset == "two_moons":
+        return run_two_moons(args, world)
+    return run_networks(args, world)
+
+
+if __name__ == "__main__":
+    common.run_script(main)
