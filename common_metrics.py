@@ -12,9 +12,8 @@ from torch import Tensor
 
 # ---- Metrics ----
 # Arguments are whatever torch.as_tensor takes, on any device; scalars come back as Python floats.
-# A matrix is read in blocks of rows, so that no N x K temporary exists and a block is still in the
-# cache when it is checked and summed. Sums over classes run where the tensor lives, in float64
-# (float32 on a device without it); the N numbers that remain go to the CPU, in float64. Half
+# Sums over classes run where the tensor lives, in float64 (float32 on a device without it), block
+# by block: no N x K temporary exists. The N numbers that remain go to the CPU, in float64. Half
 # precision is widened first. NaN, empty or misshapen input, labels out of range and rows that are
 # not probabilities are refused with a ValueError of one line: "Raises" names only what is special.
 
@@ -30,23 +29,18 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.device.type == "mps" else x.double()
 
 
-def _float(x: Tensor) -> Tensor:
-    """Float32 and float64 as they are; half precision and integers widened, without loss."""
+def _tensor(x) -> Tensor:
+    """A detached float32 or float64 tensor: narrower floats, integers, lists widen without loss."""
+    x = torch.as_tensor(x, dtype=torch.float64 if isinstance(x, (list, tuple)) else None).detach()
     if not x.is_floating_point():
         return _wide(x)
     return x.float() if x.element_size() < 4 else x
 
 
-def _tensor(x) -> Tensor:
-    """As torch.as_tensor, without gradient; Python floats keep their 64 bits."""
-    dtype = torch.float64 if isinstance(x, (list, tuple)) else None
-    return torch.as_tensor(x, dtype=dtype).detach()
-
-
 def _vector(x, name: str) -> np.ndarray:
     x = _tensor(x)
     _require(x.ndim == 1 and len(x) > 0, f"{name}: expected a non-empty [N], got {list(x.shape)}")
-    x = _float(x.cpu()).numpy()
+    x = x.cpu().numpy()
     _require(not np.isnan(x).any(), f"{name}: contains NaN")
     return x
 
@@ -72,46 +66,50 @@ def _matrix_and_labels(x, labels, name: str) -> tuple[Tensor, Tensor]:
     return x, labels
 
 
-def _blocks(x: Tensor, *aligned: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield x, and what is aligned with it, in blocks of rows: 4 MB on a CPU, 64 MB on a device."""
+def _blocks(x: Tensor, *aligned: Tensor, wide: bool = True) -> Iterator[tuple[Tensor, ...]]:
+    """Yield copies of blocks of rows of x, in float64 if `wide`, with what is aligned with them.
+
+    All copies share one buffer, which the caller may overwrite: fresh memory costs more than the
+    arithmetic. 8 MB stay in the cache of a CPU; a device wants larger blocks.
+    """
     rows = max(1, (2**20 if x.device.type == "cpu" else 2**24) // x[0].numel())
+    buffer = torch.empty_like(x[:rows])
+    buffer = _wide(buffer) if wide else buffer
     for block, *others in zip(*(tensor.split(rows) for tensor in (x, *aligned))):
-        yield _float(block), *others
+        yield buffer[: len(block)].copy_(block), *others
 
 
-def _check_sums(probs: Tensor, name: str) -> Tensor:
-    """Return probabilities [..., K] as they are; the row sums also find NaN, infinities, logits."""
-    sums = probs.sum(-1)
+def _check_sums(sums: Tensor, name: str) -> None:
+    """Refuse rows that are not normalised; their sums also find NaN, infinities and logits."""
     if not bool(((sums - 1).abs() <= TOLERANCE).all()):
         low, high = map(float, sums.aminmax())
         raise ValueError(
             f"{name}: expected rows that sum to 1 within {TOLERANCE:g} (softmax in float32, no NaN)"
             f", got sums from {low:.5g} to {high:.5g}"
         )
-    return probs
 
 
-def _check_probs(probs: Tensor) -> Tensor:
-    low = float(probs.amin())  # NaN if there is one: left to the sums, with their message
+def _check_probs(probs: Tensor) -> None:
+    low = float(probs.amin())  # NaN if there is one: left to the sums
     _require(not low < 0, f"probs: expected 0..1, got {low:.4g}")
-    return _check_sums(probs, "probs")
+    _check_sums(probs.sum(-1), "probs")
 
 
-def _top_class(scores, labels, are_probs: bool) -> tuple[np.ndarray, np.ndarray]:
+def _top_class(scores: Tensor, labels: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Largest score of each row, in the precision given, and whether it is the label's."""
-    scores, labels = _matrix_and_labels(scores, labels, "probs")
-    top, hit = [], []
-    for block, label in _blocks(scores, labels):
-        if are_probs:
-            _check_probs(block)
-        if block.device.type == "cpu":  # numpy's argmax is vectorised, torch's is not on the CPU
-            best = torch.from_numpy(block.numpy().argmax(-1))
-        else:
-            best = block.argmax(-1)
-        top.append(block.gather(1, best[:, None])[:, 0])  # NaN if the row has one
-        hit.append(best == label)
-    top, hit = _vector(torch.cat(top), "probs"), torch.cat(hit).cpu().numpy()
-    return (top.clip(max=1) if are_probs else top), hit
+    if scores.device.type == "cpu":  # numpy's argmax is vectorised, torch's is not on the CPU
+        best = torch.from_numpy(scores.numpy().argmax(-1))
+    else:
+        best = scores.argmax(-1)
+    top = scores.gather(1, best[:, None])[:, 0]  # NaN if there is one in the row
+    return _vector(top, "probs"), (best == labels).cpu().numpy()
+
+
+def _confidence(probs, labels) -> tuple[np.ndarray, np.ndarray]:
+    probs, labels = _matrix_and_labels(probs, labels, "probs")
+    _check_probs(probs)
+    confidence, correct = _top_class(probs, labels)
+    return confidence.clip(max=1), correct
 
 
 def accuracy(probs, labels) -> float:
@@ -120,7 +118,7 @@ def accuracy(probs, labels) -> float:
     Args: probs [N, K], scores of any kind (probabilities, logits); labels int [N].
     Returns: 0..1.
     """
-    return float(_top_class(probs, labels, are_probs=False)[1].mean())
+    return float(_top_class(*_matrix_and_labels(probs, labels, "probs"))[1].mean())
 
 
 def top_k_accuracy(probs, labels, k: int) -> float:
@@ -130,14 +128,14 @@ def top_k_accuracy(probs, labels, k: int) -> float:
     Returns: 0..1. Raises: ValueError unless k is in 1..K.
     """
     scores, labels = _matrix_and_labels(probs, labels, "probs")
-    classes, hits = torch.arange(scores.shape[1], device=scores.device), 0
+    classes, label = torch.arange(scores.shape[1], device=scores.device), labels[:, None]
     _require(1 <= k <= len(classes), f"k: expected 1..{len(classes)}, got {k}")
-    for block, label in _blocks(scores, labels[:, None]):
-        _require(not bool(block.amax(-1).isnan().any()), "probs: contains NaN")
-        own = block.gather(1, label)
-        ahead = (block > own).sum(-1) + ((block == own) & (classes < label)).sum(-1)
-        hits += int((ahead < k).sum())
-    return hits / len(labels)
+    best, own = scores.topk(k).values, scores.gather(1, label)
+    _require(not bool(best[:, 0].isnan().any()), "probs: contains NaN")  # NaN ranks first
+    tied = (own == best[:, -1:])[:, 0]  # the label is the k-th or equals it: find its rank
+    rows, own_tied, label = scores[tied], own[tied], label[tied]
+    ahead = ((rows > own_tied) | ((rows == own_tied) & (classes < label))).sum(-1)
+    return (int((own > best[:, -1:]).sum()) + int((ahead < k).sum())) / len(labels)
 
 
 def nll(log_probs, labels) -> float:
@@ -148,8 +146,8 @@ def nll(log_probs, labels) -> float:
     Raises: ValueError if exp of a row does not sum to 1, as for logits.
     """
     log_probs, labels = _matrix_and_labels(log_probs, labels, "log_probs")
-    for (block,) in _blocks(log_probs):
-        _check_sums(block.exp(), "exp(log_probs)")
+    for (block,) in _blocks(log_probs, wide=False):
+        _check_sums(block.exp_().sum(-1), "exp(log_probs)")
     own = _vector(log_probs.gather(1, labels[:, None])[:, 0], "log_probs")
     return 0.0 - float(own.mean(dtype=np.float64))
 
@@ -161,11 +159,10 @@ def brier(probs, labels) -> float:
     Returns: 0 (certain and right) .. 2 (certain and wrong).
     """
     probs, labels = _matrix_and_labels(probs, labels, "probs")
-    total = 0.0
-    for block, label in _blocks(probs, labels[:, None]):
-        p = _wide(_check_probs(block))
-        total += float(p.square().sum() - 2 * p.gather(1, label).sum()) + len(p)
-    return total / len(labels)
+    _check_probs(probs)
+    squares = sum(float(block.square_().sum()) for (block,) in _blocks(probs))
+    own = _vector(probs.gather(1, labels[:, None])[:, 0], "probs")
+    return (squares - 2 * float(own.sum(dtype=np.float64))) / len(own) + 1
 
 
 class Reliability(NamedTuple):
@@ -202,13 +199,13 @@ def ece(probs, labels, bins: int = 15) -> float:
     Args: probs [N, K], rows in [0, 1] that sum to 1, the largest is the confidence; labels int [N].
     Returns: 0..1, a fraction.
     """
-    bars = reliability(*_top_class(probs, labels, are_probs=True), bins)
+    bars = reliability(*_confidence(probs, labels), bins)
     return float((bars.counts * np.abs(bars.accuracy - bars.confidence)).sum() / bars.counts.sum())
 
 
 def mce(probs, labels, bins: int = 15) -> float:
     """Maximum calibration error, max |accuracy_b - confidence_b| over non-empty bins; as `ece`."""
-    bars = reliability(*_top_class(probs, labels, are_probs=True), bins)
+    bars = reliability(*_confidence(probs, labels), bins)
     return float(np.abs(bars.accuracy - bars.confidence).max())
 
 
@@ -221,7 +218,7 @@ def adaptive_ece(probs, labels, bins: int = 15) -> float:
     Args: probs [N, K], rows in [0, 1] that sum to 1; labels int [N]; bins >= 1. Returns: 0..1.
     """
     _require(bins >= 1, f"bins: expected at least 1, got {bins}")
-    confidence, correct = _sort_sharing_ties(*_top_class(probs, labels, are_probs=True))
+    confidence, correct = _sort_sharing_ties(*_confidence(probs, labels))
     n, b = len(confidence), np.arange(bins + 1)
     gap = np.append(0.0, np.cumsum(correct - confidence))
     return float(np.abs(np.diff(gap[b * (n // bins) + np.minimum(b, n % bins)])).sum() / n)
@@ -236,8 +233,9 @@ def entropy(probs) -> Tensor:
     probs = _tensor(probs)
     shape = list(probs.shape)
     _require(shape and probs.numel() > 0, f"probs: expected a non-empty [..., K], got {shape}")
+    _check_probs(probs)
     rows = _blocks(probs.reshape(-1, shape[-1]))
-    nats = [torch.special.entr(_wide(_check_probs(block))).sum(-1) for (block,) in rows]
+    nats = [torch.special.entr(block, out=block).sum(-1) for (block,) in rows]
     return torch.cat(nats).reshape(shape[:-1])
 
 
@@ -257,10 +255,10 @@ def ensemble_uncertainty(log_probs) -> dict[str, Tensor]:
     log_probs = _tensor(log_probs)
     shape, parts = list(log_probs.shape), []
     _require(len(shape) == 3 and 0 not in shape, f"log_probs: expected [M, N, K], got {shape}")
-    for (block,) in _blocks(log_probs.transpose(0, 1)):
-        log_p = _wide(block)
+    for (log_p,) in _blocks(log_probs.transpose(0, 1)):
         log_pi = log_p.logsumexp(1) - math.log(shape[0])
-        p, pi = _check_sums(log_p.exp(), "exp(log_probs)"), log_pi.exp()
+        p, pi = log_p.exp(), log_pi.exp()
+        _check_sums(p.sum(-1), "exp(log_probs)")
         total, aleatoric = torch.special.entr(pi).sum(-1), torch.special.entr(p).sum(-1).mean(1)
         cross = -(pi * log_p.mean(1)).masked_fill(pi == 0, 0).sum(-1)  # mean_m of H(pi, p_m)
         parts.append(torch.stack([total, aleatoric, total - aleatoric, cross - total]).clamp_min(0))
@@ -401,9 +399,8 @@ def fit_temperature(logits, labels) -> float:
 
     def slope(log_t: float) -> float:  # d NLL / d(1/T) = mean_n of E_{softmax(z/T)}[z - z_y]
         total = 0.0
-        for block, label in _blocks(logits, labels[:, None]):
-            z = _wide(block)
-            z = z - z.gather(1, label)
+        for z, label in _blocks(logits, labels[:, None]):
+            z -= z.gather(1, label)
             total += float((z / math.exp(log_t)).softmax(-1).mul_(z).sum())
         return total / len(labels)
 
@@ -421,8 +418,7 @@ def fit_temperature_grid(logits, labels) -> float:
     """
     logits, labels = _finite_logits(logits, labels)
     grid, total = np.arange(1, 101) / 10, np.zeros(100)
-    for block, label in _blocks(logits, labels):
-        z = _wide(block)
+    for z, label in _blocks(logits, labels):
         total += [float(F.cross_entropy(z / t, label, reduction="sum")) for t in grid]
     return float(grid[total.argmin()])
 

@@ -81,8 +81,8 @@ class ImageSet:
     def __post_init__(self):
         rows = [len(t) for t in (self.labels, self.label_probs, self.groups) if t is not None]
         if self.images.ndim != 4 or set(rows) != {len(self.images)}:
-            raise UserError(f"{self.name}: images {tuple(self.images.shape)} with {rows} labels (and "
-                            "probabilities, groups); expected [N,C,H,W] and N of each")
+            raise UserError(f"{self.name}: images {tuple(self.images.shape)}, and {rows} labels, "
+                            "probabilities or groups; expected [N,C,H,W] and N of each")
 
     def __len__(self):
         return len(self.images)
@@ -171,8 +171,8 @@ class ImageFiles(Dataset):
         except (OSError, SyntaxError, ValueError) as error:
             raise UserError(f"{path}: unreadable ({_one_line(error)}); replace the file") from None
         if self.expect and image.size != self.expect:
-            raise UserError(f"{path}: width and height {image.size}, expected {self.expect}; unpack "
-                            "the published archive again")
+            raise UserError(f"{path}: width and height {image.size}, expected {self.expect}; "
+                            "unpack the published archive again")
         return image
 
     def __getitem__(self, row):
@@ -222,7 +222,8 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
         dataset = dataset.select(train if split == "train" else val)
     if limit is not None and limit < len(dataset):
         dataset = dataset.select(torch.arange(limit) * len(dataset) // limit)
-    if name == "tiny_imagenet" or name.startswith("folder:") and (image_size or not dataset.classes):
+    folder = name.startswith("folder:") and (image_size or not dataset.classes)
+    if folder or name == "tiny_imagenet":
         dataset = dataset.in_memory()
     if not noise:
         return dataset
@@ -271,6 +272,12 @@ def _unit(images):
     return images.float().div_(255) if images.dtype == torch.uint8 else images
 
 
+def _statistics(grey):
+    """(mean, std) of uint8 images of one channel, in the form of ImageSet's."""
+    std, mean = torch.std_mean(_unit(grey))
+    return (round(mean.item(), 4),), (round(std.item(), 4),)
+
+
 def _generator(*key):
     """A CPU generator seeded by all integers of `key`; near keys give unrelated streams."""
     state = np.random.SeedSequence([k % 2**63 for k in key]).generate_state(1, np.uint64)
@@ -291,13 +298,14 @@ def _damaged(name, path, site, why):
 
 # ---- Published sets ------------------------------------------------------------------------------
 
-# name: torchvision's class, what it reads below data_dir, rows, classes, mean, std, publisher
+# name: torchvision's class, what it reads below data_dir, rows, classes, mean, std, publisher.
+# None: computed, no published values are known to us.
 TORCHVISION = {
     "mnist": (tv.MNIST, "MNIST/raw", (60000, 10000), 10, (0.1307,), (0.3081,),
               "https://ossci-datasets.s3.amazonaws.com/mnist"),
     "fashion_mnist": (tv.FashionMNIST, "FashionMNIST/raw", (60000, 10000), 10, (0.2860,), (0.3530,),
                       "https://github.com/zalandoresearch/fashion-mnist"),
-    "kmnist": (tv.KMNIST, "KMNIST/raw", (60000, 10000), 10, (0.1918,), (0.3483,),
+    "kmnist": (tv.KMNIST, "KMNIST/raw", (60000, 10000), 10, (None,), (None,),
                "http://codh.rois.ac.jp/kmnist"),
     "cifar10": (tv.CIFAR10, "cifar-10-batches-py", (50000, 10000), 10, (0.4914, 0.4822, 0.4465),
                 (0.2023, 0.1994, 0.2010), "https://www.cs.toronto.edu/~kriz/cifar.html"),
@@ -323,6 +331,8 @@ def _torchvision(name, training, data_dir, download):
             options = {"split": part} if name == "svhn" else {"train": training}
             raw = cls(data_dir, download=download and not present, **options)
             images, labels = raw.data, raw.labels if name == "svhn" else raw.targets
+            if None in mean:
+                mean, std = _statistics(raw.data if training else cls(data_dir, train=True).data)
     except Exception as error:  # absent and cut files raise many types, few of them documented
         if present:
             raise _damaged(name, path, site, _one_line(error)) from None
@@ -380,7 +390,7 @@ def _read_ambiguous(path, download):
 
 
 def _concat(name, clean, ambiguous):
-    """Clean rows, each a group of its own with a one-hot label distribution; then ambiguous ones."""
+    """Clean rows, each its own group, with one-hot label distributions; then ambiguous ones."""
     one_hot = F.one_hot(clean.labels, clean.num_classes).float()
     return ImageSet(name, torch.cat([clean.images, ambiguous.images]),
                     torch.cat([clean.labels, ambiguous.labels]), clean.num_classes,
@@ -416,7 +426,7 @@ def _class_folders(root, classes=None, inner=""):
         folder = root / name / inner
         files = _images_in(folder) if folder.is_dir() else []
         if not files:
-            raise UserError(f"{folder}: no images of this class; unpack the published archive again")
+            raise UserError(f"{folder}: no images in it; unpack the published archive again")
         paths += files
         labels += [label] * len(files)
     return paths, labels, classes
@@ -502,7 +512,7 @@ def load_corrupted(name, kind, severity, data_dir="data"):
 
     cifar10_c, cifar100_c  CIFAR-10-C/<kind>.npy and labels.npy: 10,000 rows a severity
     tiny_imagenet_c        Tiny-ImageNet-C/<kind>/<severity>/<class>/, labels by wnids.txt
-    imagenet_c             imagenet-c/<kind>/<severity>/<class>/, a StreamedSet of 224x224, uncropped
+    imagenet_c             imagenet-c/<kind>/<severity>/<class>/, a StreamedSet, 224x224, uncropped
     glyphs_c               computed; `kind` is one of CORRUPTIONS
     Raises UserError for unknown names and kinds, absent, damaged and ill-shaped files.
     """
@@ -700,10 +710,10 @@ def match(dataset, like):
 
 
 def two_moons(n, noise=0.1, seed=0):
-    """Two interleaved half circles, as in scikit-learn's make_moons: (x float32 [n,2], y int64 [n]),
-    class 0 first; noise is the std on each coordinate."""
+    """Two interleaved half circles, as in scikit-learn's make_moons, class 0 first:
+    (x float32 [n,2], y int64 [n]); noise is the std on each coordinate."""
     a, b = (torch.linspace(0, math.pi, k, dtype=torch.float64) for k in (n // 2, n - n // 2))
-    x = torch.cat([torch.stack([a.cos(), a.sin()], 1), torch.stack([1 - b.cos(), 0.5 - b.sin()], 1)])
+    x = torch.stack([torch.cat([a.cos(), 1 - b.cos()]), torch.cat([a.sin(), 0.5 - b.sin()])], 1)
     x += noise * torch.randn(n, 2, generator=_generator(seed), dtype=torch.float64)
     return x.float(), (torch.arange(n) >= n // 2).long()
 
@@ -735,7 +745,7 @@ class Loader:
     def __init__(self, dataset, batch_size, device="cpu", *, seed=0, shuffle=False, augment="none",
                  mean=None, std=None, rank=0, world_size=1, workers=0, channels_last=False):
         self.streamed = isinstance(dataset, StreamedSet)
-        known = ("none", "crop_flip") if self.streamed else ("none", "crop_flip", "reflect_crop_flip")
+        known = ("none", "crop_flip", "reflect_crop_flip")[:2 if self.streamed else 3]
         if augment not in known:
             raise UserError(f"augment {augment!r} is unknown; choose from {', '.join(known)}")
         if batch_size < 1 or not len(dataset) or not 0 <= rank < world_size:
@@ -808,7 +818,7 @@ class Loader:
             index, b = order[first:last], last - first
             x = self.runs.index_select(0, begin[first:last])
             x = x.as_strided((b, *self.dataset.shape), self.strides)
-            if flips is not None:  # both of each, then the one drawn: no mask, no wait for the device
+            if flips is not None:  # both of each, then the one drawn: no wait for the device
                 drawn = torch.arange(b, device=self.device).add_(flips[first:last], alpha=b)
                 x = torch.cat([x, x.flip(3)]).index_select(0, drawn)
             yield Batch(self._normalise(x), self.labels[index], index, size)
@@ -865,8 +875,8 @@ def _embedded(name, training):
     if not training:
         pool = _embedded(name, True)
         return replace(dataset, mean=pool.mean, std=pool.std)
-    std, mean = torch.std_mean(_unit(dataset.images))
-    return replace(dataset, mean=(round(mean.item(), 4),), std=(round(std.item(), 4),))
+    mean, std = _statistics(dataset.images)
+    return replace(dataset, mean=mean, std=std)
 
 
 def _templates(texts, font_size, strokes):
@@ -885,7 +895,7 @@ def _draw(templates, labels, generator, tilt=15.0, shear=0.25, scale=(0.8, 1.1),
           bend=0.05, apart=0.0):
     """Ink in [0,1], float32 [N,1,28,28]: templates at random weights, affine maps and bends.
 
-    tilt: degrees, well under 45 or a 6 is a 9; shift, bend, apart (a fixed shift [N,2]): half-sides.
+    tilt in degrees, small lest a 6 be a 9; shift, bend, apart (a fixed shift [N,2]) in half-sides.
     """
     n, size = len(labels), (28, 28)
 
@@ -931,13 +941,13 @@ def _letters(training, generator):
 def _numbers(training, generator):
     labels = _balanced(30000 if training else 5000, 1000, generator)
     templates = _templates([f"{k:03d}" for k in range(1000)], 27, (0, 1))
-    ink = _draw(templates, labels, generator, 10.0, 0.2, (0.9, 1.08), shift=0.08, bend=0.03)
+    ink = _draw(templates, labels, generator, 7.0, 0.15, (0.95, 1.05), shift=0.06, bend=0.02)
     return _print(ink, generator), labels, 1000
 
 
 def _blends(training, generator):
-    """Two digits over each other, a little apart, the first with the share w of the ink, w in
-    [.35,.65]: the label is the first with probability w. In training each image comes five times."""
+    """Two digits over each other, a little apart, the first with the share w (.35-.65) of the ink:
+    the label is the first with probability w. The training pool has each image five times."""
     n, times = 2000, 5 if training else 1
     first = _balanced(n, 10, generator)
     second = (first + torch.randint(1, 10, (n,), generator=generator)) % 10

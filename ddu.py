@@ -186,46 +186,39 @@ def check_args(args):
 # Every network returns (logits [B, K], features [B, D]), logits = head(features).
 
 
-def power_iteration(weight, u, v, stride, padding, iterations):
-    """Sharpen, in place, the singular vectors of the convolution A: [Cin, H, W] -> [Cout, H', W'].
-
-    A is the layer's true linear operator, with its stride, zero padding and input size: those of
-    v [1, Cin, H, W] and u [1, Cout, H', W']. v first: v <- A^T u / |A^T u|, then u <- A v / |A v|.
-    """
-    crop = [v.shape[i] - ((u.shape[i] - 1) * stride[i - 2] - 2 * padding[i - 2] + weight.shape[i])
-            for i in (2, 3)]  # the rows that a stride leaves over: 1 for even sizes, 0 for odd ones
-    for _ in range(iterations):
-        v.copy_(F.conv_transpose2d(u, weight, None, stride, padding, crop))
-        v.div_(v.norm().clamp_min(1e-12))
-        u.copy_(F.conv2d(v, weight, None, stride, padding))
-        u.div_(u.norm().clamp_min(1e-12))
-
-
 class SoftSpectral:
     """Scale a weight down, never up, so that the layer's spectral norm is at most `coeff`:
 
         W_eff = W / max(1, sigma / coeff),   sigma = <u, A v>.
 
-    A training forward takes `iterations` power iterations; the gradient flows through sigma, with u
-    and v constant. They are buffers: the net deep-copies, pickles, compiles and resumes exactly.
+    A is the layer's true linear operator [Cin, H, W] -> [Cout, H', W'], with its stride, zero padding
+    and input size: A v = W unfold(v), A^T u = fold(W^T u). A training forward takes `iterations` power
+    iterations, v first. The gradient flows through sigma, with u and v constant. They are buffers:
+    the net deep-copies, pickles, compiles and resumes exactly.
     """
 
-    def set_operator(self, in_shape, out_shape, stride, padding, coeff, iterations):
-        self.operator, self.coeff, self.iterations = (stride, padding), coeff, iterations
+    def set_operator(self, in_shape, out_shape, kernel_size, stride, padding, coeff, iterations):
+        self.geometry = dict(kernel_size=kernel_size, stride=stride, padding=padding)
+        self.coeff, self.iterations = coeff, iterations
         for name, shape in (("u", out_shape), ("v", in_shape)):
             start = torch.randn(1, *shape)
             self.register_buffer(name, start / start.norm())
 
     def effective_weight(self):
-        weight = self.weight if self.weight.ndim == 4 else self.weight[:, :, None, None]
-        with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-            if self.training:
-                power_iteration(weight, self.u, self.v, *self.operator, self.iterations)
+        with torch.no_grad(), torch.autocast(self.weight.device.type, enabled=False):
+            matrix, iterations = self.weight.flatten(1), self.iterations if self.training else 0
+            columns = None if iterations else F.unfold(self.v, **self.geometry)
+            for _ in range(iterations):
+                v = F.fold(matrix.T @ self.u.flatten(2), self.v.shape[2:], **self.geometry)
+                self.v.copy_(v / v.norm().clamp_min(1e-12))
+                columns = F.unfold(self.v, **self.geometry)
+                u = matrix @ columns
+                self.u.copy_((u / u.norm().clamp_min(1e-12)).view_as(self.u))
             # <u, A v> is linear in W: it is <W, slope>, and slope is its gradient
-            slope = torch.nn.grad.conv2d_weight(self.v, weight.shape, self.u, *self.operator)
-        sigma = (weight * slope).sum()
+            slope = self.u.flatten(2) @ columns.mT
+        sigma = (self.weight * slope.view_as(self.weight)).sum()
         # published code: 1e-5 is added after the maximum, for k x k kernels only
-        eps = 0.0 if weight.shape[2:] == (1, 1) else 1e-5
+        eps = 0.0 if self.geometry["kernel_size"] == (1, 1) else 1e-5
         return self.weight / (torch.clamp(sigma / self.coeff, min=1.0) + eps)
 
 
@@ -237,7 +230,7 @@ class SpectralConv2d(SoftSpectral, nn.Conv2d):
 class SpectralLinear(SoftSpectral, nn.Linear):
     def __init__(self, fan_in, fan_out, coeff, iterations):
         super().__init__(fan_in, fan_out)
-        self.set_operator((fan_in, 1, 1), (fan_out, 1, 1), (1, 1), (0, 0), coeff, iterations)
+        self.set_operator((fan_in, 1, 1), (fan_out, 1, 1), (1, 1), 1, 0, coeff, iterations)
 
     def forward(self, x):
         return F.linear(x, self.effective_weight(), self.bias)
@@ -250,13 +243,11 @@ def spectral_normalise(net, input_shape, coeff=3.0, iterations=1):
     A 1x1 kernel acts as a matrix whatever the size and stride. Batch norm and head stay as they are.
     """
     def convert(conv, inputs, output):
-        x, y = inputs[0][0], output[0]
-        pointwise = conv.kernel_size == (1, 1)
-        operator = ((1, 1), (0, 0)) if pointwise else (conv.stride, conv.padding)
-        if pointwise:
-            x, y = x[:, :1, :1], y[:, :1, :1]
+        x, y, operator = inputs[0][0], output[0], (conv.stride, conv.padding)
+        if conv.kernel_size == (1, 1):
+            x, y, operator = x[:, :1, :1], y[:, :1, :1], (1, 0)
         conv.__class__ = SpectralConv2d
-        conv.set_operator(x.shape, y.shape, *operator, coeff, iterations)
+        conv.set_operator(x.shape, y.shape, conv.kernel_size, *operator, coeff, iterations)
 
     hooks = [m.register_forward_hook(convert) for m in net.modules() if type(m) is nn.Conv2d]
     net.eval()(torch.zeros(1, *input_shape))
@@ -490,150 +481,151 @@ ACQUISITIONS = ("density", "entropy", "pe", "mi", "random")
 
 
 class ClassMoments:
-    """Streaming class means and scatters of features, float64, exact over batches and processes.
+    """Streaming class means and covariances of features, float64, exact over batches and processes.
 
-    `count` [K] gives the number of examples of each class, known before the pass. A class with no
-    more examples than features has a singular covariance; its rows are kept for the dual form
-    instead of a D x D scatter, so memory is at most 8 K D^2 bytes either way.
+    `count` [K] is the number of examples of each class, known before the pass. A class with no more
+    examples than features (n_c <= D) has a singular covariance: its rows are kept, for the dual form,
+    instead of a D x D scatter. Memory is at most 8 K D^2 bytes either way.
     """
 
     def __init__(self, count, dim, device="cpu"):
-        if count.min() < 2:
-            few = (count < 2).nonzero().flatten().tolist()
-            raise UserError(f"class {few[0]} has {int(count[few[0]])} training example(s); a covariance "
-                            f"needs two ({len(few)} such classes)")
+        if (few := (count < 2).nonzero().flatten().tolist()):
+            raise UserError(f"class {few[0]} has {int(count[few[0]])} training example(s) and a covariance "
+                            f"needs two ({len(few)} such class(es)); add examples or leave the class out")
         options = dict(dtype=torch.float64, device=device)
         self.expected, self.count = count.cpu(), torch.zeros(len(count), **options)
         self.mean = torch.zeros(len(count), dim, **options)
-        self.scatter = [torch.zeros(dim, dim, **options) if n > dim else None for n in count.tolist()]
-        self.rows, self.row_labels = [], []
+        self.scatter = {c: torch.zeros(dim, dim, **options) for c, n in enumerate(count.tolist()) if n > dim}
+        self.rows = [self.mean[:0]]
+        self.row_labels = [torch.zeros(0, dtype=torch.long, device=device)]
 
     def update(self, features, labels):
         """Add a batch: features [B, D] of any float dtype, labels int64 [B]."""
         features = features.to(self.mean)
         if not torch.isfinite(features).all():
-            raise UserError("features contain NaN or infinity; the network has diverged or the file is "
-                            "damaged")
-        for c, z in zip(*group_by_class(features, labels)):
-            n, n_new = self.count[c].clone(), len(z)
-            shift = z.mean(0) - self.mean[c]
-            self.count[c] += n_new
-            if self.scatter[c] is None:
+            raise UserError("features contain NaN or infinity: the network has diverged, or the file is damaged")
+        for c, z in group_by_class(features, labels).items():
+            n, shift = self.count[c].clone(), z.mean(0) - self.mean[c]
+            self.count[c] += len(z)
+            if c in self.scatter:  # Chan's update: nothing cancels however far the features lie from 0
+                centred, weight = z - z.mean(0), n * len(z) / self.count[c]
+                self.scatter[c].addmm_(centred.T, centred).add_(weight * shift.outer(shift))
+            else:
                 self.rows.append(z)
-                self.row_labels += [c] * n_new
-            else:  # Chan's update: no cancellation however far the features lie from zero
-                centred = z - z.mean(0)
-                self.scatter[c].addmm_(centred.T, centred).addr_(shift, shift, alpha=n * n_new / (n + n_new))
-            self.mean[c] += shift * n_new / self.count[c]
+                self.row_labels.append(labels.new_full((len(z),), c))
+            self.mean[c] += shift * len(z) / self.count[c]
 
     def reduce(self, world):
-        """Merge the moments of all processes; afterwards all hold the same."""
+        """Merge the moments of all processes; afterwards all hold the same. Returns self."""
         if world.size > 1:
-            own_count, own_mean = self.count.clone(), self.mean.clone()
-            common.all_reduce(self.count, world)
-            self.mean = common.all_reduce(self.mean * own_count[:, None], world) / self.count[:, None]
-            for c, scatter in enumerate(self.scatter):
-                if scatter is not None:
-                    shift = own_mean[c] - self.mean[c]
-                    common.all_reduce(scatter.addr_(shift, shift, alpha=own_count[c].item()), world)
-            rows = torch.cat(self.rows) if self.rows else self.mean[:0]
-            self.rows = [common.concat_rows(rows, world)]
-            labels = torch.tensor(self.row_labels, dtype=torch.long)
-            self.row_labels = common.concat_rows(labels, world).tolist()
+            count, mean = self.count, self.mean
+            self.count = common.all_reduce(count.clone(), world)
+            self.mean = common.all_reduce(mean * count[:, None], world) / self.count[:, None]
+            for c, scatter in self.scatter.items():
+                shift = mean[c] - self.mean[c]
+                common.all_reduce(scatter.add_(count[c] * shift.outer(shift)), world)
+            self.rows = [common.concat_rows(torch.cat(self.rows), world)]
+            self.row_labels = [common.concat_rows(torch.cat(self.row_labels), world)]
         if not torch.equal(self.count.cpu().long(), self.expected):
             raise RuntimeError("the pass over the training set met other class counts than its labels")
         return self
 
+    def covariances(self):
+        """({c: Sigma_c [D, D]}, {c: B_c [n_c, D] with Sigma_c = B_c^T B_c}): divisor n_c - 1, on the CPU."""
+        mean, n = self.mean.cpu(), self.count.tolist()
+        rows = group_by_class(torch.cat(self.rows).cpu(), torch.cat(self.row_labels).cpu())
+        return ({c: scatter.cpu() / (n[c] - 1) for c, scatter in self.scatter.items()},
+                {c: (z - mean[c]) / (n[c] - 1) ** 0.5 for c, z in rows.items()})
 
-def group_by_class(features, labels):
-    """The classes present and, for each, its rows of `features`."""
-    order = labels.argsort(stable=True)
-    classes, counts = labels[order].unique_consecutive(return_counts=True)
-    return classes.tolist(), features[order].split(counts.tolist())
+
+def group_by_class(features, labels) -> dict:
+    """{class: its rows of `features`} for the classes present."""
+    classes, counts = labels.unique(return_counts=True)
+    rows = features[labels.argsort(stable=True)].split(counts.tolist())
+    return dict(zip(classes.tolist(), rows))
 
 
 class Gaussians(NamedTuple):
-    """One Gaussian per class, factorised, float64. D features, K classes, n_c examples of class c.
+    """One Gaussian per class, factorised, float64; D features, K classes, n_c examples of class c.
 
-    n_c > D:  basis[c] = L_c^{-1} [D, D] with Sigma_c + eps I = L_c L_c^T; eigenvalues[c] is None.
-    n_c <= D: basis[c] [n_c - 1, D] are Sigma_c's eigenvectors, eigenvalues[c] its non-zero eigenvalues;
-              outside their span the variance is eps.
+    n_c > D:  basis[c] = L_c^-1 [D, D] where Sigma_c + eps I = L_c L_c^T; eigenvalues[c] is None.
+    n_c <= D: basis[c] [n_c - 1, D] holds the eigenvectors of Sigma_c, eigenvalues[c] its eigenvalues
+              other than 0; outside their span the variance is eps.
     """
 
-    mean: Tensor            # [K, D]
+    mean: Tensor       # [K, D]
     basis: list
     eigenvalues: list
-    log_det: Tensor         # [K]  log |Sigma_c + eps I|
-    log_prior: Tensor       # [K]  log q(c), or 0 without priors
-    count: Tensor           # [K]
-    jitter: float           # eps, the same for all classes
-    within: Tensor          # [D, D] whitens the shared within-class covariance (Mahalanobis)
-    total: Tensor           # [D, D] whitens the covariance without classes (relative Mahalanobis)
+    log_det: Tensor    # [K]  log |Sigma_c + eps I|
+    log_prior: Tensor  # [K]  log q(c), or 0 without priors
+    count: Tensor      # [K]
+    jitter: float      # eps, the same for all classes
+    within: Tensor     # [D, D]  whitens the shared within-class covariance (Mahalanobis)
+    total: Tensor      # [D, D]  whitens the covariance that ignores classes (relative Mahalanobis)
 
     def to(self, device):
-        move = lambda x: [move(t) for t in x] if isinstance(x, list) else \
-            x.to(device) if isinstance(x, Tensor) else x
-        return Gaussians(*map(move, self))
+        move = lambda x: x.to(device) if isinstance(x, Tensor) else x
+        return Gaussians(*([move(t) for t in x] if isinstance(x, list) else move(x) for x in self))
 
 
 def fit_gaussians(moments, priors="none", jitter="auto") -> Gaussians:
-    """Means and covariances of the classes (Algorithm 1): Sigma_c = scatter_c / (n_c - 1), full.
+    """Algorithm 1: q(z|c) = N(mu_c, Sigma_c + eps I), one full covariance per class.
 
-    `jitter`: a number, or auto: the smallest step of the ladder 0, 10^-12 s, 10^-11 s, ..., s (s: the
-    mean variance of a feature) with which ALL classes have a Cholesky factor. 0 is left out where
-    some n_c <= D, since that covariance is singular. `priors`: none, empirical n_c/N, uniform 1/K.
+    `jitter` is eps, or auto: the smallest step of the ladder 0, 10^-12 s, 10^-11 s, ..., s (s: mean
+    variance of a feature) at which ALL classes have a Cholesky factor; 0 is left out if some n_c <= D,
+    since that covariance is singular. `priors` q(c): none (left out), empirical n_c/N, uniform 1/K.
     """
     mean, count = moments.mean.cpu(), moments.count.cpu()
-    num_classes, dim = mean.shape
-    rows = dict(zip(*group_by_class(torch.cat(moments.rows).cpu(), torch.tensor(moments.row_labels)))) \
-        if moments.row_labels else {}
-    covariance = [None if s is None else s.cpu() / (n - 1) for s, n in zip(moments.scatter, count)]
-    scaled = {c: (z - mean[c]) / (len(z) - 1) ** 0.5 for c, z in rows.items()}  # B: Sigma_c = B^T B
-    variance = torch.stack([scaled[c].square().sum() if c in scaled else covariance[c].trace()
-                            for c in range(num_classes)]).mean().item() / dim
-    ladder = [10.0**k * (variance or 1.0) for k in range(-12, 1)]
-    ladder = [float(jitter)] if jitter != "auto" else ladder if rows else [0.0, *ladder]
-    factors, eps = factorise([s for s in covariance if s is not None], ladder)
-    factors, identity = iter(factors), torch.eye(dim, dtype=torch.float64)
-    basis, eigenvalues, log_det = [], [], []
-    for c in range(num_classes):
-        if c in rows:  # the dual: eigenvectors of B^T B from the small Gram matrix B B^T
-            values, vectors = torch.linalg.eigh(scaled[c] @ scaled[c].T)
-            keep = values > values[-1].clamp_min(1e-300) * 1e-12  # centring takes one rank away
-            values = values[keep]
-            basis.append((vectors[:, keep] / values.sqrt()).T @ scaled[c])
-            eigenvalues.append(values)
-            log_det.append((values + eps).log().sum() + (dim - len(values)) * math.log(eps or 1e-300))
-        else:
-            factor = next(factors)
-            basis.append(torch.linalg.solve_triangular(factor, identity, upper=False))
-            eigenvalues.append(None)
-            log_det.append(2 * factor.diagonal().log().sum())
-    n, share = count.sum(), count / count.sum()
+    full, thin = moments.covariances()
+    dim, identity = mean.shape[1], torch.eye(mean.shape[1], dtype=torch.float64)
+    variances = [s.trace() for s in full.values()] + [b.square().sum() for b in thin.values()]
+    scale = torch.stack(variances).mean().item() / dim or 1.0
+    ladder = [10.0**k * scale for k in range(-12, 1)]
+    steps = [float(jitter)] if jitter != "auto" else ladder if thin else [0.0, *ladder]
+    eps, factors = factorise(full, steps)
+    if thin and eps == 0:
+        raise UserError(f"--jitter 0: class {min(thin)} has no more examples than features, so its covariance "
+                        "is singular; use auto or a positive number")
+    forms = [thin_form(thin[c], eps) if c in thin else full_form(factors[c]) for c in range(len(count))]
+    basis, eigenvalues, log_det = zip(*forms)
+    share = count / count.sum()
     log_prior = {"none": torch.zeros_like(share), "empirical": share.log(),
-                 "uniform": torch.full_like(share, -math.log(num_classes))}[priors]
-    within = sum(s for s in moments.scatter if s is not None)
-    within = (within.cpu() if isinstance(within, Tensor) else within) + \
-        sum((b.T @ b * (len(b) - 1) for b in scaled.values()), torch.zeros_like(identity))
-    between = mean - share @ mean
-    total = (within + (between * count[:, None]).T @ between) / n
-    whiten = [torch.linalg.solve_triangular(factorise([s], [0.0, *(10.0**k * (variance or 1.0)
-              for k in range(-12, 1))])[0][0], identity, upper=False) for s in (within / n, total)]
-    return Gaussians(mean, basis, eigenvalues, torch.stack(log_det), log_prior, count, eps, *whiten)
+                 "uniform": torch.full_like(share, -math.log(len(count)))}[priors]
+    covariance = lambda c: full[c] if c in full else thin[c].T @ thin[c]
+    within = sum((count[c] - 1) / count.sum() * covariance(c) for c in range(len(count)))
+    offset = (mean - share @ mean) * share.sqrt()[:, None]
+    shared = factorise({0: within}, [0.0, *ladder])[1][0], \
+        factorise({0: within + offset.T @ offset}, [0.0, *ladder])[1][0]
+    return Gaussians(mean, list(basis), list(eigenvalues), torch.stack(log_det), log_prior, count, eps,
+                     *(torch.linalg.solve_triangular(factor, identity, upper=False) for factor in shared))
 
 
-def factorise(covariances, ladder):
-    """Cholesky factors of all matrices plus eps I, for the first eps of `ladder` that allows it."""
-    for eps in ladder:
-        factors = []
-        for s in covariances:
-            factor, failed = torch.linalg.cholesky_ex(s + eps * torch.eye(len(s), dtype=s.dtype))
+def factorise(covariances, steps):
+    """(eps, {c: Cholesky factor of Sigma_c + eps I}) for the first eps of `steps` at which all have one."""
+    for eps in steps:
+        factors = {}
+        for c, s in covariances.items():
+            factors[c], failed = torch.linalg.cholesky_ex(s + eps * torch.eye(len(s), dtype=s.dtype))
             if failed:
                 break
-            factors.append(factor)
         else:
-            return factors, eps
-    raise UserError(f"no covariance factor up to jitter {ladder[-1]:g}; give a larger --jitter")
+            return eps, factors
+    raise UserError(f"the covariances have no Cholesky factor up to jitter {steps[-1]:g}; give a larger --jitter")
+
+
+def full_form(factor):
+    """(basis, None, log determinant) of one class from L [D, D]: ||L^-1 z||^2 is one matrix product."""
+    identity = torch.eye(len(factor), dtype=factor.dtype)
+    inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
+    return inverse, None, 2 * factor.diagonal().log().sum()
+
+
+def thin_form(b, eps):
+    """(basis, eigenvalues, log determinant) of B^T B + eps I, B [n_c, D], without a D x D matrix."""
+    _, s, basis = torch.linalg.svd(b, full_matrices=False)
+    keep = s > s[0] * 1e-12  # centring takes one rank away, equal examples more
+    values = s[keep].square()
+    return basis[keep], values, (values + eps).log().sum() + (b.shape[1] - len(values)) * math.log(eps)
 
 
 def class_log_densities(gaussians, features) -> Tensor:
@@ -646,9 +638,8 @@ def class_log_densities(gaussians, features) -> Tensor:
         if values is None:
             squared = projected.square().sum(1)
         else:  # variance eps outside the span of the class's examples
-            residual = (z - projected @ basis).square().sum(1)
-            squared = (projected.square() / (values + gaussians.jitter)).sum(1) + \
-                residual / (gaussians.jitter or 1e-300)
+            squared = (projected.square() / (values + gaussians.jitter)).sum(1)
+            squared += (z - projected @ basis).square().sum(1) / gaussians.jitter
         columns.append(-0.5 * (squared + log_det + dim * math.log(2 * math.pi)))
     return torch.stack(columns, 1)
 
@@ -1036,9 +1027,9 @@ def plot_uncertainty(plt, path, outputs, sets, threshold, entropy_threshold):
         entropy, density = (s.numpy() for s in scores[name])
         clipped = density.clip(low, high)
         weights = np.full(len(entropy), 1 / len(entropy))
-        left.hist(entropy, 40, (0, max(s[0].max().item() for s in scores.values())), weights=weights,
+        left.hist(entropy, 40, range=(0, max(s[0].max().item() for s in scores.values())), weights=weights,
                   alpha=0.6, color=colour, label=name)
-        middle.hist(clipped, 60, (low, high), weights=weights, alpha=0.6, color=colour, label=name)
+        middle.hist(clipped, 60, range=(low, high), weights=weights, alpha=0.6, color=colour, label=name)
         some = slice(None, None, max(1, len(entropy) // 1500))
         right.plot(clipped[some], entropy[some], ".", ms=2.5, alpha=0.5, color=colour, label=name)
     middle.axvline(threshold, color="black", ls="--", lw=1)
@@ -1061,9 +1052,8 @@ def plot_reliability(plt, path, outputs, temperature):
         probs = (outputs.logits.double() / t).softmax(1)
         confidence, predicted = probs.max(1)
         bins = common.reliability(confidence, predicted == outputs.labels)
-        edges, count = np.linspace(0, 1, 16), np.asarray(bins.count)
-        accuracy = np.where(count > 0, np.nan_to_num(np.asarray(bins.accuracy, float)), 0.0)
-        axis.bar(edges[:-1], accuracy, 1 / 15, align="edge", color=COLOURS[0], ec="white", label="accuracy")
+        edges, count = np.linspace(0, 1, 16), bins.counts
+        axis.bar(edges[:-1], bins.accuracy, 1 / 15, align="edge", color=COLOURS[0], ec="white", label="accuracy")
         axis.bar(edges[:-1], count / count.sum(), 1 / 15, align="edge", fc="none", ec=COLOURS[2],
                  label="share of examples")
         axis.plot([0, 1], [0, 1], "k--", lw=1)
