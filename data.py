@@ -612,7 +612,8 @@ def _contrast(x, kept, _):
 
 def _pixelate(x, kept, _):
     small = [max(1, round(kept * side)) for side in x.shape[-2:]]
-    return F.interpolate(F.interpolate(x, small, mode="area"), x.shape[-2:], mode="nearest-exact")
+    coarse = F.interpolate(x, small, mode="bilinear", antialias=True)
+    return F.interpolate(coarse, x.shape[-2:], mode="nearest-exact")
 
 
 def _jpeg(x, quality, _):
@@ -675,7 +676,7 @@ CORRUPTIONS = {
     "motion_blur": (_motion_blur, (0.08, 0.13, 0.18, 0.24, 0.31)),             # length
     "brightness": (lambda x, added, _: x + added, (0.06, 0.12, 0.19, 0.27, 0.36)),
     "contrast": (_contrast, (0.75, 0.55, 0.4, 0.27, 0.16)),                    # kept
-    "pixelate": (_pixelate, (0.75, 0.6, 0.5, 0.4, 0.3)),                       # resolution kept
+    "pixelate": (_pixelate, (0.8, 0.65, 0.5, 0.4, 0.3)),                       # resolution kept
     "jpeg": (_jpeg, (60, 35, 20, 12, 6)),                                      # quality
     "occlusion": (_occlusion, (0.18, 0.27, 0.36, 0.45, 0.55)),                 # side of the square
     "rotation": (_rotation, (8, 16, 25, 35, 46)),                              # degrees

@@ -1,8 +1,9 @@
-"""data.py: splits, published layouts, corruptions, the loader's order and arithmetic, embedded sets."""
+"""data.py: splits, published layouts, streaming, the loader, corruptions, OOD and embedded sets."""
 import hashlib
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -93,7 +94,8 @@ def test_split_leaves_the_global_generators_alone():
 
 def test_set_selects_all_its_fields():
     dataset = toy(6, label_probs=torch.eye(6), groups=torch.arange(6) // 2).rename("other")
-    for index in (torch.tensor([4, 1]), [4, 1], torch.tensor([False, True, False, False, True, False])):
+    mask = torch.tensor([False, True, False, False, True, False])
+    for index in (torch.tensor([4, 1]), [4, 1], mask):
         part = dataset.select(index)
         rows = [4, 1] if len(index) == 2 else [1, 4]
         assert torch.equal(part.images, dataset.images[rows]) and len(part) == 2
@@ -112,7 +114,8 @@ def test_mnist(real):
     assert test.labels[:5].tolist() == [7, 2, 1, 0, 4] and test.images.dtype == torch.uint8
     pool = load("mnist", "train", real, val_fraction=0)
     std, mean = torch.std_mean(pool.images / 255)
-    assert mean == pytest.approx(pool.mean[0], abs=5e-5) and std == pytest.approx(pool.std[0], abs=1e-4)
+    assert mean == pytest.approx(pool.mean[0], abs=5e-5)
+    assert std == pytest.approx(pool.std[0], abs=1e-4)
     noisy = load("mnist", "val", real, seed=3, noise=0.05)
     assert noisy.images.dtype == torch.float32
     assert (noisy.images - val.images / 255).std() == pytest.approx(0.05 * 0.3081, rel=1e-3)
@@ -127,7 +130,8 @@ def test_cifar10_and_cifar100_test_file(real):
     cifar100 = load("cifar100", "test", real, limit=500)
     assert len(cifar100) == 500 and cifar100.shape == (3, 32, 32) and cifar100.num_classes == 100
     assert cifar100.labels.bincount().tolist() == [5] * 100  # a limited set still has every class
-    refuses("cifar-100-python is not there.*toronto", load, "cifar100", "train", real, download=False)
+    says = "cifar-100-python is not there.*toronto"
+    refuses(says, load, "cifar100", "train", real, download=False)
 
 
 def test_cut_mnist_file(real, tmp_path):
@@ -142,10 +146,11 @@ def test_cut_mnist_file(real, tmp_path):
 
 
 def test_absent_sets_name_the_path_and_the_site(tmp_path):
-    for name, path in (("mnist", "MNIST/raw"), ("kmnist", "KMNIST/raw"), ("svhn", "test_32x32.mat"),
-                       ("cifar10", "cifar-10-batches-py"), ("imagenet", "imagenet/val"),
-                       ("tiny_imagenet", "tiny-imagenet-200/wnids.txt"), ("imagenet_a", "imagenet-a"),
-                       ("ambiguous_mnist", "AmbiguousMNIST/amnist_samples.pt")):
+    for name, path in (
+            ("mnist", "MNIST/raw"), ("kmnist", "KMNIST/raw"), ("svhn", "test_32x32.mat"),
+            ("cifar10", "cifar-10-batches-py"), ("imagenet", "imagenet/val"),
+            ("tiny_imagenet", "tiny-imagenet-200/wnids.txt"), ("imagenet_a", "imagenet-a"),
+            ("ambiguous_mnist", "AmbiguousMNIST/amnist_samples.pt")):
         refuses(f"{path}.* is not there.*https?://", load, name, "test", tmp_path, download=False)
     for name, path in (("cifar10_c", "CIFAR-10-C/fog.npy"), ("imagenet_c", "imagenet-c/fog/2"),
                        ("tiny_imagenet_c", "Tiny-ImageNet-C/fog/2")):
@@ -191,15 +196,16 @@ def test_damaged_cifar_batches(tmp_path):
     folder.mkdir()
     (folder / "data_batch_1").write_bytes(pickle.dumps({"data": 0})[:-3])
     refuses("cifar-10-batches-py is damaged", load, "cifar10", "train", tmp_path)
-    np.savez(tmp_path / "cifar100_test.npz", images=np.zeros((9, 32, 32, 3), np.uint8), labels=np.zeros(9))
+    file = tmp_path / "cifar100_test.npz"
+    np.savez(file, images=np.zeros((9, 32, 32, 3), np.uint8), labels=np.zeros(9))
     refuses("cifar100_test.npz.*expected .10000", load, "cifar100", "test", tmp_path)
-    (tmp_path / "cifar100_test.npz").write_bytes(b"PK not a zip")
+    file.write_bytes(b"PK not a zip")
     refuses("cifar100_test.npz is damaged", load, "cifar100", "test", tmp_path)
 
 
 @pytest.fixture(scope="session")
 def ambiguous(tmp_path_factory):
-    """A data_dir with Ambiguous-MNIST's files: image i is i / 12000 throughout, its tenth label varies."""
+    """Ambiguous-MNIST's files: image i is i / 12000 all over, its tenth label unlike the others."""
     folder = tmp_path_factory.mktemp("amnist") / "AmbiguousMNIST"
     folder.mkdir()
     images = (torch.arange(12000.0) / 12000).view(-1, 1, 1, 1).expand(-1, 1, 28, 28).contiguous()
@@ -239,31 +245,34 @@ def test_ambiguous_mnist_split_leaks_only_on_request(trusted):
     assert len(images("train", published_split=True) & images("val", published_split=True)) > 3000
 
 
-def test_other_release_of_ambiguous_mnist_is_refused(ambiguous, tmp_path):
-    refuses("amnist_samples.pt is damaged or.*data-v1.0.0.*MD5", load, "ambiguous_mnist", "test", ambiguous)
+def test_other_release_of_ambiguous_mnist_is_refused(ambiguous):
+    says = "amnist_samples.pt is damaged or.*another release than data-v1.0.0.*MD5"
+    refuses(says, load, "ambiguous_mnist", "test", ambiguous)
 
 
 def test_dirty_mnist(trusted, monkeypatch):
-    clean = {n: toy(n, (1, 28, 28)).rename("mnist") for n in (60000, 10000)}
-    monkeypatch.setattr(data, "_torchvision", lambda name, training, *_: clean[60000 if training else 10000])
+    clean = [replace(toy(n, (1, 28, 28)), num_classes=10) for n in (10000, 60000)]
+    monkeypatch.setattr(data, "_torchvision", lambda name, training, *_: clean[training])
     test = load("dirty_mnist", "test", trusted)
-    assert len(test) == 70000 and test.num_classes == 7  # the toy's
-    assert torch.equal(test.images[:10000], clean[10000].images / 255)
+    assert len(test) == 70000 and test.num_classes == 10
+    assert torch.equal(test.images[:10000], clean[0].images / 255)
     assert test.images[10010, 0, 0, 0] == torch.tensor(6001 / 12000)
-    assert torch.equal(test.label_probs[:10000].argmax(1), clean[10000].labels)
-    sizes = [len(load("dirty_mnist", split, trusted, published_split=True)) for split in ("train", "val")]
-    assert sizes == [108000, 12000]
+    assert torch.equal(test.label_probs[:10000].argmax(1), clean[0].labels)
+    for split, rows in (("train", 108000), ("val", 12000)):
+        assert len(load("dirty_mnist", split, trusted, published_split=True)) == rows
     train, val = (load("dirty_mnist", split, trusted).groups for split in ("train", "val"))
     assert len(train) + len(val) == 120000 and not set(train.tolist()) & set(val.tolist())
     assert len(val.unique()) == 6600
 
 
 def test_noise_is_seeded_and_in_normalised_units(trusted):
-    plain, a, b, c = (load("ambiguous_mnist", "test", trusted, limit=2000, noise=noise, seed=seed).images
-                      for noise, seed in ((0, 1), (0.05, 1), (0.05, 1), (0.05, 2)))
+    def images(noise, seed):
+        return load("ambiguous_mnist", "test", trusted, limit=2000, noise=noise, seed=seed).images
+
+    plain, a, b, c = images(0, 1), images(0.05, 1), images(0.05, 1), images(0.05, 2)
     assert torch.equal(a, b) and not torch.equal(a, c)
     assert (a - plain).std() == pytest.approx(0.05 * 0.3081, rel=1e-2)
-    assert (a - plain).mean().abs() < 1e-4 and a.min() < 0 or a.max() > 1  # not clipped
+    assert (a - plain).mean().abs() < 1e-4 and a.max() > 1  # not clipped
 
 
 def test_cifar_c_layout(tmp_path):
@@ -280,15 +289,16 @@ def test_cifar_c_layout(tmp_path):
         assert dataset.shape == (3, 32, 32) and len(dataset) == 10000 and dataset.num_classes == 10
         assert np.array_equal(dataset.images[:, 1, 3, 4], severity * 10 - 10 + mine % 7)
         assert dataset.labels.tolist() == (mine % 10).tolist()
-        assert dataset.name == f"cifar10_c_fog_s{severity}" and dataset.mean == (0.4914, 0.4822, 0.4465)
+        assert dataset.name == f"cifar10_c_fog_s{severity}"
+        assert dataset.mean == (0.4914, 0.4822, 0.4465)
     np.save(folder / "labels.npy", np.zeros(10000))
-    refuses(r"labels.npy.*\(10000,\), expected \(50000,\)", data.load_corrupted, "cifar10_c", "fog", 1, tmp_path)
-    (folder / "fog.npy").write_bytes((folder / "fog.npy").read_bytes()[:100000])
-    refuses("fog.npy is damaged", data.load_corrupted, "cifar10_c", "fog", 1, tmp_path)
     np.save(folder / "snow.npy", np.zeros((10, 32, 32, 3), np.uint8))
-    refuses("snow.npy.*expected", data.load_corrupted, "cifar10_c", "snow", 1, tmp_path)
     np.save(folder / "frost.npy", np.array([{}], dtype=object))
-    refuses("frost.npy is damaged", data.load_corrupted, "cifar10_c", "frost", 1, tmp_path)
+    (folder / "spatter.npy").write_bytes((folder / "fog.npy").read_bytes()[:100000])
+    for kind, says in (("fog", r"labels.npy.*\(10000,\), expected \(50000,\)"),
+                       ("snow", r"snow.npy.*\(10, 32, 32, 3\), expected"),
+                       ("frost", "frost.npy is damaged"), ("spatter", "spatter.npy is damaged")):
+        refuses(says, data.load_corrupted, "cifar10_c", kind, 1, tmp_path)
 
 
 @pytest.fixture
@@ -321,11 +331,14 @@ def test_tiny_imagenet_layout(tiny):
 
 def test_tiny_imagenet_faults(tiny):
     root = tiny / "tiny-imagenet-200"
-    save_png(root / "val" / "images" / "val_1.JPEG", np.zeros((32, 32, 3), np.uint8))
-    refuses(r"val_1.JPEG: width and height \(32, 32\), expected \(64, 64\)", load, "tiny_imagenet", "test", tiny)
-    (root / "val" / "images" / "val_1.JPEG").write_bytes(b"\xff\xd8\xff\xe0 cut")
+    file = root / "val" / "images" / "val_1.JPEG"
+    whole = file.read_bytes()
+    save_png(file, np.zeros((32, 32, 3), np.uint8))
+    says = r"val_1.JPEG: width and height \(32, 32\), expected \(64, 64\)"
+    refuses(says, load, "tiny_imagenet", "test", tiny)
+    file.write_bytes(whole[:len(whole) // 2])
     refuses("val_1.JPEG: unreadable", load, "tiny_imagenet", "test", tiny)
-    (root / "val" / "images" / "val_1.JPEG").unlink()
+    file.unlink()
     refuses("val_1.JPEG: unreadable", load, "tiny_imagenet", "test", tiny)
     (root / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn09\t0\t0\t9\t9\n")
     refuses("class n09 is not in wnids", load, "tiny_imagenet", "test", tiny)
@@ -382,7 +395,8 @@ def test_streamed_set_evaluates_in_order(imagenet):
     from torchvision import transforms as T
     dataset = load("imagenet", "test", imagenet, image_size=28)
     assert isinstance(dataset, StreamedSet) and len(dataset) == 9 and dataset.shape == (3, 28, 28)
-    transform = T.Compose([T.Resize(32), T.CenterCrop(28), T.ToTensor(), T.Normalize(dataset.mean, dataset.std)])
+    transform = T.Compose([T.Resize(32), T.CenterCrop(28), T.ToTensor(),
+                           T.Normalize(dataset.mean, dataset.std)])
     paths = sorted((imagenet / "imagenet" / "val").glob("*/*.png"))
     want = torch.stack([transform(Image.open(path)) for path in paths])
     for workers in (0, 2):
@@ -390,7 +404,8 @@ def test_streamed_set_evaluates_in_order(imagenet):
         assert torch.cat([b.index for b in batches]).tolist() == list(range(9))
         assert torch.cat([b.labels for b in batches]).tolist() == [0] * 3 + [1] * 3 + [2] * 3
         assert [b.global_size for b in batches] == [4, 4, 1]
-        torch.testing.assert_close(torch.cat([b.images for b in batches]), want, atol=1e-6, rtol=1e-5)
+        images = torch.cat([b.images for b in batches])
+        torch.testing.assert_close(images, want, atol=1e-6, rtol=1e-5)
 
 
 def test_streamed_augmentation_depends_on_seed_epoch_and_row_alone(imagenet):
@@ -451,7 +466,8 @@ def by_hand(dataset, loader, epoch, mode="constant"):
     return order, torch.stack(out)
 
 
-@pytest.mark.parametrize("augment, mode", [("crop_flip", "constant"), ("reflect_crop_flip", "reflect")])
+@pytest.mark.parametrize("augment, mode", [("crop_flip", "constant"),
+                                           ("reflect_crop_flip", "reflect")])
 @pytest.mark.parametrize("shape", [(3, 8, 8), (1, 7, 11)])
 def test_augmentation_equals_one_image_at_a_time(augment, mode, shape):
     dataset = toy(130, shape)
@@ -467,14 +483,14 @@ def test_augmentation_equals_one_image_at_a_time(augment, mode, shape):
 def test_evaluation_is_exact_in_order_and_normalised(floating):
     whole = toy(21).select(slice(3, None))  # a view that does not start at its storage's beginning
     pixels = whole.images / 255
-    dataset = ImageSet("float", pixels, whole.labels, 7, whole.mean, whole.std) if floating else whole
+    dataset = replace(whole, images=pixels) if floating else whole
     mean, std = (torch.tensor(t).view(-1, 1, 1) for t in (dataset.mean, dataset.std))
     batches = list(Loader(dataset, 4).epoch())
     images = torch.cat([b.images for b in batches])
     assert torch.cat([b.index for b in batches]).tolist() == list(range(18))
     assert [b.global_size for b in batches] == [4, 4, 4, 4, 2] and images.dtype == torch.float32
     torch.testing.assert_close(images, (pixels - mean) / std, atol=1e-5, rtol=1e-5)
-    other = torch.cat([b.images for b in Loader(dataset, 5, mean=(0.5,) * 3, std=(1.0,) * 3).epoch()])
+    other = next(Loader(dataset, 18, mean=(0.5,) * 3, std=(1.0,) * 3).epoch()).images
     torch.testing.assert_close(other, pixels - 0.5, atol=1e-6, rtol=1e-5)
     images.zero_()  # batches are the caller's: the set is unharmed
     assert torch.equal(whole.images, toy(21).images[3:]) and dataset.images.max() > 0
@@ -485,14 +501,16 @@ def test_evaluation_is_exact_in_order_and_normalised(floating):
 def test_ranks_together_are_the_single_process(world, augment):
     dataset, options = toy(50), dict(seed=1, shuffle=True, augment=augment)
     single = list(Loader(dataset, 16, **options).epoch(3))
-    ranks = [list(Loader(dataset, 16, rank=r, world_size=world, **options).epoch(3)) for r in range(world)]
+    ranks = [list(Loader(dataset, 16, rank=r, world_size=world, **options).epoch(3))
+             for r in range(world)]
     assert [len(batch.images) for batch in single] == [16, 16, 16, 2]
     for i, batch in enumerate(single):
         cuts = [len(part) for part in np.array_split(np.arange(len(batch.images)), world)]
         assert [len(rank[i].images) for rank in ranks] == cuts
         assert {rank[i].global_size for rank in ranks} == {batch.global_size}
         for field in ("images", "labels", "index"):
-            assert torch.equal(torch.cat([getattr(rank[i], field) for rank in ranks]), getattr(batch, field))
+            together = torch.cat([getattr(rank[i], field) for rank in ranks])
+            assert torch.equal(together, getattr(batch, field))
 
 
 def test_start_skips_exactly():
@@ -514,8 +532,19 @@ def test_order_depends_on_seed_and_epoch():
     assert order(2, 1) == orders[7] and order(-5, 0) != order(5, 0)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("augment", ["none", "crop_flip", "reflect_crop_flip"])
+def test_cuda_batches_equal_those_of_the_cpu(augment):
+    dataset = toy(50000, (3, 32, 32))  # more than 2**31 possible pixels in all its crops
+    loaders = [Loader(dataset, 6000, where, shuffle=True, augment=augment) for where in ("cpu", "cuda")]
+    for a, b in zip(*(loader.epoch() for loader in loaders)):
+        assert b.images.is_cuda and b.labels.is_cuda and b.index.is_cuda
+        assert torch.equal(a.images, b.images.cpu()) and torch.equal(a.labels, b.labels.cpu())
+
+
 def test_channels_last_changes_the_layout_only():
-    a, b = (next(Loader(toy(), 8, augment="crop_flip", channels_last=c).epoch()).images for c in (False, True))
+    a, b = (next(Loader(toy(), 8, augment="crop_flip", channels_last=c).epoch()).images
+            for c in (False, True))
     assert torch.equal(a, b) and a.is_contiguous()
     assert b.is_contiguous(memory_format=torch.channels_last) and not b.is_contiguous()
 
@@ -582,17 +611,17 @@ def test_match_takes_channels_size_and_statistics():
     up = match(grey, colour)
     assert up.shape == (3, 32, 32) and up.images.dtype == torch.uint8 and up.name == "toy"
     assert (up.mean, up.std) == (colour.mean, colour.std)
-    assert torch.equal(up.images[:, 0], up.images[:, 1]) and torch.equal(up.images[:, 0], up.images[:, 2])
+    assert torch.equal(up.images, up.images[:, :1].expand(-1, 3, -1, -1))
     down = match(colour, grey)
     assert down.shape == (1, 28, 28) and (down.mean, down.std) == (grey.mean, grey.std)
     small = match(colour, toy(1, (1, 32, 32)))
     r, g, b = colour.images.float().unbind(1)
-    assert (small.images[:, 0] - (0.299 * r + 0.587 * g + 0.114 * b)).abs().max() <= 0.51
-    want = F.interpolate(colour.images.float(), (16, 16), mode="bilinear", antialias=True)
+    assert (small.images[:, 0] - (0.299 * r + 0.587 * g + 0.114 * b)).abs().max() <= 0.55
+    want = F.interpolate(colour.images.double(), (16, 16), mode="bilinear", antialias=True)
     assert (match(colour, toy(1, (3, 16, 16))).images - want).abs().max() <= 0.51
     same = match(colour, toy(2, (3, 32, 32), mean=(0.0,) * 3))
     assert torch.equal(same.images, colour.images) and same.mean == (0.0,) * 3
-    floats = match(ImageSet("f", grey.images / 255, grey.labels, 7, (0.1,), (0.3,)), colour)
+    floats = match(replace(grey, images=grey.images / 255), colour)
     assert floats.images.dtype == torch.float32 and floats.images.max() <= 1
 
 
@@ -677,11 +706,12 @@ def test_dirty_glyphs_holds_both_halves():
 
 
 def test_glyphs_can_be_read():
-    """Ridge regression on pixels: a 6 is not a 9, and a label belongs to its image."""
+    """Least squares on pixels finds the digits, and takes a 6 for a 9 no more than another."""
     train, test = load("glyphs", "train"), load("glyphs", "test")
-    x, z = (F.avg_pool2d(s.images / 255, 2).flatten(1).double() for s in (train, test))
-    x, z = (torch.cat([t, torch.ones(len(t), 1)], 1) for t in (x, z))
-    weights = torch.linalg.solve(x.T @ x + torch.eye(x.shape[1]), x.T @ F.one_hot(train.labels, 10).double())
-    correct = (z @ weights).argmax(1) == test.labels
-    assert correct.double().mean() > 0.8
-    assert correct[(test.labels == 6) | (test.labels == 9)].double().mean() > 0.8
+    x, z = (F.pad(F.avg_pool2d(s.images / 255, 2).flatten(1), [0, 1], value=1.0).double()
+            for s in (train, test))
+    weights = torch.linalg.lstsq(x, F.one_hot(train.labels, 10).double()).solution
+    guess = (z @ weights).argmax(1)
+    assert (guess == test.labels).double().mean() > 0.8
+    for a, b in ((6, 9), (9, 6)):
+        assert (guess[test.labels == a] == b).double().mean() < 0.02

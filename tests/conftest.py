@@ -1,0 +1,175 @@
+"""What the tests share: one thread, the repository on the path, real processes, data to train on.
+
+Processes come from a fork server that has imported the scripts already: each is a process of its
+own, with its own signals, streams and exit status, but starts in a fraction of a second.
+"""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it: results must not hang on the test machine
+REPO = Path(__file__).resolve().parent.parent
+PATHS = [str(REPO), str(REPO / "tests")]
+sys.path[:0] = [p for p in PATHS if p not in sys.path]
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    dict.fromkeys([*PATHS, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))
+
+import numpy as np  # noqa: E402  after the thread count is set
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from PIL import Image  # noqa: E402
+
+torch.set_num_threads(1)
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["pytest", "ddu"])
+
+
+class Child:
+    """A process that runs `function(*args)`, its streams in files; SystemExit sets its status.
+
+    `rank`, `size`, `port`: the variables that torchrun would set, if size is given.
+    """
+
+    def __init__(self, folder, function, *args, rank=0, size=None, port=None, argv0="ddu.py"):
+        self.out, self.err, self.result = (Path(folder) / f"{rank}.{k}" for k in ("out", "err", "result"))
+        world = {} if size is None else {
+            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        streams = str(self.out), str(self.err), str(self.result)
+        self.process = SERVER.Process(target=_in_child, args=(streams, world, argv0, function, args))
+        self.process.start()
+
+    def wait(self, timeout=120):
+        """Wait for the end (killing the process when it takes too long); returns self."""
+        self.process.join(timeout)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+            pytest.fail(f"still running after {timeout} s; stderr: {self.stderr[-2000:]}")
+        return self
+
+    @property
+    def status(self):
+        return self.process.exitcode
+
+    @property
+    def stdout(self):
+        return self.out.read_text()
+
+    @property
+    def stderr(self):
+        return self.err.read_text()
+
+    def value(self):
+        """What the function returned; fails with its stderr if it did not return."""
+        if self.wait().status != 0:
+            pytest.fail(f"status {self.status}: {self.stderr[-3000:]}")
+        return pickle.loads(self.result.read_bytes())
+
+
+def _in_child(streams, world, argv0, function, args):
+    for path, number in zip(streams, (1, 2)):
+        with open(path, "wb") as file:
+            os.dup2(file.fileno(), number)
+    sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    os.environ.update({k: str(v) for k, v in world.items()})
+    torch.set_num_threads(1)
+    sys.argv = [argv0, *(str(a) for a in args)] if argv0 and function is run_ddu else [argv0]
+    value = function(*args)
+    Path(streams[2]).write_bytes(pickle.dumps(value))
+
+
+def run_ddu(*argv):
+    """What `python ddu.py ARGV` does."""
+    import common
+    import ddu
+    common.run_script(ddu.main)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start_ranks(folder, size, function, *args, each=None):
+    """`size` processes with one process group to be; `each(rank)` gives further arguments."""
+    port = free_port()
+    return [Child(folder, function, *args, *(each(r) if each else ()), rank=r, size=size, port=port)
+            for r in range(size)]
+
+
+def wait_for(condition, timeout=60, what="condition"):
+    """Poll until `condition()` is true."""
+    end = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > end:
+            pytest.fail(f"no {what} within {timeout} s")
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """ranks(function, *args, size=2): the values that `function` returns in each of `size` ranks."""
+    def run(function, *args, size=2):
+        children = start_ranks(tmp_path, size, function, *args)
+        for child in children:
+            child.process.join(120)
+        return [child.value() for child in children]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def real_data(tmp_path_factory):
+    """A --data-dir with the real data sets that lie in shared/data beside the checkout."""
+    unpack = REPO.parent / "shared" / "data" / "unpack.py"
+    if not unpack.exists():
+        pytest.skip("no real data: ../shared/data is absent")
+    folder = tmp_path_factory.mktemp("real_data")
+    subprocess.run([sys.executable, str(unpack), str(folder)], check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory):
+    """A --data-dir with a tiny set of colour images in TinyImageNet's layout, and 40 odd images.
+
+    4 classes, 241 training images (217 after the split: with a global batch of 54 the last has one
+    image, so that the second of two processes gets none), 40 test images, all 64x64.
+    """
+    folder = tmp_path_factory.mktemp("small_data")
+    root, rng = folder / "tiny-imagenet-200", np.random.default_rng(0)
+    names = [f"n0000000{k}" for k in range(4)]
+
+    def write(path, label):
+        y, x = np.mgrid[:64, :64] / 64
+        wave = np.sin(2 * np.pi * ((label + 1) * (x if label % 2 else y) + rng.random()))
+        image = 128 + 60 * wave[..., None] * rng.random(3) + 12 * rng.standard_normal((64, 64, 3))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(path, compress_level=1)
+
+    for k, name in enumerate(names):
+        for i in range(61 if k == 0 else 60):
+            write(root / "train" / name / "images" / f"{name}_{i}.png", k)
+    rows = [(f"val_{i}.png", i % 4) for i in range(40)]
+    for file, k in rows:
+        write(root / "val" / "images" / file, k)
+    notes = "".join(f"{file}\t{names[k]}\t0\t0\t63\t63\n" for file, k in rows)
+    (root / "val" / "val_annotations.txt").write_text(notes)
+    (root / "wnids.txt").write_text("\n".join(names) + "\n")
+    (folder / "odd").mkdir()
+    for i in range(40):
+        pixels = rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / "odd" / f"{i}.png", compress_level=1)
+    return folder
