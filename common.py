@@ -41,7 +41,7 @@ from common_metrics import *  # noqa
 
 
 class World(NamedTuple):
-    """This process among all: global `rank`, `local_rank` on its machine, `size`, and its device."""
+    """This process among `size`: global `rank`, `local_rank` on its machine, its device."""
 
     rank: int = 0
     local_rank: int = 0
@@ -54,10 +54,10 @@ class World(NamedTuple):
 
 
 def start_world(device="auto") -> World:
-    """Join the process group that torchrun describes (RANK, LOCAL_RANK, WORLD_SIZE), if there is one.
+    """Join the process group that torchrun describes (RANK, LOCAL_RANK, WORLD_SIZE), if any.
 
-    `device`: auto (a GPU if there is one), cpu, cuda, or cuda:N (single process). CPU tensors travel
-    by gloo and GPU tensors by nccl, so small decisions never wait for the GPU.
+    `device`: auto (a GPU if there is one), cpu, cuda, or cuda:N (single process). CPU tensors
+    travel by gloo and GPU tensors by nccl, so small decisions never wait for the GPU.
     """
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -70,8 +70,9 @@ def start_world(device="auto") -> World:
     if chosen.type == "cuda":
         index = chosen.index if chosen.index is not None and size == 1 else local_rank
         if index >= torch.cuda.device_count():
-            raise UserError(f"--device {device}: GPU {index} is asked for and this machine has "
-                            f"{torch.cuda.device_count()}; start fewer processes or use --device cpu")
+            raise UserError(f"--device {device}: GPU {index} is asked for, this machine has "
+                            f"{torch.cuda.device_count()}; start fewer processes or use "
+                            "--device cpu")
         chosen = torch.device("cuda", index)
         torch.cuda.set_device(chosen)
     elif chosen.type != "cpu":
@@ -119,7 +120,7 @@ def all_reduce(tensor, world) -> Tensor:
 
 
 def gather_rows(rows, index, n, world) -> Tensor:
-    """Put the rows [b, ...] that each process computed for the examples `index` [b] in their places.
+    """Put the rows [b, ...] that each process computed for examples `index` [b] in their places.
 
     Returns [n, ...] on the CPU of every process, exactly one row an example however many processes
     there are; raises RuntimeError if an example is missing or came twice.
@@ -231,20 +232,20 @@ def add_common_arguments(parser, datasets):
         help="GLOBAL batch size B: the same whatever the number of processes, which must divide it")
     add("--lr", type=float, help="initial learning rate; keep it when the number of GPUs changes")
     add("--width", type=float, help="multiplies the network's channels; 1 is the paper's network")
-    add("--amp", choices=["off", "bf16"], help="bf16: autocast the network; statistics stay float32/64")
+    add("--amp", choices=["off", "bf16"], help="bf16: autocast the network")
     add("--compile", action=flag, help="torch.compile the network (pays on GPUs after a minute)")
     add("--workers", type=int, default=4, help="decoding processes for streamed image folders")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--eval", action="store_true", help="no training: evaluate the finished run of these options")
+    add("--eval", action="store_true", help="evaluate the finished run of these options")
     add("--resume", default="auto", metavar="{auto,never,PATH}",
         help="auto: go on from this run's own checkpoint; never: start anew; PATH: from that file")
-    add("--limit-steps", type=int, metavar="N", help="stop each epoch after N steps (to try things)")
+    add("--limit-steps", type=int, metavar="N", help="end each epoch after N steps")
     add("--plot", action=flag, default=True, help="draw the pictures (needs matplotlib)")
     add("--quiet", action="store_true", help="print the final table only")
 
 
 def resolve_arguments(args, presets, default_dataset):
-    """Fill options left at None from `presets`: {"": defaults of all, dataset: what differs there}."""
+    """Fill options left at None from `presets`: {"": for all, dataset: what differs there}."""
     args.dataset = args.dataset or default_dataset
     preset = {**presets[""], **presets.get(args.dataset, {})}
     for key, value in preset.items():
@@ -263,8 +264,13 @@ def resolve_arguments(args, presets, default_dataset):
 def check_batch(args, world):
     """Refuse a global batch that does not divide by the number of processes."""
     if args.batch_size % world.size:
-        raise UserError(f"--batch-size {args.batch_size} is the global batch and does not divide by "
-                        f"{world.size} processes; use a multiple of {world.size}")
+        raise UserError(f"--batch-size {args.batch_size} is the global batch and does not divide "
+                        f"by {world.size} processes; use a multiple of {world.size}")
+
+
+def first_line(error) -> str:
+    """The first line of an exception's message, shortened; its type where it has none."""
+    return str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
 
 
 @contextlib.contextmanager
@@ -311,7 +317,7 @@ def save_arrays(path, arrays):
 
 
 def to_json(value):
-    """Plain JSON of nested dicts, lists, numbers, tensors and paths; NaN and infinities become null."""
+    """Plain JSON of nested dicts, lists, numbers, tensors, paths; NaN and infinities become null."""
     if isinstance(value, dict):
         return {str(k): to_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -329,7 +335,7 @@ def write_json(path, value):
 
 
 def save_checkpoint(path, state):
-    """Write tensors and plain Python atomically: killed at any moment, `path` is whole, old or new."""
+    """Write tensors and plain Python atomically: killed at any time, `path` is whole, old or new."""
     with _replacing(path) as file:
         torch.save(state, file)
 
@@ -342,12 +348,14 @@ def load_checkpoint(path, same=None):
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise UserError(f"no checkpoint at {path}; train first (the same command without --eval)") from None
+        raise UserError(f"no checkpoint at {path}; train first (the same command without "
+                        "--eval)") from None
     except Exception as error:  # torch raises many kinds for a damaged file
-        first = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-        raise UserError(f"{path} cannot be read as a checkpoint ({first}); delete it to start anew") from None
+        raise UserError(f"{path} cannot be read as a checkpoint ({first_line(error)}); delete it "
+                        "to start anew") from None
     if not isinstance(state, dict) or "config" not in state:
-        raise UserError(f"{path} is not a checkpoint of this script; give another path or delete it")
+        raise UserError(f"{path} is not a checkpoint of this project; give another path or "
+                        "delete it")
     if same is not None:
         saved, now = state["config"], to_json(same)
         differing = sorted(k for k in {*saved, *now} if saved.get(k) != now.get(k))
@@ -362,7 +370,8 @@ class Stopped(Exception):
     """Raised after a requested stop, once the state is saved; `run_script` exits 128 + signal."""
 
     def __init__(self, signum, where):
-        super().__init__(f"stopped by {signal.Signals(signum).name} {where}; the same command goes on")
+        name = signal.Signals(signum).name
+        super().__init__(f"stopped by {name} {where}; the same command goes on from there")
         self.status = 128 + signum
 
 
@@ -410,7 +419,8 @@ class Run:
         self.directory = Path(args.out_dir) / script / name
         self.config, self.world, self.quiet = to_json(config), world, args.quiet
         self.checkpoint = self.directory / "last.pt"
-        self.resume_from = self.checkpoint if args.resume in ("auto", "never") else Path(args.resume)
+        own = args.resume in ("auto", "never")
+        self.resume_from = self.checkpoint if own else Path(args.resume)
         self.fresh = args.resume == "never" and not args.eval
         self.history = []
 
@@ -421,8 +431,8 @@ class Run:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 write_json(self.directory / "args.json", self.config)
             except OSError as error:
-                raise UserError(f"cannot write to {self.directory} ({error.strerror}); choose another "
-                                "--out-dir or --name") from None
+                raise UserError(f"cannot write to {self.directory} ({error.strerror}); choose "
+                                "another --out-dir or --name") from None
         self.say(f"run directory {self.directory}")
 
     def say(self, text):
@@ -450,7 +460,8 @@ class Run:
     def save(self, **state):
         """Write last.pt and log.jsonl; both tell of the same epochs."""
         if self.world.is_main:
-            save_checkpoint(self.checkpoint, {"config": self.config, "history": self.history, **state})
+            save_checkpoint(self.checkpoint,
+                            {"config": self.config, "history": self.history, **state})
             lines = "".join(json.dumps(to_json(row)) + "\n" for row in self.history)
             write_text(self.directory / "log.jsonl", lines)
 
@@ -510,7 +521,7 @@ def peak_memory_gb(world) -> float:
 
 
 def check_finite(losses, first_step, lr_at):
-    """Raise UserError at the first non-finite loss of an epoch's device vector (one sync an epoch)."""
+    """Raise UserError for the first non-finite loss of an epoch, by step: one sync an epoch."""
     bad = (~torch.isfinite(losses)).nonzero()
     if len(bad):
         i = int(bad[0])

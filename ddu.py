@@ -7,7 +7,7 @@ CVPR 2023, arXiv:2102.11582. Method (Algorithm 1):
      smooth (soft spectral normalisation, coefficient 3), by cross entropy, as usual.
   2. Fit q(z) = sum_c q(z|c) q(c), q(z|c) = N(z; mu_c, Sigma_c): means and full covariances of the
      training features, in eval mode, without augmentation. No OOD data, no further training.
-  3. Epistemic uncertainty: low log q(z). Aleatoric uncertainty: softmax entropy, where q(z) is high.
+  3. Epistemic uncertainty: low log q(z). Aleatoric: softmax entropy, where q(z) is high.
 
 Usage:
   python ddu.py                                        # dirty_glyphs, offline, two cores, minutes
@@ -74,7 +74,8 @@ PRESETS = {
                       power_iterations=5, opt="adam", weight_decay=0.0, ood=[]),
 }
 # Each of these sets is the union of a clean and an ambiguous one.
-PARTS = {"dirty_mnist": ("mnist", "ambiguous_mnist"), "dirty_glyphs": ("glyphs", "glyphs_ambiguous")}
+PARTS = {"dirty_mnist": ("mnist", "ambiguous_mnist"),
+         "dirty_glyphs": ("glyphs", "glyphs_ambiguous")}
 # The options that shape the weights: they name the run and guard its checkpoint.
 TRAINING_OPTIONS = ("dataset", "model", "sn", "mod", "coeff", "power_iterations", "depth", "width",
                     "dropout", "seed", "epochs", "batch_size", "opt", "lr", "momentum", "nesterov",
@@ -89,28 +90,28 @@ def parse_args(argv=None):
     add, flag = parser.add_argument, argparse.BooleanOptionalAction
     add("--model", help="lenet, resnet18, resnet50, wide_resnet, vgg16, or torchvision/NAME: "
         "pretrained, not trained further (NAME as torchvision.models.get_model takes it)")
-    add("--weights", default="DEFAULT", help="for torchvision/NAME: DEFAULT, or a state dict's file")
+    add("--weights", default="DEFAULT", help="of torchvision/NAME: DEFAULT, or a state dict's file")
     add("-sn", "--sn", action=flag, help="soft spectral normalisation of every convolution")
     add("-mod", "--mod", action=flag, help="leaky ReLU, average-pooled instead of 1x1 shortcuts")
     add("--coeff", type=float, help="spectral norm above which a layer is scaled down (paper: 3)")
     add("--power-iterations", type=int, help="power iterations a training step (paper: 1)")
     add("--depth", type=int, default=28, help="depth of wide_resnet, 6n + 4 (paper: 28)")
-    add("--dropout", type=float, default=0.3, help="of wide_resnet (published code: 0.3, always on)")
+    add("--dropout", type=float, default=0.3, help="of wide_resnet (published code: 0.3)")
     add("--opt", choices=["sgd", "adam"], help="with adam use a learning rate near 1e-3")
     add("--momentum", "--mom", type=float, default=0.9, help="of SGD")
     add("--nesterov", action=flag, default=False, help="Nesterov momentum (paper: off)")
     add("--weight-decay", "--decay", type=float, help="on ALL parameters (paper: 5e-4)")
     add("--schedule", choices=["step", "one_cycle"], help="step: /10 at the milestones (paper); "
         "one_cycle: up for a fifth of the steps, down to zero; better in few epochs")
-    add("--first-milestone", type=int, help="epoch of the first /10 (paper: 150; scaled with epochs)")
-    add("--second-milestone", type=int, help="epoch of the second /10 (paper: 250; likewise)")
+    add("--first-milestone", type=int, help="epoch of the first /10 (paper: 150 of 350)")
+    add("--second-milestone", type=int, help="epoch of the second /10 (paper: 250 of 350)")
     add("--augment", action=flag, help="random crop and flip (default: on for CIFAR, as published)")
     add("--noise", type=float, default=0.0, help="Ambiguous-MNIST: noise std in normalised units; "
         "published code 0, published data package 0.05")
     add("--ood", "--ood_dataset", nargs="+", metavar="NAME",
         help="out-of-distribution sets, also folder:PATH for any folder of images")
     add("--shift", default="none", choices=["none", "computed", "published"],
-        help="also evaluate the corrupted test set by severity: computed on the fly, or CIFAR-C files")
+        help="also evaluate the test set corrupted, by severity: computed, or the CIFAR-C files")
     add("--priors", default="none", choices=["none", "empirical", "uniform"],
         help="q(c): none leaves it out, as the published OOD evaluation does (balanced classes)")
     add("--jitter", default="auto", help="eps added to the covariances' diagonals: auto (0, or the "
@@ -120,18 +121,19 @@ def parse_args(argv=None):
     add("--entropy-threshold", type=float, default=0.35,
         help="nats above which an in-distribution input counts as ambiguous (0.35: half a bit)")
     add("--ensemble", type=int, default=1, metavar="M", help="train and evaluate M members too")
-    add("--runs", type=int, default=1, help="repeat with the following seeds; mean +- standard error")
-    add("--published-json", action="store_true", help="write res_*.json in the published layout too")
-    add("--match-published", action="store_true", help="keep the published code's choices that the "
-        "top of this file lists: temperature grid, leaking split, CIFAR-10 statistics")
+    add("--runs", type=int, default=1, help="repeat with the next seeds; mean and standard error")
+    add("--published-json", action="store_true", help="also write res_*.json, the published layout")
+    add("--match-published", action="store_true", help="the published code's choices that the top "
+        "of this file lists: temperature grid, leaking split, CIFAR-10 statistics")
     add("--features", metavar="NPZ", help="fit features that you computed ('features' [N, D], "
         "'labels' [N]) and score those of --score; no network, no training")
     add("--score", nargs="+", default=[], metavar="NPZ", help="files to score ('features' [N, D])")
     add("--save-interval", type=int, default=1, help="epochs between checkpoints")
-    add("--active-learning", nargs="+", choices=ACQUISITIONS, metavar="SCORE", help="which pool examples to label next (section "
-        "5 of the paper): lowest density, highest entropy, ensemble PE or MI, or random")
-    add("-ambiguous", "--ambiguous", action="store_true", help="pool: --subsample clean examples and "
-        "all of the ambiguous set")
+    add("--active-learning", nargs="+", choices=ACQUISITIONS, metavar="SCORE",
+        help="label pool examples step by step, those of lowest density, highest entropy, highest "
+        "predictive entropy (pe) or mutual information (mi) of an ensemble, or random")
+    add("-ambiguous", "--ambiguous", action="store_true",
+        help="its pool: --subsample clean examples and all of the ambiguous set")
     add("--subsample", type=int, default=1000, help="clean examples in the ambiguous pool")
     add("--trained-model", metavar="PT", help="last.pt of a dirty run whose entropy tells which "
         "acquired examples are ambiguous, as published (default: known from the pool)")
@@ -143,8 +145,9 @@ def parse_args(argv=None):
     add("--draws", type=int, default=5056, help="examples drawn per epoch from the labelled few")
     args = parser.parse_args(argv)
     if args.active_learning:
-        al = dict(model="resnet18", sn=False, mod=False, epochs=20, batch_size=64, lr=1e-3, opt="adam")
-        for key, value in al.items():  # published code: these, whatever the data set
+        published = dict(model="resnet18", sn=False, mod=False, epochs=20, batch_size=64, lr=1e-3,
+                         opt="adam", weight_decay=5e-4)
+        for key, value in published.items():  # whatever the data set
             if getattr(args, key) is None:
                 setattr(args, key, value)
     return check_args(common.resolve_arguments(args, PRESETS, "dirty_glyphs"))
@@ -174,11 +177,13 @@ def check_args(args):
     for key, low, high in (("coeff", 1e-6, math.inf), ("dropout", 0, 0.99), ("noise", 0, 1),
                            ("density_quantile", 0, 1), ("weight_decay", 0, math.inf)):
         if not low <= getattr(args, key) <= high:
-            raise UserError(f"--{key.replace('_', '-')} {getattr(args, key)}: must lie in [{low}, {high}]")
+            raise UserError(f"--{key.replace('_', '-')} {getattr(args, key)}: "
+                            f"must lie in [{low}, {high}]")
     if args.features and not args.score or args.score and not args.features:
         raise UserError("--features TRAIN.npz and --score FILE.npz ... go together")
     if args.model == "lenet" and (args.sn or args.mod):
-        raise UserError("--model lenet has neither form (published code: ignored); add --no-sn --no-mod")
+        raise UserError("--model lenet has no such form (the published code ignores the flags); "
+                        "add --no-sn --no-mod")
     return args
 
 
@@ -191,10 +196,10 @@ class SoftSpectral:
 
         W_eff = W / max(1, sigma / coeff),   sigma = <u, A v>.
 
-    A is the layer's true linear operator [Cin, H, W] -> [Cout, H', W'], with its stride, zero padding
-    and input size: A v = W unfold(v), A^T u = fold(W^T u). A training forward takes `iterations` power
-    iterations, v first. The gradient flows through sigma, with u and v constant. They are buffers:
-    the net deep-copies, pickles, compiles and resumes exactly.
+    A is the layer's true linear operator [Cin, H, W] -> [Cout, H', W'], with its stride, zero
+    padding and input size: A v = W unfold(v), A^T u = fold(W^T u). A training forward takes
+    `iterations` power iterations, v first. The gradient flows through sigma, with u and v constant.
+    They are buffers: the net deep-copies, pickles, compiles and resumes exactly.
     """
 
     def set_operator(self, in_shape, out_shape, kernel_size, stride, padding, coeff, iterations):
@@ -238,9 +243,9 @@ class SpectralLinear(SoftSpectral, nn.Linear):
 
 @torch.no_grad()
 def spectral_normalise(net, input_shape, coeff=3.0, iterations=1):
-    """Make every convolution of `net` a SpectralConv2d at the size that an input [C, H, W] gives it.
+    """Make every convolution of `net` a SpectralConv2d for the size that inputs [C, H, W] give it.
 
-    A 1x1 kernel acts as a matrix whatever the size and stride. Batch norm and head stay as they are.
+    A 1x1 kernel acts as a matrix, whatever size and stride. Batch norm and head are left alone.
     """
     def convert(conv, inputs, output):
         x, y, operator = inputs[0][0], output[0], (conv.stride, conv.padding)
@@ -291,14 +296,15 @@ class LeNet(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Post-activation block: basic (3x3, 3x3) or bottleneck (1x1, 3x3 with the stride, 1x1 to 4c)."""
+    """Post-activation block: basic (3x3, 3x3), or bottleneck (1x1, 3x3 with the stride, 1x1)."""
 
     def __init__(self, c_in, c, stride, bottleneck, mod):
         super().__init__()
         c_out = 4 * c if bottleneck else c
         shape = [(c_in, c, 1, 1), (c, c, 3, stride), (c, c_out, 1, 1)] if bottleneck else \
                 [(c_in, c, 3, stride), (c, c, 3, 1)]
-        self.convs = nn.ModuleList(nn.Conv2d(i, o, k, s, k // 2, bias=False) for i, o, k, s in shape)
+        self.convs = nn.ModuleList(nn.Conv2d(i, o, k, s, k // 2, bias=False)
+                                   for i, o, k, s in shape)
         self.norms = nn.ModuleList(nn.BatchNorm2d(o) for _, o, _, _ in shape)
         self.act = activation(mod)
         self.shortcut = nn.Identity()
@@ -359,14 +365,16 @@ class PreActivationBlock(nn.Module):
 class WideResNet(nn.Module):
     """WRN-depth-(10 width): 28 and 1 are the paper's WRN-28-10."""
 
-    def __init__(self, num_classes, in_channels=3, width=1.0, mod=False, depth=28, dropout=0.3, **_):
+    def __init__(self, num_classes, in_channels=3, width=1.0, mod=False, depth=28, dropout=0.3,
+                 **_):
         super().__init__()
         c_in, blocks = 16, []
         self.stem = nn.Conv2d(in_channels, c_in, 3, 1, 1, bias=False)
         for stage in range(3):
             c = max(1, round(160 * width)) * 2**stage
             for i in range((depth - 4) // 6):
-                blocks.append(PreActivationBlock(c_in, c, 2 if stage and not i else 1, mod, dropout))
+                stride = 2 if stage and not i else 1
+                blocks.append(PreActivationBlock(c_in, c, stride, mod, dropout))
                 c_in = c
         self.blocks = nn.Sequential(*blocks)
         self.norm, self.act = nn.BatchNorm2d(c_in), activation(mod)
@@ -392,7 +400,8 @@ class VGG16(nn.Module):
         for stage, (c, count) in enumerate(((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))):
             c = max(1, round(c * width))
             for _ in range(count):
-                layers += [nn.Conv2d(c_in, c, 3, 1, 1, bias=False), nn.BatchNorm2d(c), activation(mod)]
+                layers += [nn.Conv2d(c_in, c, 3, 1, 1, bias=False), nn.BatchNorm2d(c),
+                           activation(mod)]
                 c_in = c
             if stage or size >= 32:
                 layers.append(nn.MaxPool2d(2))
@@ -405,7 +414,7 @@ class VGG16(nn.Module):
 
 
 class FCResNet(nn.Module):
-    """Two moons: 2 -> 128, four layers x + relu(linear(x)), spectral-normalised but for the head."""
+    """Two moons: 2 -> 128, four layers x + relu(linear(x)), all spectral-normalised, and a head."""
 
     def __init__(self, num_classes=2, sn=True, coeff=0.65, power_iterations=5, width=1.0, **_):
         super().__init__()
@@ -433,15 +442,17 @@ class TorchvisionNet(nn.Module):
             pretrained = "DEFAULT" if weights == "DEFAULT" else None
             self.body = torchvision.models.get_model(name, weights=pretrained)
             if pretrained is None:
-                self.body.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
+                state = torch.load(weights, map_location="cpu", weights_only=True)
+                self.body.load_state_dict(state)
         except Exception as error:  # unknown name, no network, not a state dict, other shapes
-            first = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
-            raise UserError(f"--model torchvision/{name} --weights {weights}: {first}; give a name that "
-                            "torchvision.models.list_models() lists and a state dict's file") from None
-        *path, last = [n for n, m in self.body.named_modules() if isinstance(m, nn.Linear)][-1].split(".")
-        parent = self.body.get_submodule(".".join(path))
-        self.head = getattr(parent, last)
-        setattr(parent, last, nn.Identity())
+            raise UserError(f"--model torchvision/{name} --weights {weights}: "
+                            f"{common.first_line(error)}; give a name that torchvision.models."
+                            "list_models() knows, and a state dict's file") from None
+        linear = [n for n, m in self.body.named_modules() if isinstance(m, nn.Linear)]
+        if not linear:
+            raise UserError(f"--model torchvision/{name} does not end in a linear layer")
+        self.head = self.body.get_submodule(linear[-1])
+        self.body.set_submodule(linear[-1], nn.Identity())
         if self.head.out_features != num_classes:
             raise UserError(f"--model torchvision/{name} has {self.head.out_features} classes, "
                             f"the data set {num_classes}")
@@ -483,19 +494,21 @@ ACQUISITIONS = ("density", "entropy", "pe", "mi", "random")
 class ClassMoments:
     """Streaming class means and covariances of features, float64, exact over batches and processes.
 
-    `count` [K] is the number of examples of each class, known before the pass. A class with no more
-    examples than features (n_c <= D) has a singular covariance: its rows are kept, for the dual form,
-    instead of a D x D scatter. Memory is at most 8 K D^2 bytes either way.
+    `count` [K] is the number of examples of each class, known before the pass. A class with no
+    more examples than features (n_c <= D) has a singular covariance: its rows are kept, for the
+    dual form, instead of a D x D scatter. Memory is at most 8 K D^2 bytes either way.
     """
 
     def __init__(self, count, dim, device="cpu"):
         if (few := (count < 2).nonzero().flatten().tolist()):
-            raise UserError(f"class {few[0]} has {int(count[few[0]])} training example(s) and a covariance "
-                            f"needs two ({len(few)} such class(es)); add examples or leave the class out")
+            raise UserError(f"class {few[0]} has {int(count[few[0]])} training example(s) and a "
+                            f"covariance needs two ({len(few)} such class(es)); add examples or "
+                            "leave the class out")
         options = dict(dtype=torch.float64, device=device)
         self.expected, self.count = count.cpu(), torch.zeros(len(count), **options)
         self.mean = torch.zeros(len(count), dim, **options)
-        self.scatter = {c: torch.zeros(dim, dim, **options) for c, n in enumerate(count.tolist()) if n > dim}
+        self.scatter = {c: torch.zeros(dim, dim, **options)
+                        for c, n in enumerate(count.tolist()) if n > dim}
         self.rows = [self.mean[:0]]
         self.row_labels = [torch.zeros(0, dtype=torch.long, device=device)]
 
@@ -503,11 +516,12 @@ class ClassMoments:
         """Add a batch: features [B, D] of any float dtype, labels int64 [B]."""
         features = features.to(self.mean)
         if not torch.isfinite(features).all():
-            raise UserError("features contain NaN or infinity: the network has diverged, or the file is damaged")
+            raise UserError("features contain NaN or infinity: the network has diverged, or the "
+                            "file is damaged")
         for c, z in group_by_class(features, labels).items():
             n, shift = self.count[c].clone(), z.mean(0) - self.mean[c]
             self.count[c] += len(z)
-            if c in self.scatter:  # Chan's update: nothing cancels however far the features lie from 0
+            if c in self.scatter:  # Chan's update: nothing cancels, however far from 0 z lies
                 centred, weight = z - z.mean(0), n * len(z) / self.count[c]
                 self.scatter[c].addmm_(centred.T, centred).add_(weight * shift.outer(shift))
             else:
@@ -527,11 +541,11 @@ class ClassMoments:
             self.rows = [common.concat_rows(torch.cat(self.rows), world)]
             self.row_labels = [common.concat_rows(torch.cat(self.row_labels), world)]
         if not torch.equal(self.count.cpu().long(), self.expected):
-            raise RuntimeError("the pass over the training set met other class counts than its labels")
+            raise RuntimeError("the pass over the training set met other class counts than labels")
         return self
 
     def covariances(self):
-        """({c: Sigma_c [D, D]}, {c: B_c [n_c, D] with Sigma_c = B_c^T B_c}): divisor n_c - 1, on the CPU."""
+        """({c: Sigma_c [D, D]}, {c: B_c [n_c, D], Sigma_c = B_c^T B_c}), divisor n_c - 1, CPU."""
         mean, n = self.mean.cpu(), self.count.tolist()
         rows = group_by_class(torch.cat(self.rows).cpu(), torch.cat(self.row_labels).cpu())
         return ({c: scatter.cpu() / (n[c] - 1) for c, scatter in self.scatter.items()},
@@ -549,8 +563,8 @@ class Gaussians(NamedTuple):
     """One Gaussian per class, factorised, float64; D features, K classes, n_c examples of class c.
 
     n_c > D:  basis[c] = L_c^-1 [D, D] where Sigma_c + eps I = L_c L_c^T; eigenvalues[c] is None.
-    n_c <= D: basis[c] [n_c - 1, D] holds the eigenvectors of Sigma_c, eigenvalues[c] its eigenvalues
-              other than 0; outside their span the variance is eps.
+    n_c <= D: basis[c] [n_c - 1, D] holds the eigenvectors of Sigma_c, eigenvalues[c] its
+              eigenvalues other than 0; outside their span the variance is eps.
     """
 
     mean: Tensor       # [K, D]
@@ -572,60 +586,63 @@ def fit_gaussians(moments, priors="none", jitter="auto") -> Gaussians:
     """Algorithm 1: q(z|c) = N(mu_c, Sigma_c + eps I), one full covariance per class.
 
     `jitter` is eps, or auto: the smallest step of the ladder 0, 10^-12 s, 10^-11 s, ..., s (s: mean
-    variance of a feature) at which ALL classes have a Cholesky factor; 0 is left out if some n_c <= D,
-    since that covariance is singular. `priors` q(c): none (left out), empirical n_c/N, uniform 1/K.
+    variance of a feature) at which ALL classes have a Cholesky factor; 0 is left out if some
+    n_c <= D: that covariance is singular. `priors` q(c): none (left out), empirical n_c/N, uniform.
     """
     mean, count = moments.mean.cpu(), moments.count.cpu()
     full, thin = moments.covariances()
-    dim, identity = mean.shape[1], torch.eye(mean.shape[1], dtype=torch.float64)
     variances = [s.trace() for s in full.values()] + [b.square().sum() for b in thin.values()]
-    scale = torch.stack(variances).mean().item() / dim or 1.0
+    scale = torch.stack(variances).mean().item() / mean.shape[1] or 1.0
     ladder = [10.0**k * scale for k in range(-12, 1)]
     steps = [float(jitter)] if jitter != "auto" else ladder if thin else [0.0, *ladder]
     eps, factors = factorise(full, steps)
     if thin and eps == 0:
-        raise UserError(f"--jitter 0: class {min(thin)} has no more examples than features, so its covariance "
-                        "is singular; use auto or a positive number")
-    forms = [thin_form(thin[c], eps) if c in thin else full_form(factors[c]) for c in range(len(count))]
+        raise UserError(f"--jitter 0: class {min(thin)} has no more examples than features, so its "
+                        "covariance is singular; use auto or a positive number")
+    classes = range(len(count))
+    forms = [thin_form(thin[c], eps) if c in thin else full_form(factors[c]) for c in classes]
     basis, eigenvalues, log_det = zip(*forms)
     share = count / count.sum()
     log_prior = {"none": torch.zeros_like(share), "empirical": share.log(),
                  "uniform": torch.full_like(share, -math.log(len(count)))}[priors]
-    covariance = lambda c: full[c] if c in full else thin[c].T @ thin[c]
-    within = sum((count[c] - 1) / count.sum() * covariance(c) for c in range(len(count)))
+    within = sum((count[c] - 1) / count.sum() * (full[c] if c in full else thin[c].T @ thin[c])
+                 for c in classes)
     offset = (mean - share @ mean) * share.sqrt()[:, None]
-    shared = factorise({0: within}, [0.0, *ladder])[1][0], \
-        factorise({0: within + offset.T @ offset}, [0.0, *ladder])[1][0]
-    return Gaussians(mean, list(basis), list(eigenvalues), torch.stack(log_det), log_prior, count, eps,
-                     *(torch.linalg.solve_triangular(factor, identity, upper=False) for factor in shared))
+    whiten = [full_form(factorise({0: s}, [0.0, *ladder])[1][0])[0]
+              for s in (within, within + offset.T @ offset)]
+    return Gaussians(mean, list(basis), list(eigenvalues), torch.stack(log_det), log_prior, count,
+                     eps, *whiten)
 
 
 def factorise(covariances, steps):
-    """(eps, {c: Cholesky factor of Sigma_c + eps I}) for the first eps of `steps` at which all have one."""
+    """(eps, {c: Cholesky factor of Sigma_c + eps I}): the first eps at which all have one."""
     for eps in steps:
         factors = {}
         for c, s in covariances.items():
-            factors[c], failed = torch.linalg.cholesky_ex(s + eps * torch.eye(len(s), dtype=s.dtype))
+            identity = torch.eye(len(s), dtype=s.dtype)
+            factors[c], failed = torch.linalg.cholesky_ex(s + eps * identity)
             if failed:
                 break
         else:
             return eps, factors
-    raise UserError(f"the covariances have no Cholesky factor up to jitter {steps[-1]:g}; give a larger --jitter")
+    raise UserError(f"the covariances have no Cholesky factor up to jitter {steps[-1]:g}; give a "
+                    "larger --jitter")
 
 
 def full_form(factor):
-    """(basis, None, log determinant) of one class from L [D, D]: ||L^-1 z||^2 is one matrix product."""
+    """(basis, None, log determinant) of one class from L [D, D]: ||L^-1 z||^2 is one product."""
     identity = torch.eye(len(factor), dtype=factor.dtype)
     inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
     return inverse, None, 2 * factor.diagonal().log().sum()
 
 
 def thin_form(b, eps):
-    """(basis, eigenvalues, log determinant) of B^T B + eps I, B [n_c, D], without a D x D matrix."""
+    """(basis, eigenvalues, log determinant) of B^T B + eps I from B [n_c, D]; nothing is D x D."""
     _, s, basis = torch.linalg.svd(b, full_matrices=False)
     keep = s > s[0] * 1e-12  # centring takes one rank away, equal examples more
     values = s[keep].square()
-    return basis[keep], values, (values + eps).log().sum() + (b.shape[1] - len(values)) * math.log(eps)
+    log_det = (values + eps).log().sum() + (b.shape[1] - len(values)) * math.log(eps)
+    return basis[keep], values, log_det
 
 
 def class_log_densities(gaussians, features) -> Tensor:
@@ -667,7 +684,7 @@ def density_scores(gaussians, features) -> dict:
 
 
 def softmax_scores(logits, temperature=1.0) -> dict:
-    """Scores [N] from logits [N, K]: entropy (nats), largest probability, energy logsumexp(logits / T)."""
+    """Scores [N] of logits [N, K] / T: entropy (nats), largest probability, energy (logsumexp)."""
     logits = logits.double() / temperature
     probs = logits.softmax(1)
     return {"entropy": common.entropy(probs), "max_prob": probs.max(1).values,
@@ -681,7 +698,7 @@ def decide(density, entropy, density_threshold, entropy_threshold) -> Tensor:
 
 
 def acquire(scores, count) -> Tensor:
-    """Indices of the `count` most uncertain pool examples: the largest scores [P], ties by index."""
+    """Indices of the `count` most uncertain pool examples: largest scores [P], ties by index."""
     return scores.sort(descending=True, stable=True).indices[:count]
 
 
@@ -692,7 +709,7 @@ def learning_rate(step, steps_per_epoch, args) -> float:
         return args.lr * 0.1 ** ((epoch >= args.first_milestone) + (epoch >= args.second_milestone))
     total = max(1, args.epochs * steps_per_epoch)
     warm = 0.2 * total
-    return args.lr * (step + 1) / (warm + 1) if step < warm else args.lr * (total - step) / (total - warm)
+    return args.lr * ((step + 1) / (warm + 1) if step < warm else (total - step) / (total - warm))
 
 
 # ---- Training -----------------------------------------------------------------------------------
@@ -702,7 +719,8 @@ def make_loader(dataset, args, world, batch_size=None, train=False):
     """Batches of this process, on its device; shuffled and augmented only where `train`."""
     return data.Loader(dataset, batch_size or args.batch_size, world.device, seed=args.seed,
                        shuffle=train, augment="crop_flip" if train and args.augment else "none",
-                       rank=world.rank, world_size=world.size, workers=args.workers, channels_last=True)
+                       rank=world.rank, world_size=world.size, workers=args.workers,
+                       channels_last=True)
 
 
 def autocast(args, world):
@@ -714,11 +732,15 @@ def train(net, train_set, run, args, world):
     device = world.device
     model = common.sync_batch_norm(net.to(device, memory_format=torch.channels_last), world)
     options = dict(lr=args.lr, weight_decay=args.weight_decay)
-    optimiser = torch.optim.Adam(net.parameters(), **options) if args.opt == "adam" else torch.optim.SGD(
-        net.parameters(), momentum=args.momentum, nesterov=args.nesterov, **options)
+    if args.opt == "adam":
+        optimiser = torch.optim.Adam(net.parameters(), **options)
+    else:
+        optimiser = torch.optim.SGD(net.parameters(), momentum=args.momentum,
+                                    nesterov=args.nesterov, **options)
     loader = make_loader(train_set, args, world, train=True)
     steps = min(len(loader), args.limit_steps or len(loader))
     progress = {"epoch": 0, "step": 0, "losses": torch.zeros(steps), "correct": torch.zeros(steps)}
+    lr_at = lambda step: learning_rate(step, steps, args)
     if (state := run.load()) is not None:
         net.load_state_dict(state["model"])
         optimiser.load_state_dict(state["optimiser"])
@@ -727,60 +749,58 @@ def train(net, train_set, run, args, world):
     if args.compile:
         model = torch.compile(model)
     if world.size > 1:  # buffers are equal on all ranks already: global statistics, same iterations
-        model = DistributedDataParallel(model, broadcast_buffers=False,
-                                        device_ids=[device.index] if device.type == "cuda" else None)
+        ids = [device.index] if device.type == "cuda" else None
+        model = DistributedDataParallel(model, broadcast_buffers=False, device_ids=ids)
 
-    def save(epoch, step, losses, correct):
+    def save(**progress):
         if not math.isfinite(torch.nn.utils.get_total_norm(net.parameters())):
-            raise UserError(f"weights became infinite in epoch {epoch}; the last good checkpoint is kept. "
-                            "Lower --lr")
-        run.save(model=net.state_dict(), optimiser=optimiser.state_dict(),
-                 progress={"epoch": epoch, "step": step, "losses": losses, "correct": correct})
+            raise UserError(f"weights are no longer finite after epoch {progress['epoch']}; the "
+                            "last good checkpoint is kept. Lower --lr")
+        run.save(model=net.state_dict(), optimiser=optimiser.state_dict(), progress=progress)
 
     with common.StopSignals() as stop:
         for epoch in range(progress["epoch"], args.epochs):
             clock, first = common.Stopwatch(device), progress["step"]
-            step, losses, correct = train_epoch(model, optimiser, loader, epoch, steps, progress, stop, args, world)
-            common.check_finite(losses[:step], epoch * steps, lambda s: learning_rate(s, steps, args))
+            step, losses, correct = train_epoch(model, optimiser, loader, epoch, steps, progress,
+                                                stop, args, world)
+            common.check_finite(losses[:step], epoch * steps, lr_at)
             if step < steps:
-                save(epoch, step, losses, correct)
+                save(epoch=epoch, step=step, losses=losses, correct=correct)
                 raise common.Stopped(stop.signum, f"in epoch {epoch + 1} after step {step}")
             seconds, images = clock.seconds(), min(steps * args.batch_size, len(train_set))
             run.log(epoch=epoch + 1, epochs=args.epochs, loss_nats=losses.mean().item(),
-                    accuracy=correct.sum().item() / images,
-                    lr=learning_rate(epoch * steps + steps - 1, steps, args),
+                    accuracy=correct.sum().item() / images, lr=lr_at(epoch * steps + steps - 1),
                     images_per_s=images * (1 - first / steps) / seconds, seconds=seconds)
             progress = {"step": 0, "losses": torch.zeros(steps), "correct": torch.zeros(steps)}
             if (epoch + 1) % args.save_interval == 0 or epoch + 1 == args.epochs:
-                save(epoch + 1, **progress)
+                save(epoch=epoch + 1, **progress)
 
 
 def train_epoch(model, optimiser, loader, epoch, steps, progress, stop, args, world):
-    """Steps `progress["step"]` to `steps` of an epoch; fewer if a stop is asked for.
+    """Steps progress["step"] to `steps` of an epoch; fewer if a stop is asked for.
 
-    Returns the steps done and, by step, mean loss [steps] and correct predictions [steps] on the CPU.
+    Returns the steps done and, by step, mean loss and correct predictions [steps], on the CPU.
     """
     model.train()
-    share = float(world.is_main)  # what was summed over processes before an interruption counts once
+    share = float(world.is_main)  # sums over processes from before an interruption count once
     losses, correct = (share * progress[k].to(world.device) for k in ("losses", "correct"))
-    batches = loader.epoch(epoch, start=progress["step"])
-    bar = common.progress(batches, steps - progress["step"], f"epoch {epoch + 1}", args.quiet, world)
-    for step, batch in zip(range(progress["step"], steps), bar):
+    batches = common.progress(loader.epoch(epoch, start=progress["step"]), steps - progress["step"],
+                              f"epoch {epoch + 1}", args.quiet, world)
+    for step, batch in zip(range(progress["step"], steps), batches):
         common.seed_all(args.seed, epoch, step)  # dropout: the same whatever came before
         for group in optimiser.param_groups:
             group["lr"] = learning_rate(epoch * steps + step, steps, args)
         with autocast(args, world):
             logits, _ = model(batch.images)
-        # DDP averages over processes; with this factor that is the mean over the global batch
-        loss = F.cross_entropy(logits.float(), batch.labels, reduction="sum") * world.size / batch.global_size
+        loss = F.cross_entropy(logits.float(), batch.labels, reduction="sum") / batch.global_size
         optimiser.zero_grad(set_to_none=True)
-        loss.backward()
+        (loss * world.size).backward()  # DDP divides by the number of processes
         optimiser.step()
-        losses[step] = loss.detach() / world.size
+        losses[step] = loss.detach()
         correct[step] = (logits.argmax(1) == batch.labels).sum()
         if stop.asked(world, step):
             break
-    return step + 1, common.all_reduce(losses, world).cpu(), common.all_reduce(correct, world).cpu()
+    return step + 1, *(common.all_reduce(t, world).cpu() for t in (losses, correct))
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
@@ -794,15 +814,16 @@ class Outputs(NamedTuple):
     scores: dict        # density scores by name, [N] float64; softmax scores come from the logits
 
     def join(self, other):
-        return Outputs(torch.cat([self.logits, other.logits]), torch.cat([self.labels, other.labels]),
+        return Outputs(torch.cat([self.logits, other.logits]),
+                       torch.cat([self.labels, other.labels]),
                        {k: torch.cat([v, other.scores[k]]) for k, v in self.scores.items()})
 
 
 @torch.no_grad()
 def forward_batches(net, dataset, args, world):
-    """Yield (batch, logits float32, features float32) in eval mode, un-augmented, this process's rows."""
+    """Yield (batch, logits, features), float32, of this process's rows: eval mode, un-augmented."""
     net.eval()
-    for batch in make_loader(dataset, args, world, batch_size=max(512, args.batch_size)).epoch():
+    for batch in make_loader(dataset, args, world, max(512, args.batch_size)).epoch():
         with autocast(args, world):
             logits, features = net(batch.images)
         yield batch, logits.float(), features.float()
@@ -812,10 +833,10 @@ def fit_density(net, train_set, args, world) -> Gaussians:
     """One pass over the training set, then one Gaussian per class."""
     count = torch.bincount(train_set.labels, minlength=train_set.num_classes)
     dim = net.head.in_features
-    needed = sum(min(int(n), dim) for n in count) * dim * 8
-    if 2 * needed > common.device_memory(world):  # moments and factors
-        raise UserError(f"{len(count)} Gaussians of {dim} features need {2 * needed / 1e9:.1f} GB, the device has "
-                        f"{common.device_memory(world) / 1e9:.1f} GB; use a smaller --width or another --device")
+    needed = 2 * 8 * dim * sum(min(n, dim) for n in count.tolist())  # moments and factors
+    if needed > (memory := common.device_memory(world)):
+        raise UserError(f"{len(count)} Gaussians of {dim} features need {needed / 1e9:.1f} GB, the "
+                        f"device has {memory / 1e9:.1f} GB; use a smaller --width, or --device cpu")
     moments = ClassMoments(count, dim, world.device)
     for batch, _, features in forward_batches(net, train_set, args, world):
         moments.update(features, batch.labels)
@@ -823,45 +844,44 @@ def fit_density(net, train_set, args, world) -> Gaussians:
 
 
 def evaluate_set(net, gaussians, dataset, args, world) -> Outputs:
-    """Logits and density scores of all examples, in one forward pass; exactly N rows on any world."""
-    rows, index = [], []
+    """Logits and density scores of all N examples: one forward pass, any number of processes."""
+    names = list(density_scores(gaussians, gaussians.mean))
+    rows = [torch.zeros(0, len(gaussians.mean) + len(names), dtype=torch.float64)]
+    index = [torch.zeros(0, dtype=torch.long)]
     for batch, logits, features in forward_batches(net, dataset, args, world):
         scores = density_scores(gaussians, features)
         rows.append(torch.cat([logits.double(), torch.stack(list(scores.values()), 1)], 1).cpu())
         index.append(batch.index.cpu())
-    names = list(density_scores(gaussians, gaussians.mean[:2]))
-    width = len(gaussians.mean) + len(names)
-    rows = torch.cat([torch.zeros(0, width, dtype=torch.float64), *rows])
-    rows = common.gather_rows(rows, torch.cat([torch.zeros(0, dtype=torch.long), *index]), len(dataset), world)
+    rows = common.gather_rows(torch.cat(rows), torch.cat(index), len(dataset), world)
     logits, scores = rows[:, :-len(names)].float(), rows[:, -len(names):]
     return Outputs(logits, dataset.labels, dict(zip(names, scores.unbind(1))))
 
 
 def classification_metrics(log_probs, labels, suffix="") -> dict:
-    """Accuracy, NLL (nats), Brier and calibration errors with 15 bins, of log-probabilities [N, K]."""
+    """Accuracy, NLL (nats), Brier, calibration errors (15 bins) of log-probabilities [N, K]."""
     probs = log_probs.exp()
-    return {"accuracy" + suffix: common.accuracy(probs, labels), "nll" + suffix: common.nll(log_probs, labels),
-            "brier" + suffix: common.brier(probs, labels), "ece15" + suffix: common.ece(probs, labels),
-            "mce15" + suffix: common.mce(probs, labels),
-            "adaptive_ece15" + suffix: common.adaptive_ece(probs, labels)}
+    values = {"accuracy": common.accuracy(probs, labels), "nll": common.nll(log_probs, labels),
+              "brier": common.brier(probs, labels), "ece15": common.ece(probs, labels),
+              "mce15": common.mce(probs, labels),
+              "adaptive_ece15": common.adaptive_ece(probs, labels)}
+    return {name + suffix: value for name, value in values.items()}
 
 
 def detection_metrics(inside, outside) -> dict:
-    """AUROC, AUPR-in, AUPR-out and FPR at 95 % TPR of every score, `inside` against `outside` [N]."""
-    return {f"{metric}_{name}": value for name in inside
-            for metric, value in common.ood_metrics(inside[name], outside[name],
-                                                    larger_means=side_of(name)).items()}
+    """AUROC, AUPR-in, AUPR-out, FPR at 95 % TPR of every score, `inside` against `outside`.
 
-
-def side_of(score) -> str:
-    """The side that large values of a score (perhaps with a suffix) stand for: "id" or "ood"."""
-    return SCORES.get(score.removesuffix("_scaled"), "ood")
+    Both are {score: [N]}. Large values speak for the side that SCORES names (ensembles': "ood").
+    """
+    side = lambda name: SCORES.get(name.removesuffix("_scaled"), "ood")
+    return {f"{metric}_{name}": value for name in inside for metric, value in
+            common.ood_metrics(inside[name], outside[name], larger_means=side(name)).items()}
 
 
 def all_scores(outputs, temperature=1.0) -> dict:
-    """Every score [N] of a set: density scores, softmax scores, and these at temperature T (_scaled)."""
+    """Every score [N] of a set; softmax scores also at the temperature, as <score>_scaled."""
     scaled = softmax_scores(outputs.logits, temperature)
-    return {**outputs.scores, **softmax_scores(outputs.logits), **{k + "_scaled": v for k, v in scaled.items()}}
+    return {**outputs.scores, **softmax_scores(outputs.logits),
+            **{f"{name}_scaled": values for name, values in scaled.items()}}
 
 
 class Comparison(NamedTuple):
@@ -873,7 +893,7 @@ class Comparison(NamedTuple):
 
 
 def comparisons(sets) -> list:
-    """OOD sets against the test set; where that has an ambiguous part, also against its clean part."""
+    """OOD sets against the test set and, where that has an ambiguous part, its clean part too."""
     rows = [Comparison(name, "test", name) for name in sets["ood"]]
     if len(sets["test"]) == 2:
         clean, ambiguous = sets["test"]
@@ -893,46 +913,51 @@ def evaluate(net, sets, args, world):
     fit = common.fit_temperature_grid if args.match_published else common.fit_temperature
     temperature = fit(outputs["val"].logits, outputs["val"].labels)
     threshold = outputs["train"].scores["density"].quantile(args.density_quantile).item()
-    metrics = {"temperature": temperature, "jitter": gaussians.jitter, "density_threshold": threshold,
-               "examples_per_class_min": gaussians.count.min().item(), "features": gaussians.mean.shape[1]}
-    for name in {"val", "test", *sets["test"]}:
-        log_probs = outputs[name].logits.double().log_softmax(1)
-        scaled = (outputs[name].logits.double() / temperature).log_softmax(1)
-        values = {**classification_metrics(log_probs, outputs[name].labels),
-                  **classification_metrics(scaled, outputs[name].labels, "_scaled")}
+    metrics = {"temperature": temperature, "jitter": gaussians.jitter,
+               "density_threshold": threshold, "features": gaussians.mean.shape[1],
+               "examples_per_class_min": int(gaussians.count.min())}
+    for name in dict.fromkeys(["val", "test", *sets["test"]]):
+        logits, labels = outputs[name].logits.double(), outputs[name].labels
+        scaled = (logits / temperature).log_softmax(1)
+        values = {**classification_metrics(logits.log_softmax(1), labels),
+                  **classification_metrics(scaled, labels, "_scaled")}
         metrics |= {f"{name}/{k}": v for k, v in values.items()}
     scores = {name: all_scores(out, temperature) for name, out in outputs.items()}
     for row in comparisons(sets):
         values = detection_metrics(scores[row.inside], scores[row.outside])
         metrics |= {f"{row.name}/{k}": v for k, v in values.items()}
     for name in [*sets["test"], *sets["ood"]]:
-        region = decide(scores[name]["density"], scores[name]["entropy"], threshold, args.entropy_threshold)
-        for i, label in enumerate(("clean", "ambiguous", "ood")):
-            metrics[f"{name}/fraction_{label}"] = (region == i).double().mean().item()
+        regions = decide(scores[name]["density"], scores[name]["entropy"], threshold,
+                         args.entropy_threshold)
+        shares = torch.bincount(regions, minlength=3) / len(regions)
+        for label, share in zip(("clean", "ambiguous", "ood"), shares.tolist()):
+            metrics[f"{name}/fraction_{label}"] = share
     metrics |= evaluate_shift(run_set, sets, scores, args)
     return metrics, outputs, gaussians
 
 
 def evaluate_shift(run_set, sets, scores, args) -> dict:
-    """Accuracy, NLL, ECE and clean-against-corrupted AUROC by severity, means over the corruptions."""
+    """Accuracy, NLL, ECE and clean-against-corrupted AUROC by severity, means over corruptions."""
     if args.shift == "none":
         return {}
     clean, metrics = next(iter(sets["test"].values())), {}
+    name, kinds = f"{clean.name}_computed_c", list(data.CORRUPTIONS)
+    corrupt = lambda kind, severity: data.corrupted(clean, kind, severity)
     if args.shift == "published":
         name, kinds = args.dataset.replace("_", "") + "c", data.CIFAR_C_KINDS[:15]
         corrupt = lambda kind, severity: data.match(
-            data.load_corrupted(args.dataset + "_c", kind, severity, args.data_dir), clean)
-    else:
-        name = "glyphs_c" if clean.name == "glyphs" else f"{clean.name}_computed_c"
-        kinds, corrupt = data.CORRUPTIONS, lambda kind, severity: data.corrupted(clean, kind, severity)
+            data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir), clean)
+    elif clean.name == "glyphs":
+        name = "glyphs_c"
     for severity in range(1, 6):
         rows = []
         for kind in kinds:
             outputs = run_set(corrupt(kind, severity))
+            log_probs = outputs.logits.double().log_softmax(1)
             detection = detection_metrics(scores[clean.name], all_scores(outputs))
-            rows.append({**classification_metrics(outputs.logits.double().log_softmax(1), outputs.labels),
-                         **{k: v for k, v in detection.items() if k.startswith("auroc")}})
-        metrics |= {f"{name}_s{severity}/{k}": float(np.mean([r[k] for r in rows])) for k in rows[0]}
+            rows.append({**classification_metrics(log_probs, outputs.labels), **detection})
+        metrics |= {f"{name}_s{severity}/{k}": float(np.mean([row[k] for row in rows]))
+                    for k in rows[0]}
     return metrics
 
 
@@ -942,16 +967,17 @@ def evaluate_ensemble(members, sets) -> dict:
     `members`: (metrics, outputs) of each; every member has its own temperature.
     """
     metrics, scores = {}, {}
-    for suffix in ("", "_scaled"):
-        for name in members[0][1]:
-            log_probs = torch.stack([(out[name].logits.double() / (m["temperature"] if suffix else 1.0))
-                                     .log_softmax(1) for m, out in members])
+    for name, first in members[0][1].items():
+        scores[name] = {}
+        for suffix in ("", "_scaled"):
+            log_probs = torch.stack([(outputs[name].logits.double() / (
+                own["temperature"] if suffix else 1)).log_softmax(1) for own, outputs in members])
             parts = common.ensemble_uncertainty(log_probs)
-            scores.setdefault(name, {}).update({"predictive_entropy" + suffix: parts["total"],
-                                                "mutual_information" + suffix: parts["epistemic"]})
+            scores[name] |= {"predictive_entropy" + suffix: parts["total"],
+                             "mutual_information" + suffix: parts["epistemic"]}
             if name in ("test", *sets["test"]):
                 mean = log_probs.logsumexp(0) - math.log(len(members))
-                values = classification_metrics(mean, members[0][1][name].labels, suffix)
+                values = classification_metrics(mean, first.labels, suffix)
                 metrics |= {f"{name}/{k}": v for k, v in values.items()}
     for row in comparisons(sets):
         values = detection_metrics(scores[row.inside], scores[row.outside])
@@ -964,7 +990,7 @@ def published_results(runs, dataset, ood, args) -> dict:
 
     `runs`: a list of {"single": metrics, "ensemble": metrics or None}. m1 and m2 are, for softmax,
     energy (its AUPR-in) and entropy; for gmm, density (AUPR-in) and the entropy of the Gaussians'
-    posterior; for ensemble, mutual information and predictive entropy; t_ after temperature scaling.
+    posterior; for ensemble, mutual information and predictive entropy; t_: temperature scaled.
     """
     kinds = {"softmax": ("single", "energy", "aupr_in", "entropy"),
              "gmm": ("single", "density", "aupr_in", "gmm_entropy"),
@@ -973,13 +999,14 @@ def published_results(runs, dataset, ood, args) -> dict:
     for kind, (source, m1, aupr1, m2) in kinds.items():
         if runs[0][source] is None:
             continue
-        scaled = "" if kind == "gmm" else "_scaled"  # densities know no temperature
         keys = {"accuracy": "test/accuracy", "ece": "test/ece15"}
-        for prefix, suffix in (("", ""), ("t_", scaled)):
-            if prefix:
-                keys["t_ece"] = "test/ece15_scaled"
-            keys |= {f"{prefix}m1_auroc": f"{ood}/auroc_{m1}{suffix}", f"{prefix}m1_auprc": f"{ood}/{aupr1}_{m1}{suffix}",
-                     f"{prefix}m2_auroc": f"{ood}/auroc_{m2}{suffix}", f"{prefix}m2_auprc": f"{ood}/aupr_out_{m2}{suffix}"}
+        for prefix, suffix in (("", ""), ("t_", "_scaled")):
+            keys |= {"t_ece": "test/ece15_scaled"} if prefix else {}
+            suffix = "" if kind == "gmm" else suffix  # densities know no temperature
+            keys |= {f"{prefix}m1_auroc": f"{ood}/auroc_{m1}{suffix}",
+                     f"{prefix}m1_auprc": f"{ood}/{aupr1}_{m1}{suffix}",
+                     f"{prefix}m2_auroc": f"{ood}/auroc_{m2}{suffix}",
+                     f"{prefix}m2_auprc": f"{ood}/aupr_out_{m2}{suffix}"}
         values = {k: [run[source][name] for run in runs] for k, name in keys.items()}
         files[f"res_{published_stem(args)}_{kind}_{dataset}_{ood}.json"] = {
             "mean": {k: float(np.mean(v)) for k, v in values.items()},
@@ -990,56 +1017,59 @@ def published_results(runs, dataset, ood, args) -> dict:
 
 def published_stem(args) -> str:
     """File names of the published code: model, _sn_3.0, _mod, seed."""
-    return args.model + (f"_sn_{args.coeff}" if args.sn else "") + ("_mod" if args.mod else "") + f"_{args.seed}"
+    spectral = f"_sn_{args.coeff}" if args.sn else ""
+    return f"{args.model}{spectral}{'_mod' * args.mod}_{args.seed}"
 
 
 def format_results(metrics, sets) -> str:
     """The table that a run prints: predictions by set, then AUROC by score."""
-    scores = [s for s in ("density", "entropy", "energy", "max_prob", "gmm_entropy", "mahalanobis",
-                          "relative_mahalanobis") if f"{comparisons(sets)[0].name}/auroc_{s}" in metrics]
-    percent = lambda key: f"{100 * metrics[key]:.2f}"
-    names = list(dict.fromkeys(["test", *sets["test"]])) if len(sets["test"]) == 2 else ["test"]
-    first = common.format_table(
-        ["predictions", "accuracy %", "NLL nats", "ECE15 %", f"NLL, T = {metrics['temperature']:.2f}", "ECE15 %"],
-        [[name, percent(f"{name}/accuracy"), f"{metrics[f'{name}/nll']:.4f}", percent(f"{name}/ece15"),
-          f"{metrics[f'{name}/nll_scaled']:.4f}", percent(f"{name}/ece15_scaled")] for name in names])
-    second = common.format_table(
-        ["AUROC", *scores],
-        [[f"{row.outside} from {row.inside}", *(f"{metrics[f'{row.name}/auroc_{s}']:.4f}" for s in scores)]
-         for row in comparisons(sets)])
-    return f"{first}\n\n{second}"
+    temperature, columns = f"T = {metrics['temperature']:.2f}:", []
+    names = ["test", *sets["test"]] if len(sets["test"]) == 2 else ["test"]
+    for label, key, scale, digits in (
+            ("accuracy %", "accuracy", 100, 2), ("NLL nats", "nll", 1, 4),
+            ("ECE15 %", "ece15", 100, 2), (f"{temperature} NLL", "nll_scaled", 1, 4),
+            ("ECE15 %", "ece15_scaled", 100, 2)):
+        columns.append([label, *(f"{scale * metrics[f'{n}/{key}']:.{digits}f}" for n in names)])
+    header, *rows = zip(["predictions", *names], *columns)
+    shown = ("density", "entropy", "energy", "max_prob", "gmm_entropy", "mahalanobis",
+             "relative_mahalanobis")
+    detection = [[f"{row.outside} from {row.inside}",
+                  *(f"{metrics[f'{row.name}/auroc_{score}']:.4f}" for score in shown)]
+                 for row in comparisons(sets)]
+    return (common.format_table(header, rows) + "\n\n" +
+            common.format_table(["AUROC", *shown], detection))
 
 
 # ---- Plots --------------------------------------------------------------------------------------
 
-COLOURS = ["#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"]  # safe for colour-blind eyes
+COLOURS = ["#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"]  # colour-blind safe
 
 
 def plot_uncertainty(plt, path, outputs, sets, threshold, entropy_threshold):
-    """Figures 1 and 2 of the paper (entropy, density) and the plane in which the decision is made."""
+    """Figures 1 and 2 of the paper (entropy, density), and the plane in which `decide` cuts."""
     names = [*sets["test"], *sets["ood"]]
-    scores = {n: (softmax_scores(outputs[n].logits)["entropy"], outputs[n].scores["density"]) for n in names}
-    inside = torch.cat([scores[n][1] for n in sets["test"]])
-    high = inside.max().item()
-    low = min(threshold, inside.quantile(0.01).item()) - 1.5 * (high - threshold)
+    entropies = {n: softmax_scores(outputs[n].logits)["entropy"].numpy() for n in names}
+    densities = {n: outputs[n].scores["density"].numpy() for n in names}
+    inside = np.concatenate([densities[n] for n in sets["test"]])
+    high, top = inside.max(), max(e.max() for e in entropies.values())
+    low = min(threshold, np.quantile(inside, 0.01)) - 1.5 * (high - threshold)
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
     for colour, name in zip(COLOURS, names):
-        entropy, density = (s.numpy() for s in scores[name])
-        clipped = density.clip(low, high)
-        weights = np.full(len(entropy), 1 / len(entropy))
-        left.hist(entropy, 40, range=(0, max(s[0].max().item() for s in scores.values())), weights=weights,
-                  alpha=0.6, color=colour, label=name)
-        middle.hist(clipped, 60, range=(low, high), weights=weights, alpha=0.6, color=colour, label=name)
-        some = slice(None, None, max(1, len(entropy) // 1500))
-        right.plot(clipped[some], entropy[some], ".", ms=2.5, alpha=0.5, color=colour, label=name)
+        entropy, density = entropies[name], densities[name].clip(low, high)
+        look = dict(weights=np.full(len(entropy), 1 / len(entropy)), alpha=0.6, color=colour)
+        left.hist(entropy, 40, range=(0, top), label=name.replace("_", " "), **look)
+        middle.hist(density, 60, range=(low, high), **look)
+        few = slice(None, None, max(1, len(entropy) // 1500))
+        right.plot(density[few], entropy[few], ".", ms=2.5, alpha=0.5, color=colour)
     middle.axvline(threshold, color="black", ls="--", lw=1)
     right.axvline(threshold, color="black", ls="--", lw=1)
     right.plot([threshold, high], [entropy_threshold] * 2, color="black", ls="--", lw=1)
-    for (x, y), text in {(0.02, 0.96): "out of distribution", (0.98, 0.96): "ambiguous", (0.98, 0.03): "clean"}.items():
-        right.text(x, y, text, transform=right.transAxes, ha="left" if x < 0.5 else "right",
-                   va="top" if y > 0.5 else "bottom", bbox=dict(fc="white", ec="none", alpha=0.8))
+    for x, y, text in ((low, top, "out of distribution"), (high, top, "ambiguous"),
+                       (high, 0, "clean")):
+        right.text(x, y, text, ha="left" if x == low else "right", va="top" if y else "bottom",
+                   bbox=dict(fc="white", ec="none", alpha=0.8))
     left.set(xlabel="softmax entropy (nats)", ylabel="fraction of the set", yscale="log")
-    middle.set(xlabel="log density (below the left edge: at the edge)", ylabel="fraction of the set")
+    middle.set(xlabel="log density (lower ones at the left edge)", ylabel="fraction of the set")
     right.set(xlabel="log density", ylabel="softmax entropy (nats)")
     left.legend(frameon=False)
     save_figure(plt, figure, path)
@@ -1048,19 +1078,20 @@ def plot_uncertainty(plt, path, outputs, sets, threshold, entropy_threshold):
 def plot_reliability(plt, path, outputs, temperature):
     """Accuracy by confidence in 15 bins, before and after temperature scaling."""
     figure, axes = plt.subplots(1, 2, figsize=(7.5, 3.6), constrained_layout=True, sharey=True)
-    for axis, t, title in ((axes[0], 1.0, "as trained"), (axes[1], temperature, f"temperature {temperature:.2f}")):
+    for axis, t in zip(axes, (1.0, temperature)):
         probs = (outputs.logits.double() / t).softmax(1)
         confidence, predicted = probs.max(1)
         bins = common.reliability(confidence, predicted == outputs.labels)
-        edges, count = np.linspace(0, 1, 16), bins.counts
-        axis.bar(edges[:-1], bins.accuracy, 1 / 15, align="edge", color=COLOURS[0], ec="white", label="accuracy")
-        axis.bar(edges[:-1], count / count.sum(), 1 / 15, align="edge", fc="none", ec=COLOURS[2],
+        left, share = np.arange(15) / 15, bins.counts / bins.counts.sum()
+        axis.bar(left, bins.accuracy, 1 / 15, align="edge", color=COLOURS[0], ec="white",
+                 label="accuracy")
+        axis.bar(left, share, 1 / 15, align="edge", fc="none", ec=COLOURS[2],
                  label="share of examples")
         axis.plot([0, 1], [0, 1], "k--", lw=1)
         axis.set(xlabel="confidence", xlim=(0, 1), ylim=(0, 1),
-                 title=f"{title}: ECE {100 * common.ece(probs, outputs.labels):.2f} %")
+                 title=f"T = {t:.2f}, ECE {100 * common.ece(probs, outputs.labels):.2f} %")
     axes[0].set_ylabel("accuracy")
-    axes[0].legend(frameon=False)
+    axes[0].legend(frameon=False, loc="upper left")
     save_figure(plt, figure, path)
 
 
@@ -1073,7 +1104,8 @@ def plot_shift(plt, path, metrics):
         left.plot(range(1, 6), values(f"auroc_{score}"), "o-", color=colour, label=score)
     right.plot(range(1, 6), values("accuracy"), "o-", color=COLOURS[3], label="accuracy")
     right.plot(range(1, 6), values("ece15"), "s-", color=COLOURS[4], label="ECE, 15 bins")
-    left.set(xlabel="severity", ylabel="AUROC, clean against corrupted", xticks=range(1, 6), title=name)
+    left.set(xlabel="severity", ylabel="AUROC, clean against corrupted", xticks=range(1, 6),
+             title=name)
     right.set(xlabel="severity", xticks=range(1, 6), ylim=(0, 1))
     left.legend(frameon=False)
     right.legend(frameon=False)
@@ -1081,10 +1113,11 @@ def plot_shift(plt, path, metrics):
 
 
 def plot_two_moons(plt, path, x, y, grid, panels):
-    """The paper's two-moons figure: each panel an uncertainty over the plane, and the training data."""
-    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.6), constrained_layout=True)
+    """Uncertainties over the plane, {title: [rows * columns]}, and the training data."""
+    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.6),
+                                constrained_layout=True)
     for axis, (title, values) in zip(axes, panels.items()):
-        image = axis.pcolormesh(grid[0], grid[1], values.view(grid[0].shape), cmap="viridis", shading="auto")
+        image = axis.pcolormesh(*grid, values.view(grid[0].shape), cmap="viridis", shading="auto")
         figure.colorbar(image, ax=axis)
         for c in (0, 1):
             axis.plot(*x[y == c][:500].T, ".", ms=2, color=COLOURS[1 + c])
@@ -1116,23 +1149,33 @@ def save_figure(plt, figure, path):
 # ---- Main ---------------------------------------------------------------------------------------
 
 
+def with_options(args, **changes):
+    return argparse.Namespace(**{**vars(args), **changes})
+
+
 def load_sets(args, world) -> dict:
     """All sets of a run, before anything is trained: train, val, test parts, OOD sets by name."""
-    options = dict(data_dir=args.data_dir, seed=args.seed, noise=args.noise, published_split=args.match_published)
+    options = dict(data_dir=args.data_dir, seed=args.seed, noise=args.noise,
+                   published_split=args.match_published)
+
+    def load(name, split="test"):
+        size = like.shape[-1] if name.startswith("folder:") else None
+        return data.match(data.load(name, split, image_size=size, **options), like)
+
     with common.main_first(world):
         like = data.load(args.dataset, "train", **options)
         if args.match_published and args.dataset in ("cifar100", "svhn"):
             like = dataclasses.replace(like, **data.STATISTICS["cifar10"])
-        load = lambda name, split, **more: data.match(data.load(name, split, **{**options, **more}), like)
-        sets = {"train": like, "val": load(args.dataset, "val")}
-        sets["test"] = {part: load(part, "test") for part in PARTS.get(args.dataset, (args.dataset,))}
-        sets["ood"] = {Path(name.removeprefix("folder:")).name: load(
-            name, "test", **{"image_size": like.shape[-1]} if name.startswith("folder:") else {})
-            for name in args.ood}
+        sets = {"train": like, "val": load(args.dataset, "val"),
+                "test": {part: load(part) for part in PARTS.get(args.dataset, (args.dataset,))},
+                "ood": {Path(name.removeprefix("folder:")).name: load(name) for name in args.ood}}
     if args.shift != "none" and isinstance(like, data.StreamedSet):
-        raise UserError("--shift works on sets that fit in memory; evaluate folders of corrupted images as --ood")
-    sample = torch.randperm(len(like), generator=torch.Generator().manual_seed(args.seed))
-    sets["train_sample"] = like.select(sample[:10_000])  # for the density threshold
+        raise UserError("--shift works on sets that fit in memory; give folders of corrupted "
+                        "images to --ood")
+    if args.shift == "published" and args.dataset not in ("cifar10", "cifar100"):
+        raise UserError("--shift published is for cifar10 and cifar100; use --shift computed")
+    order = torch.randperm(len(like), generator=torch.Generator().manual_seed(args.seed))
+    sets["train_sample"] = like.select(order[:10_000])  # enough for the threshold's quantile
     return sets
 
 
@@ -1142,11 +1185,21 @@ def run_name(args) -> str:
     return f"{args.dataset}-{args.model.replace('/', '_')}{spectral}{'-mod' * args.mod}{width}"
 
 
-def open_run(args, world, suffix, config):
-    """The run directory of one network, or of a summary, named after what made it."""
+def open_run(args, world, suffix, keys=TRAINING_OPTIONS):
+    """The run directory of one network, or of a summary, whose results the options `keys` shape."""
+    config = {k: getattr(args, k) for k in keys}
     run = common.Run(args, "ddu", (args.name or run_name(args)) + suffix, config, world)
     run.open()
     return run
+
+
+def load_finished(net, run, args):
+    """The weights of a run that has had all its epochs (--eval)."""
+    state = run.load(required=True)
+    if (done := state["progress"]["epoch"]) < args.epochs:
+        raise UserError(f"{run.resume_from} has {done} of {args.epochs} epochs; finish it first "
+                        "(the same command without --eval)")
+    net.load_state_dict(state["model"])
 
 
 def run_network(args, world, several):
@@ -1155,67 +1208,65 @@ def run_network(args, world, several):
     sets = load_sets(args, world)
     net = make_network(args, sets["train"].num_classes, sets["train"].shape)
     net = net.to(world.device, memory_format=torch.channels_last)
-    run = open_run(args, world, "" if args.name and not several else f"-seed{args.seed}",
-                   {k: getattr(args, k) for k in TRAINING_OPTIONS})
-    clock = common.Stopwatch(world.device)
-    if args.eval and not args.model.startswith("torchvision/"):
-        state = run.load(required=True)
-        if state["progress"]["epoch"] < args.epochs:
-            raise UserError(f"{run.resume_from} has {state['progress']['epoch']} of {args.epochs} epochs; finish "
-                            "it first (the same command without --eval)")
-        net.load_state_dict(state["model"])
-    elif not args.model.startswith("torchvision/"):
+    run = open_run(args, world, "" if args.name and not several else f"-seed{args.seed}")
+    pretrained = args.model.startswith("torchvision/")
+    if args.eval and not pretrained:
+        load_finished(net, run, args)
+    elif not pretrained:
         train(net, sets["train"], run, args, world)
-    timing = {"train_s": sum(row["seconds"] for row in run.history), "this_training_s": clock.seconds()}
     clock = common.Stopwatch(world.device)
     metrics, outputs, gaussians = evaluate(net, sets, args, world)
-    timing["evaluate_s"] = clock.seconds()
-    run.results(metrics, timing)
+    run.results(metrics, {"train_s": sum(row["seconds"] for row in run.history),
+                          "evaluate_s": clock.seconds()})
     if world.is_main:
-        common.save_checkpoint(run.directory / "gaussians.pt", gaussians.to("cpu")._asdict())
-        print(f"\n{run_name(args)}, seed {args.seed}, jitter {metrics['jitter']:.3g}\n\n{format_results(metrics, sets)}\n")
+        path = run.directory
+        common.save_checkpoint(path / "gaussians.pt", gaussians.to("cpu")._asdict())
+        print(f"\n{run_name(args)}, seed {args.seed}, jitter {metrics['jitter']:.3g}\n\n"
+              f"{format_results(metrics, sets)}\n", flush=True)
         if args.plot and (plt := common.pyplot()):
-            plot_uncertainty(plt, run.directory / "uncertainty.png", outputs, sets,
+            plot_uncertainty(plt, path / "uncertainty.png", outputs, sets,
                              metrics["density_threshold"], args.entropy_threshold)
-            plot_reliability(plt, run.directory / "reliability.png", outputs["test"], metrics["temperature"])
+            plot_reliability(plt, path / "reliability.png", outputs["test"],
+                             metrics["temperature"])
             if args.shift != "none":
-                plot_shift(plt, run.directory / "shift.png", metrics)
+                plot_shift(plt, path / "shift.png", metrics)
     return metrics, outputs, sets
 
 
 def run_networks(args, world) -> dict:
-    """--runs times --ensemble networks with the seeds from --seed on, and what they are together."""
+    """--runs times --ensemble networks, seeds from --seed on, and what they are together."""
     several, runs = args.runs * args.ensemble > 1, []
-    for r in range(args.runs):
-        seeds = [args.seed + r * args.ensemble + m for m in range(args.ensemble)]
-        members = [run_network(argparse.Namespace(**{**vars(args), "seed": s}), world, several) for s in seeds]
+    for first in range(args.seed, args.seed + args.runs * args.ensemble, args.ensemble):
+        members = [run_network(with_options(args, seed=seed), world, several)
+                   for seed in range(first, first + args.ensemble)]
         sets = members[0][2]
         together = evaluate_ensemble([m[:2] for m in members], sets) if args.ensemble > 1 else None
         runs.append({"single": members[0][0], "ensemble": together})
     if not several and not args.published_json:
         return runs[0]["single"]
-    flat = [{**run["single"], **{f"ensemble/{k}": v for k, v in (run["ensemble"] or {}).items()}} for run in runs]
-    summary = {k: float(np.mean([f[k] for f in flat])) for k in flat[0]}
-    errors = {k: common.standard_error([f[k] for f in flat]) for k in flat[0]}
-    suffix = f"-seed{args.seed}-ensemble{args.ensemble}-runs{args.runs}"
-    run = open_run(args, world, suffix, {**{k: getattr(args, k) for k in TRAINING_OPTIONS},
-                                         "ensemble": args.ensemble, "runs": args.runs})
-    content = run.results(summary, {}, standard_error=errors, values=flat)
+    flat = [{**run["single"], **{f"ensemble/{k}": v for k, v in (run["ensemble"] or {}).items()}}
+            for run in runs]
+    summary = {k: float(np.mean([values[k] for values in flat])) for k in flat[0]}
+    errors = {k: common.standard_error([values[k] for values in flat]) for k in flat[0]}
+    run = open_run(args, world, f"-seed{args.seed}-ensemble{args.ensemble}-runs{args.runs}",
+                   (*TRAINING_OPTIONS, "ensemble", "runs"))
+    run.results(summary, {}, standard_error=errors, values=flat)
     if world.is_main:
-        print(f"mean of {args.runs} run(s), seed {args.seed} first\n\n{format_results(summary, sets)}\n")
+        print(f"mean of {args.runs} run(s)\n\n{format_results(summary, sets)}\n")
         if args.ensemble > 1:
-            rows = [[f"{c.outside} from {c.inside}", *(f"{summary[f'ensemble/{c.name}/auroc_{k}']:.4f}"
-                     for k in ("predictive_entropy", "mutual_information"))] for c in comparisons(sets)]
-            print(common.format_table([f"AUROC, {args.ensemble} members", "predictive entropy",
-                                       "mutual information"], rows), "\n")
+            scores = ("predictive_entropy", "mutual_information")
+            print(common.format_table([f"AUROC, {args.ensemble} members", *scores], [
+                [f"{row.outside} from {row.inside}",
+                 *(f"{summary[f'ensemble/{row.name}/auroc_{score}']:.4f}" for score in scores)]
+                for row in comparisons(sets)]), "\n")
         for ood in sets["ood"] if args.published_json else ():
-            for name, published in published_results(runs, args.dataset, ood, args).items():
-                common.write_json(run.directory / name, published)
-    return content["metrics"]
+            for name, content in published_results(runs, args.dataset, ood, args).items():
+                common.write_json(run.directory / name, content)
+    return summary
 
 
 def active_learning_pool(args):
-    """(pool, test set, initial labelled rows, whether a row is ambiguous [P]) of section 5 of the paper."""
+    """(pool, test set, initial labelled rows, which pool rows are ambiguous [P])."""
     options = dict(data_dir=args.data_dir, seed=args.seed, noise=args.noise)
     pool = data.load(args.dataset, "train", **options)
     test = data.match(data.load(args.dataset, "test", **options), pool)
@@ -1224,17 +1275,20 @@ def active_learning_pool(args):
     if args.ambiguous:
         other = next((a for clean, a in PARTS.values() if clean == args.dataset), None)
         if other is None:
-            raise UserError(f"--ambiguous: {args.dataset} has no ambiguous companion; use mnist or glyphs")
+            raise UserError(f"--ambiguous: {args.dataset} has no ambiguous companion; use mnist "
+                            "or glyphs")
         clean = data.load(args.dataset, "train", val_fraction=0.0, **options)
-        few = torch.randint(len(clean), (args.subsample,), generator=generator)  # published: with replacement
-        pool = data.concat(f"{args.dataset}_ambiguous_pool", clean.select(few),
-                           data.match(data.load(other, "train", val_fraction=0.0, **options), clean))
-        kept, _ = data.train_val_split(len(pool), args.seed, 0.1, None if args.match_published else pool.groups)
+        # published code: with replacement
+        few = torch.randint(len(clean), (args.subsample,), generator=generator)
+        odd = data.match(data.load(other, "train", val_fraction=0.0, **options), clean)
+        pool = data.concat(f"{args.dataset}_ambiguous_pool", clean.select(few), odd)
+        groups = None if args.match_published else pool.groups
+        kept, _ = data.train_val_split(len(pool), args.seed, 0.1, groups)
         pool, ambiguous = pool.select(kept), kept >= args.subsample
     per_class, rest = divmod(args.num_initial_samples, pool.num_classes)
     if rest or per_class < 2:
-        raise UserError(f"--num-initial-samples {args.num_initial_samples}: must be at least twice, and a "
-                        f"multiple of, the {pool.num_classes} classes")
+        raise UserError(f"--num-initial-samples {args.num_initial_samples}: must be a multiple of "
+                        f"the {pool.num_classes} classes, at least two of each")
     order = torch.randperm(len(pool), generator=generator)
     start = torch.cat([order[pool.labels[order] == c][:per_class] for c in range(pool.num_classes)])
     return pool, test, start, ambiguous
@@ -1242,7 +1296,8 @@ def active_learning_pool(args):
 
 def train_on_few(net, images, labels, args):
     """Adam on the labelled few: every epoch draws --draws of them, each nearly equally often."""
-    optimiser = torch.optim.Adam(net.train().parameters(), lr=args.lr, weight_decay=args.weight_decay)
+    optimiser = torch.optim.Adam(net.train().parameters(), lr=args.lr,
+                                 weight_decay=args.weight_decay)
     for _ in range(args.epochs):
         rounds = [torch.randperm(len(labels)) for _ in range(-(-args.draws // len(labels)))]
         for index in torch.cat(rounds)[:args.draws].to(labels.device).split(args.batch_size):
@@ -1259,18 +1314,21 @@ def active_learning_step(pool, test, labelled, acquisition, seeds, args, world):
     few = next(make_loader(pool.select(labelled), args, solo, batch_size=len(labelled)).epoch())
     for member in range(args.num_ensemble if acquisition in ("pe", "mi") else 1):
         common.seed_all(*seeds, member)
-        net = make_network(args, pool.num_classes, pool.shape).to(world.device, memory_format=torch.channels_last)
+        net = make_network(args, pool.num_classes, pool.shape)
+        net = net.to(world.device, memory_format=torch.channels_last)
         nets.append(train_on_few(net, few.images, few.labels, args))
 
     def mean_log_probs(dataset):
-        return torch.stack([torch.cat([logits.cpu().double().log_softmax(1) for _, logits, _ in
-                                       forward_batches(net, dataset, args, solo)]) for net in nets])
+        return torch.stack([torch.cat([
+            logits.cpu().double().log_softmax(1)
+            for _, logits, _ in forward_batches(net, dataset, args, solo)]) for net in nets])
 
     accuracy = common.accuracy(mean_log_probs(test).exp().mean(0), test.labels)
     unlabelled = torch.ones(len(pool), dtype=torch.bool)
     unlabelled[labelled] = False
     rows = unlabelled.nonzero().flatten()
-    rest, count = pool.select(rows), min(args.acquisition_batch_size, args.max_training_samples - len(labelled))
+    rest = pool.select(rows)
+    count = min(args.acquisition_batch_size, args.max_training_samples - len(labelled))
     if count == 0:
         return accuracy, rows[:0]
     if acquisition == "random":
@@ -1289,27 +1347,31 @@ def active_learning_step(pool, test, labelled, acquisition, seeds, args, world):
     return accuracy, rows[acquire(scores, count)]
 
 
+ACTIVE_LEARNING_OPTIONS = (
+    "dataset", "model", "sn", "mod", "coeff", "width", "seed", "epochs", "batch_size", "lr",
+    "weight_decay", "ambiguous", "subsample", "num_ensemble", "num_initial_samples",
+    "max_training_samples", "acquisition_batch_size", "draws", "jitter", "noise", "match_published")
+
+
 def run_active_learning(args, world) -> dict:
-    """--active-learning: every (acquisition, run) pair is one job; jobs are shared out over processes."""
+    """--active-learning: each (acquisition, run) is a job of its own, shared out over processes."""
     with common.main_first(world):
         pool, test, start, ambiguous = active_learning_pool(args)
-    keys = ("dataset", "model", "sn", "mod", "coeff", "width", "seed", "epochs", "batch_size", "lr", "weight_decay",
-            "ambiguous", "subsample", "num_ensemble", "num_initial_samples", "max_training_samples",
-            "acquisition_batch_size", "draws", "jitter", "noise", "match_published")
-    config = {k: getattr(args, k) for k in keys}
-    run = open_run(args, world, f"-al{'-ambiguous' * args.ambiguous}-seed{args.seed}", config)
+    suffix = f"-al{'-ambiguous' * args.ambiguous}-seed{args.seed}"
+    run = open_run(args, world, suffix, ACTIVE_LEARNING_OPTIONS)
+    sizes = [*range(args.num_initial_samples, args.max_training_samples,
+                    args.acquisition_batch_size), args.max_training_samples]
     jobs = [(a, r) for a in args.active_learning for r in range(args.runs)]
-    sizes = [*range(args.num_initial_samples, args.max_training_samples, args.acquisition_batch_size),
-             args.max_training_samples]
     with common.StopSignals() as stop:
         for acquisition, r in jobs[world.rank::world.size]:
             path = run.directory / f"{acquisition}-run{r}.pt"
             state = {"config": run.config, "labelled": start, "accuracy": []}
             if args.eval or path.exists() and not run.fresh:
-                state = common.load_checkpoint(path, same=config)
+                state = common.load_checkpoint(path, same=run.config)
             for size in sizes[len(state["accuracy"]):]:
                 if args.eval:
-                    raise UserError(f"{path} stops at {size} labels; run the same command without --eval")
+                    raise UserError(f"{path} stops at {size} labels; run the same command without "
+                                    "--eval")
                 accuracy, new = active_learning_step(pool, test, state["labelled"], acquisition,
                                                      (args.seed, r, size), args, world)
                 state["labelled"] = torch.cat([state["labelled"], new])
@@ -1319,116 +1381,136 @@ def run_active_learning(args, world) -> dict:
                 if stop.signum:
                     raise common.Stopped(stop.signum, f"after {size} labels")
     common.barrier(world)
-    return active_learning_results(run, pool, ambiguous, sizes, args, world) if world.is_main else {}
+    return active_learning_results(run, pool, ambiguous, sizes, args, world)
 
 
 def active_learning_results(run, pool, ambiguous, sizes, args, world) -> dict:
-    """The published JSONs, results.json and the curves of all acquisitions of this run directory."""
-    published = {"density": "gmm", "entropy": "softmax", "pe": "ensemble", "mi": "ensemble_mi", "random": "random"}
+    """The published JSONs, results.json, and the curves of the acquisitions of this command."""
+    published = {"density": "gmm", "entropy": "softmax", "pe": "ensemble", "mi": "ensemble_mi",
+                 "random": "random"}
     label = f"dirty_{args.dataset}_{args.subsample}" if args.ambiguous else args.dataset
     entropy = pool_entropy(pool, args, world) if args.trained_model else None
-    curves, shares, metrics = {}, {}, {}
+    odd = ambiguous if entropy is None else entropy > args.threshold
+    curves, shares, metrics, last, files = {}, {}, {}, sizes[-1], {}
     for acquisition in args.active_learning:
-        states = [common.load_checkpoint(run.directory / f"{acquisition}-run{r}.pt") for r in range(args.runs)]
+        states = [common.load_checkpoint(run.directory / f"{acquisition}-run{r}.pt")
+                  for r in range(args.runs)]
         name = f"{published_stem(args)}_{published[acquisition]}_{label}.json"
-        curves[acquisition] = [[100 * a for a in s["accuracy"]] for s in states]
-        common.write_json(run.directory / f"test_accs_{name}", dict(enumerate(curves[acquisition])))
-        metrics[f"{acquisition}/accuracy_{sizes[-1]}"] = float(np.mean([s["accuracy"][-1] for s in states]))
-        metrics[f"{acquisition}/accuracy_mean"] = float(np.mean([s["accuracy"] for s in states]))
+        curve = curves[acquisition] = [[100 * a for a in state["accuracy"]] for state in states]
+        files[f"test_accs_{name}"] = dict(enumerate(curve))
+        metrics[f"{acquisition}/accuracy_{last}"] = float(np.mean(curve, 0)[-1]) / 100
+        metrics[f"{acquisition}/accuracy_mean"] = float(np.mean(curve)) / 100
         if args.ambiguous:
-            odd = ambiguous if entropy is None else entropy > args.threshold
-            shares[acquisition] = [[odd[s["labelled"][:n]].double().mean().item() for n in sizes[1:]] for s in states]
-            common.write_json(run.directory / f"ambiguous_{name}", dict(enumerate(shares[acquisition])))
-            metrics[f"{acquisition}/ambiguous_share"] = float(np.mean([s[-1] for s in shares[acquisition]]))
+            rows = [[state["labelled"][:n] for n in sizes[1:]] for state in states]
+            share = shares[acquisition] = [[odd[i].double().mean().item() for i in r] for r in rows]
+            files[f"ambiguous_{name}"] = dict(enumerate(share))
+            metrics[f"{acquisition}/ambiguous_share"] = float(np.mean(share, 0)[-1])
             if entropy is not None:
-                common.write_json(run.directory / f"ambiguous_entropies_{name}", {
-                    r: {i: entropy[s["labelled"][:n]] for i, n in enumerate(sizes[1:])} for r, s in enumerate(states)})
+                files[f"ambiguous_entropies_{name}"] = {
+                    r: {i: entropy[index] for i, index in enumerate(runs)}
+                    for r, runs in enumerate(rows)}
     run.results(metrics, {}, curves=curves, labels=sizes, ambiguous_shares=shares)
-    print(common.format_table(["acquisition", f"accuracy % at {sizes[-1]}", "mean over the curve %", "ambiguous share"],
-                              [[a, f"{100 * metrics[f'{a}/accuracy_{sizes[-1]}']:.2f}",
-                                f"{100 * metrics[f'{a}/accuracy_mean']:.2f}",
-                                f"{metrics[f'{a}/ambiguous_share']:.3f}" if shares else None] for a in curves]))
-    if args.plot and (plt := common.pyplot()):
-        plot_active_learning(plt, run.directory / "active_learning.png", curves, sizes)
-        if shares:
-            plot_active_learning(plt, run.directory / "ambiguous_share.png", shares, sizes[1:],
-                                 "share of ambiguous examples among the labelled")
+    if world.is_main:
+        for name, content in files.items():
+            common.write_json(run.directory / name, content)
+        columns = [f"accuracy_{last}", "accuracy_mean"] + ["ambiguous_share"] * bool(shares)
+        print(common.format_table(["acquisition", *columns], [
+            [a, *(f"{metrics[f'{a}/{column}']:.4f}" for column in columns)] for a in curves]))
+        if args.plot and (plt := common.pyplot()):
+            plot_active_learning(plt, run.directory / "active_learning.png", curves, sizes)
+            if shares:
+                plot_active_learning(plt, run.directory / "ambiguous_share.png", shares, sizes[1:],
+                                     "share of ambiguous examples among the labelled")
     return metrics
 
 
 def pool_entropy(pool, args, world) -> Tensor:
     """Softmax entropy [P] of the pool under --trained-model, a last.pt that a dirty run wrote."""
     state = common.load_checkpoint(args.trained_model)
-    options = argparse.Namespace(**{**vars(args), **state["config"], "batch_size": args.batch_size})
+    options = with_options(args, **{**state["config"], "batch_size": args.batch_size})
     net = make_network(options, pool.num_classes, pool.shape)
     try:
         net.load_state_dict(state["model"])
     except (KeyError, RuntimeError):
-        raise UserError(f"--trained-model {args.trained_model} does not fit {args.dataset}") from None
-    net = net.to(world.device, memory_format=torch.channels_last)
+        raise UserError(f"--trained-model {args.trained_model} does not fit "
+                        f"{args.dataset}") from None
+    net, solo = net.to(world.device, memory_format=torch.channels_last), World(device=world.device)
     return torch.cat([softmax_scores(logits)["entropy"].cpu()
-                      for _, logits, _ in forward_batches(net, pool, args, World(device=world.device))])
+                      for _, logits, _ in forward_batches(net, pool, args, solo)])
+
+
+def read_features(path, dim=None, labelled=False):
+    """Features [N, D] (and labels [N]) of an .npz file, checked."""
+    arrays = common.load_arrays(path, ("features", "labels") if labelled else ("features",))
+    features = torch.as_tensor(arrays["features"])
+    if features.ndim != 2 or features.shape[1] != (dim or features.shape[1]) or not len(features):
+        raise UserError(f"{path}: 'features' must be [N, {dim or 'D'}], not {list(features.shape)}")
+    if not torch.isfinite(features).all():
+        raise UserError(f"{path}: 'features' contain NaN or infinity")
+    if not labelled:
+        return features
+    labels = torch.as_tensor(arrays["labels"])
+    if labels.shape != features.shape[:1] or labels.is_floating_point() or labels.min() < 0:
+        raise UserError(f"{path}: 'labels' must be [{len(features)}] integers from 0")
+    return features, labels.long()
 
 
 def run_features(args, world) -> dict:
-    """--features: fit features that somebody else computed, score files, write their scores beside."""
-    train, files = common.load_arrays(args.features, ("features", "labels")), {}
-    labels = torch.as_tensor(train["labels"]).long()
-    features = torch.as_tensor(train["features"])
-    if features.ndim != 2 or labels.shape != features.shape[:1] or labels.min() < 0:
-        raise UserError(f"{args.features}: 'features' must be [N, D] and 'labels' [N] integers from 0")
+    """--features: fit features that somebody else computed; score files, the first one as ID."""
+    features, labels = read_features(args.features, labelled=True)
     moments = ClassMoments(torch.bincount(labels), features.shape[1], world.device)
     moments.update(features, labels.to(world.device))
     gaussians = fit_gaussians(moments, args.priors, args.jitter).to(world.device)
-    score = lambda z: {k: v.cpu() for k, v in density_scores(gaussians, z.to(world.device)).items()}
+
+    def score(z):
+        parts = [density_scores(gaussians, part.to(world.device)) for part in z.split(4096)]
+        return {k: torch.cat([part[k].cpu() for part in parts]) for k in parts[0]}
+
     threshold = score(features)["density"].quantile(args.density_quantile).item()
     metrics = {"jitter": gaussians.jitter, "density_threshold": threshold}
-    for path in args.score:
-        z = torch.as_tensor(common.load_arrays(path, ("features",))["features"])
-        if z.ndim != 2 or z.shape[1] != features.shape[1] or not torch.isfinite(z).all():
-            raise UserError(f"{path}: 'features' must be finite [N, {features.shape[1]}], not {list(z.shape)}")
-        name = Path(path).stem
-        if name in files:
-            raise UserError(f"two files to score are called {name}; rename one")
-        files[name] = score(z)
-        metrics[f"{name}/density_mean"] = files[name]["density"].mean().item()
-        metrics[f"{name}/fraction_ood"] = (files[name]["density"] < threshold).double().mean().item()
-    first = next(iter(files))
-    for name in list(files)[1:]:
-        metrics |= {f"{name}/{k}": v for k, v in detection_metrics(files[first], files[name]).items()}
-    args.name = args.name or f"features-{Path(args.features).stem}"
-    run = open_run(args, world, "", {"features": args.features, "score": args.score, "priors": args.priors,
-                                     "jitter": args.jitter})
-    run.results(metrics, {})
+    files = {Path(path).stem: score(read_features(path, features.shape[1])) for path in args.score}
+    if len(files) < len(args.score):
+        raise UserError("two of the files to score have the same name; rename one")
+    first, rows = next(iter(files)), []
     for name, scores in files.items():
-        common.save_arrays(run.directory / f"scores_{name}.npz", scores)
-    rows = [[name, len(files[name]["density"]), f"{metrics[f'{name}/density_mean']:.4g}",
-             f"{metrics[f'{name}/fraction_ood']:.4f}", *(f"{metrics[f'{name}/auroc_{k}']:.4f}" if name != first
-             else None for k in ("density", "mahalanobis", "relative_mahalanobis"))] for name in files]
-    print(common.format_table(["scored", "n", "mean log density", "below threshold", "AUROC density",
-                               "Mahalanobis", "relative"], rows))
+        metrics[f"{name}/density_mean"] = scores["density"].mean().item()
+        metrics[f"{name}/fraction_ood"] = (scores["density"] < threshold).double().mean().item()
+        detection = detection_metrics(files[first], scores) if name != first else {}
+        metrics |= {f"{name}/{k}": v for k, v in detection.items()}
+        shown = ("auroc_density", "auroc_mahalanobis", "auroc_relative_mahalanobis")
+        rows.append([name, len(scores["density"]), f"{metrics[f'{name}/density_mean']:.4g}",
+                     f"{metrics[f'{name}/fraction_ood']:.4f}",
+                     *(f"{detection[k]:.4f}" if detection else None for k in shown)])
+    args.name = args.name or f"features-{Path(args.features).stem}"
+    run = open_run(args, world, "", ("features", "score", "priors", "jitter", "density_quantile"))
+    run.results(metrics, {})
+    if world.is_main:
+        for name, scores in files.items():
+            common.save_arrays(run.directory / f"scores_{name}.npz", scores)
+        print(common.format_table(["scored", "n", "mean log density", "below threshold", *shown],
+                                  rows))
+        print(f"scores by example: {run.directory}/scores_*.npz; jitter {gaussians.jitter:.3g}")
     return metrics
 
 
 def run_two_moons(args, world) -> dict:
-    """Section 8 of the published code: density knows where the data are, softmax entropy does not."""
-    x, y = data.two_moons(2000, noise=0.1, seed=0)
-    test_x, test_y = data.two_moons(1000, noise=0.1, seed=1)
-    images = data.ImageSet("two_moons", x[:, :, None, None], y, 2, (0.0, 0.0), (1.0, 1.0))
+    """Two moons: the density knows where the data are, the softmax entropy does not."""
+    (x, y), (test_x, test_y) = (data.two_moons(2000, noise=0.1, seed=seed) for seed in (0, 1))
+    points_set = data.ImageSet("two_moons", x[:, :, None, None], y, 2, (0.0, 0.0), (1.0, 1.0))
 
     def fit(seed, sn, epochs):
-        options = argparse.Namespace(**{**vars(args), "seed": seed, "sn": sn, "epochs": epochs, "augment": False})
+        options = with_options(args, seed=seed, sn=sn, epochs=epochs)
         common.seed_all(seed)
         net = nn.Sequential(nn.Flatten(), make_network(options, 2, (2, 1, 1)))
-        run = open_run(options, world, f"-seed{seed}", {k: getattr(options, k) for k in TRAINING_OPTIONS})
+        run = open_run(options, world, f"-seed{seed}")
         if args.eval:
-            net.load_state_dict(run.load(required=True)["model"])
+            load_finished(net, run, options)
         else:
-            train(net, images, run, options, world)
-        return net[1].eval(), run
+            train(net, points_set, run, options, world)
+        return net[1].eval().cpu(), run
 
-    net, run = fit(args.seed, args.sn, args.epochs)
     plain = [fit(args.seed + i, False, min(5, args.epochs))[0] for i in (1, 2, 3)]
+    net, run = fit(args.seed, args.sn, args.epochs)
     axes = torch.linspace(-2.5, 3.5, 100), torch.linspace(-3, 3, 100)
     grid = torch.meshgrid(*axes, indexing="xy")
     points = torch.stack([g.flatten() for g in grid], 1)
@@ -1436,28 +1518,29 @@ def run_two_moons(args, world) -> dict:
         moments = ClassMoments(torch.bincount(y), net.head.in_features)
         moments.update(net(x)[1], y)
         gaussians = fit_gaussians(moments, args.priors, args.jitter)
-        logits, features = net(points)
-        density = density_scores(gaussians, features)["density"]
-        at_train = density_scores(gaussians, net(x)[1])["density"]
-        at_test = density_scores(gaussians, net(test_x)[1])["density"]
-        log_probs = torch.stack([p(points)[0].log_softmax(1) for p in plain])
+        density, at_train, at_test = (density_scores(gaussians, net(p)[1])["density"]
+                                      for p in (points, x, test_x))
         entropy, test_entropy = (softmax_scores(net(p)[0])["entropy"] for p in (points, test_x))
+        log_probs = torch.stack([member(points)[0].log_softmax(1) for member in plain])
         accuracy = common.accuracy(net(test_x)[0].softmax(1), test_y)
     far = torch.cdist(points, x).min(1).values > 0.5
-    metrics = {"test/accuracy": accuracy, "jitter": gaussians.jitter, "train/density_min": at_train.min().item(),
+    detection = detection_metrics({"density": at_test, "entropy": test_entropy},
+                                  {"density": density[far], "entropy": entropy[far]})
+    metrics = {"test/accuracy": accuracy, "jitter": gaussians.jitter,
+               "train/density_min": at_train.min().item(),
                "train/density_median": at_train.median().item(),
-               "background/auroc_density": common.ood_metrics(at_test, density[far], larger_means="id")["auroc"],
-               "background/auroc_entropy": common.ood_metrics(test_entropy, entropy[far], larger_means="ood")["auroc"]}
+               **{f"background/{k}": v for k, v in detection.items()}}
     run.results(metrics, {"train_s": sum(row["seconds"] for row in run.history)})
     if world.is_main:
-        print(common.format_table(["two moons", "value"], [[k, f"{v:.4g}"] for k, v in metrics.items()]))
+        print(common.format_table(["two moons", "value"],
+                                  [[k, f"{v:.4g}"] for k, v in metrics.items()]))
         if args.plot and (plt := common.pyplot()):
-            shown = (density - at_train.min()).clamp_min(-1)
-            panels = {"softmax entropy, plain net": common.entropy(log_probs[0].exp()),
-                      "predictive entropy, 3 members": common.ensemble_uncertainty(log_probs)["total"],
-                      "softmax entropy, spectral norm": entropy,
-                      "DDU density, spectral norm": shown / shown.max()}
-            plot_two_moons(plt, run.directory / "two_moons.png", x, y, grid, panels)
+            above = (density - at_train.min()).clamp_min(-1)
+            plot_two_moons(plt, run.directory / "two_moons.png", x, y, grid, {
+                "softmax entropy, plain net": common.entropy(log_probs[0].exp()),
+                "predictive entropy, 3 members": common.ensemble_uncertainty(log_probs)["total"],
+                "softmax entropy, spectral norm": entropy,
+                "DDU density, spectral norm": above / above.max()})
     return metrics
 
 

@@ -1,11 +1,9 @@
 """The run lines of common.py: processes, checkpoints, command line, results, signals."""
 
 import argparse
-import io
 import json
 import math
 import os
-import pickle
 import random
 import re
 import signal
@@ -431,15 +429,13 @@ def test_load_arrays(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
     arrays = common.load_arrays(path, ("a", "b"))
     assert arrays["a"].tolist() == [0, 1, 2] and arrays["b"].shape == (2, 2)
-    with pytest.raises(UserError, match="no array 'c'"):
+    with pytest.raises(UserError, match=r"no array .*\bc\b"):
         common.load_arrays(path, ("a", "c"))
     with pytest.raises(UserError, match="no file"):
         common.load_arrays(tmp_path / "y.npz", ("a",))
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(UserError, match="not a readable"):
         common.load_arrays(path, ("a",))
-    buffer = io.BytesIO()
-    pickle.dump(Malicious(tmp_path / "trap"), buffer)
     np.savez(path, a=np.array([Malicious(tmp_path / "trap")], dtype=object))
     with pytest.raises(UserError, match="not a readable"):
         common.load_arrays(path, ("a",))

@@ -536,7 +536,8 @@ def test_order_depends_on_seed_and_epoch():
 @pytest.mark.parametrize("augment", ["none", "crop_flip", "reflect_crop_flip"])
 def test_cuda_batches_equal_those_of_the_cpu(augment):
     dataset = toy(50000, (3, 32, 32))  # more than 2**31 possible pixels in all its crops
-    loaders = [Loader(dataset, 6000, where, shuffle=True, augment=augment) for where in ("cpu", "cuda")]
+    loaders = [Loader(dataset, 6000, device, shuffle=True, augment=augment)
+               for device in ("cpu", "cuda")]
     for a, b in zip(*(loader.epoch() for loader in loaders)):
         assert b.images.is_cuda and b.labels.is_cuda and b.index.is_cuda
         assert torch.equal(a.images, b.images.cpu()) and torch.equal(a.labels, b.labels.cpu())
@@ -583,6 +584,16 @@ def test_random_corruptions_follow_the_seed(kind, pictures):
     assert not torch.equal(a, b)
     twins = data.corrupt(pictures[0][:1].expand(8, -1, -1, -1), kind, 3)
     assert len(twins.flatten(1).unique(dim=0)) > 1  # drawn an image, not once for all
+
+
+def test_noise_strengths():
+    grey = torch.full((200, 1, 28, 28), 0.4)
+    for kind, std in (("gaussian_noise", 0.08), ("shot_noise", (0.4 / 60) ** 0.5)):
+        noise = data.corrupt(grey, kind, 2) - grey
+        assert noise.std() == pytest.approx(std, rel=0.02) and noise.mean().abs() < 0.001
+    out = data.corrupt(grey, "impulse_noise", 5)
+    for value, share in ((0.0, 0.09), (1.0, 0.09), (0.4, 0.82)):
+        assert (out == value).float().mean() == pytest.approx(share, abs=0.003)
 
 
 def test_corruption_directions():

@@ -45,6 +45,10 @@ def build(model, num_classes=10, shape=(3, 32, 32), device="cpu", seed=0, **chan
         return ddu.make_network(options(model=model, **changes), num_classes, shape)
 
 
+def parameter_count(net):
+    return sum(p.numel() for p in net.parameters())
+
+
 def spectral_layers(net):
     return [m for m in net.modules() if isinstance(m, ddu.SoftSpectral)]
 
@@ -54,8 +58,8 @@ def spectral_layers(net):
 
 def test_cifar10_alone_is_the_papers_recipe():
     args = ddu.parse_args(["--dataset", "cifar10"])
-    recipe = dict(model="wide_resnet", depth=28, width=1.0, dropout=0.3, sn=True, mod=True, coeff=3.0,
-                  power_iterations=1, opt="sgd", lr=0.1, momentum=0.9, nesterov=False,
+    recipe = dict(model="wide_resnet", depth=28, width=1.0, dropout=0.3, sn=True, mod=True,
+                  coeff=3.0, power_iterations=1, opt="sgd", lr=0.1, momentum=0.9, nesterov=False,
                   weight_decay=5e-4, batch_size=128, epochs=350, schedule="step",
                   first_milestone=150, second_milestone=250, augment=True, noise=0.0,
                   priors="none", jitter="auto", ensemble=1, runs=1, amp="off")
@@ -64,9 +68,10 @@ def test_cifar10_alone_is_the_papers_recipe():
 
 
 def test_published_flags_are_accepted():
-    args = ddu.parse_args("--seed 5 --dataset cifar100 --model resnet50 -sn -mod --coeff 2 --mom 0.8 "
-                          "--decay 1e-4 -b 64 --lr 0.05 --opt sgd --nesterov --first-milestone 10 "
-                          "--second-milestone 20 --ood_dataset svhn --runs 5 --ensemble 5".split())
+    args = ddu.parse_args("--seed 5 --dataset cifar100 --model resnet50 -sn -mod --coeff 2 "
+                          "--mom 0.8 --decay 1e-4 -b 64 --lr 0.05 --opt sgd --nesterov "
+                          "--first-milestone 10 --second-milestone 20 --ood_dataset svhn "
+                          "--runs 5 --ensemble 5".split())
     given = dict(seed=5, dataset="cifar100", model="resnet50", sn=True, mod=True, coeff=2.0,
                  momentum=0.8, weight_decay=1e-4, batch_size=64, lr=0.05, opt="sgd", nesterov=True,
                  first_milestone=10, second_milestone=20, ood=["svhn"], runs=5, ensemble=5)
@@ -162,7 +167,8 @@ def test_training_forward_iterates_v_then_u_from_the_given_start(size, stride, i
     for _ in range(iterations):
         v = unit(a.T @ u)
         u = unit(a @ v)
-    assert np.allclose(conv.v.flatten(), v, atol=1e-5) and np.allclose(conv.u.flatten(), u, atol=1e-5)
+    assert np.allclose(conv.v.flatten(), v, atol=1e-5)
+    assert np.allclose(conv.u.flatten(), u, atol=1e-5)
     assert not np.allclose(unit(a @ unit(a.T @ unit(a @ v))), u, atol=1e-4)  # one more would show
     assert abs(conv.u.flatten().numpy() @ start) < 0.999
     expected = (u @ a @ v) / 0.1 + 1e-5
@@ -191,16 +197,15 @@ def test_active_pointwise_layers_reach_the_coefficient_exactly():
         with torch.no_grad():
             layer.weight.mul_(50)
         for _ in range(300):
-            effective = layer.effective_weight()
-        assert np.linalg.norm(effective.detach().flatten(1).numpy(), 2) == pytest.approx(3.0, rel=1e-9)
+            effective = layer.effective_weight().detach().flatten(1).numpy()
+        assert np.linalg.norm(effective, 2) == pytest.approx(3.0, rel=1e-9)
 
 
 def test_inactive_layers_shrink_by_a_hundred_thousandth_or_not_at_all():
     for conv in (spectral_conv(8, coeff=1000.0), spectral_conv(7, 2, coeff=1000.0)):
         assert shrinkage(conv) == pytest.approx(0.99999, abs=1e-7)
-    pointwise, linear = spectral_conv(8, kernel=1, coeff=1000.0), ddu.SpectralLinear(6, 4, 1000.0, 1)
-    assert torch.equal(pointwise.effective_weight(), pointwise.weight)
-    assert torch.equal(linear.effective_weight(), linear.weight)
+    for layer in (spectral_conv(8, kernel=1, coeff=1000.0), ddu.SpectralLinear(6, 4, 1000.0, 1)):
+        assert torch.equal(layer.effective_weight(), layer.weight)
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
@@ -238,7 +243,8 @@ def test_a_large_coefficient_gives_the_plain_net_up_to_the_added_1e5():
     assert torch.allclose(spectral(x)[0], plain(x)[0], rtol=1e-10, atol=1e-10)
 
 
-LAYERS = {"3x3": lambda c: spectral_conv(5, coeff=c), "stride 2": lambda c: spectral_conv(5, 2, coeff=c),
+LAYERS = {"3x3": lambda c: spectral_conv(5, coeff=c),
+          "stride 2": lambda c: spectral_conv(5, 2, coeff=c),
           "1x1": lambda c: spectral_conv(5, kernel=1, coeff=c),
           "linear": lambda c: ddu.SpectralLinear(4, 5, c, 1).double()}
 
@@ -270,6 +276,16 @@ def test_the_gradient_flows_through_sigma_but_not_through_u_and_v(kind, active):
     y.square().sum().backward()
     difference = (weight.grad.flatten() - gradient).norm() / gradient.norm()
     assert difference > 0.2 if active else difference < 1e-12
+
+
+def test_two_forwards_may_precede_a_backward():
+    conv = spectral_conv(8, coeff=0.1)
+    images, gradients = torch.randn(2, 1, 4, 8, 8, dtype=torch.float64), []
+    twin = copy.deepcopy(conv)
+    for x in images:
+        gradients.append(torch.autograd.grad(twin(x).square().sum(), twin.weight)[0])
+    sum(conv(x).square().sum() for x in images).backward()
+    assert torch.allclose(conv.weight.grad, sum(gradients), rtol=1e-12)
 
 
 def test_evaluation_leaves_the_iteration_alone_and_training_moves_it():
@@ -348,7 +364,7 @@ def test_parameter_counts_and_feature_dimensions(model, channels, side, classes,
     for mod, expected in ((False, off), (True, on)):
         if expected:
             net = build(model, classes, (channels, side, side), "meta", sn=False, mod=mod)
-            assert sum(p.numel() for p in net.parameters()) == expected
+            assert parameter_count(net) == expected
             logits, feature = net(torch.empty(2, channels, side, side, device="meta"))
             assert logits.shape == (2, classes) and feature.shape == (2, dim)
 
@@ -369,7 +385,7 @@ def test_every_convolution_and_nothing_else_is_spectral(
         assert sum(m.kernel_size == (1, 1) for m in spectral) == pointwise
         assert sum(isinstance(m, nn.BatchNorm2d) for m in net.modules()) == norms
         assert type(net.head) is nn.Linear and not spectral_layers(plain)
-        assert sum(p.numel() for p in net.parameters()) == sum(p.numel() for p in plain.parameters())
+        assert parameter_count(net) == parameter_count(plain)
     if model == "wide_resnet":  # published: 4,582,425, of which 25 are the logged sigmas
         assert sum(m.u.numel() + m.v.numel() for m in spectral) == 4_582_425 - 25
 
@@ -434,8 +450,9 @@ def reference_act(x, mod):
 
 def reference_pool(x, stride, channels):
     b, c, side, _ = x.shape
+    half = side // 2
     if stride == 2:
-        x = x[:, :, ::2, ::2] if side % 2 else x.reshape(b, c, side // 2, 2, side // 2, 2).mean((3, 5))
+        x = x[:, :, ::2, ::2] if side % 2 else x.reshape(b, c, half, 2, half, 2).mean((3, 5))
     return torch.cat([x, x.new_zeros(b, channels - c, *x.shape[2:])], 1)
 
 
@@ -466,7 +483,8 @@ def reference_resnet(p, x, per_stage, strides, mod, coeff):
         h, name = x, f"blocks.{i}"
         for j, s in enumerate(strides if i in halving else [1] * len(strides)):
             h = reference_act(h, mod) if j else h
-            h = reference_norm(p, f"{name}.norms.{j}", reference_conv(p, f"{name}.convs.{j}", h, coeff, s))
+            h = reference_conv(p, f"{name}.convs.{j}", h, coeff, s)
+            h = reference_norm(p, f"{name}.norms.{j}", h)
         stride = 2 if i in halving else 1
         if stride == 2 or h.shape[1] != x.shape[1]:
             x = reference_pool(x, stride, h.shape[1]) if mod else reference_norm(
@@ -493,8 +511,10 @@ REFERENCES = {
     "wrn-10": ("wide_resnet", dict(depth=10, width=0.1), (3, 32, 32), reference_wide_resnet, 1),
     "wrn-10, wider stage 1": ("wide_resnet", dict(depth=10, width=0.125), (3, 32, 32),
                               reference_wide_resnet, 1),
-    "wrn-16, odd map": ("wide_resnet", dict(depth=16, width=0.1), (1, 14, 14), reference_wide_resnet, 2),
-    "resnet18": ("resnet18", dict(width=1 / 16), (3, 32, 32), reference_resnet, (2, 2, 2, 2), (2, 1)),
+    "wrn-16, odd map": ("wide_resnet", dict(depth=16, width=0.1), (1, 14, 14),
+                        reference_wide_resnet, 2),
+    "resnet18": ("resnet18", dict(width=1 / 16), (3, 32, 32), reference_resnet,
+                 (2, 2, 2, 2), (2, 1)),
     "resnet18, grey": ("resnet18", dict(width=1 / 16), (1, 28, 28), reference_resnet,
                        (2, 2, 2, 2), (2, 1)),
     "resnet50, grey": ("resnet50", dict(width=1 / 32), (1, 28, 28), reference_resnet,
@@ -510,26 +530,28 @@ REFERENCES = {
 def test_networks_equal_a_second_version_written_with_functions(name, mod, sn):
     model, changes, shape, reference, *structure = REFERENCES[name]
     net = build(model, 7, shape, seed=3, mod=mod, sn=sn, coeff=0.8, **changes).double()
-    x = torch.randn(3, *shape, dtype=torch.float64)
+    x = torch.randn(16, *shape, dtype=torch.float64)
+    norms = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
     with torch.no_grad():
-        for m in net.modules():
-            if isinstance(m, nn.BatchNorm2d):
-                nn.init.normal_(m.running_mean, 0, 0.3)
-                nn.init.uniform_(m.running_var, 0.5, 2)
-                nn.init.uniform_(m.weight, 0.5, 1.5)
-                nn.init.normal_(m.bias, 0, 0.3)
-            if isinstance(m, ddu.SoftSpectral):
-                m.weight.mul_(2)  # so that the coefficient clips
-                for _ in range(4):
-                    m.effective_weight()
+        for m in norms:
+            m.momentum = 1.0
+            nn.init.uniform_(m.weight, 0.5, 1.5)
+            nn.init.normal_(m.bias, 0, 0.3)
+        for m in spectral_layers(net):
+            m.weight.mul_(2)  # so that the coefficient clips
+        for _ in range(4):
+            net(x)  # running statistics of these images: the net keeps telling them apart
+        for m in norms:
+            m.running_mean += 0.3 * m.running_var.sqrt() * torch.randn_like(m.running_mean)
+            m.running_var *= torch.empty_like(m.running_var).uniform_(0.5, 1.5)
         net.eval()
         clipped = [shrinkage(m) < 0.99 for m in spectral_layers(net)]
-        logits, feature = net(x)
+        outputs = net(x)
         expected = reference(net.state_dict(), x, *structure, mod, 0.8)
-    assert sum(clipped) >= len(clipped) / 2 and bool(clipped) == sn
-    assert torch.allclose(feature, expected[1], rtol=1e-9, atol=1e-9 * expected[1].abs().max().item())
-    assert torch.allclose(logits, expected[0], rtol=1e-9, atol=1e-9 * expected[0].abs().max().item())
-    assert logits.std() > 1e-3
+    assert bool(clipped) == sn and sum(clipped) >= len(clipped) / 2
+    for ours, theirs in zip(outputs, expected):
+        scale = theirs.std(0).max()  # of what depends on the image
+        assert scale > 0.01 * theirs.abs().max() and (ours - theirs).abs().max() < 1e-9 * scale
 
 
 def test_lenet_equals_a_second_version_written_with_functions():
@@ -567,8 +589,8 @@ def test_fc_resnet_normalises_all_matrices_but_the_head(sn):
     z = linear("first", x.numpy())
     for i in range(4):
         z = z + np.maximum(linear(f"layers.{i}", z), 0)
-    assert np.allclose(feature.detach(), z, rtol=1e-12, atol=1e-12)
-    assert np.allclose(logits.detach(), z @ p["head.weight"].T + p["head.bias"], rtol=1e-12, atol=1e-12)
+    assert np.allclose(feature.detach(), z, atol=1e-10)
+    assert np.allclose(logits.detach(), z @ p["head.weight"].T + p["head.bias"], atol=1e-10)
     assert len(spectral_layers(net)) == 5 * sn and type(net.head) is nn.Linear
     if sn:
         assert shrinkage(net.first) < 0.99
@@ -628,11 +650,11 @@ def test_resumed_training_equals_uninterrupted_training():
     assert shrinkage(net.stem.eval()) < 0.99
 
 
-@pytest.mark.skipif(not torch._dynamo.is_dynamo_supported(), reason="torch.compile does not run here")
+@pytest.mark.skipif(not torch._dynamo.is_dynamo_supported(), reason="no torch.compile here")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_spectral_net_trains_like_the_plain_one(backend):
-    net = ddu.spectral_normalise(nn.Sequential(nn.Conv2d(2, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 3, 1)),
-                                 (2, 7, 7), 0.3).double()
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 3, 1))
+    ddu.spectral_normalise(net, (2, 7, 7), 0.3).double()
     twin, x = copy.deepcopy(net), torch.randn(2, 2, 7, 7, dtype=torch.float64)
     compiled = torch.compile(twin, backend=backend, fullgraph=True)
     for _ in range(3):
@@ -642,7 +664,8 @@ def test_a_compiled_spectral_net_trains_like_the_plain_one(backend):
         b.square().sum().backward()
     for a, b in zip(net.parameters(), twin.parameters()):
         assert torch.allclose(a.grad, b.grad, rtol=1e-9) and a.grad.abs().max() > 0
-    assert all(torch.allclose(a.u, b.u, rtol=1e-9) for a, b in zip(*map(spectral_layers, (net, twin))))
+    for a, b in zip(spectral_layers(net), spectral_layers(twin)):
+        assert torch.allclose(a.u, b.u, rtol=1e-9) and torch.allclose(a.v, b.v, rtol=1e-9)
     assert torch.allclose(net.eval()(x), compiled.eval()(x), rtol=1e-10)
 
 
@@ -654,7 +677,8 @@ def test_torchvision_nets_give_the_input_of_their_last_linear_layer(tmp_path, na
     original = torchvision.models.get_model(name, weights=None).eval()
     path = tmp_path / "weights.pt"
     torch.save(original.state_dict(), path)
-    args = ddu.parse_args(["--dataset", "imagenet", "--model", f"torchvision/{name}", "--weights", str(path)])
+    args = ddu.parse_args(["--dataset", "imagenet", "--model", f"torchvision/{name}",
+                           "--weights", str(path)])
     net, seen = ddu.make_network(args, 1000, (3, image, image)).eval(), []
     original.get_submodule(last).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     x = torch.randn(2, 3, image, image)
@@ -682,8 +706,8 @@ def test_torchvision_mistakes_are_one_line(tmp_path):
 def clusters(counts, dim, seed=0, spread=3.0):
     """(features [N, D] float64, labels [N]): correlated Gaussian classes, shuffled."""
     rng = np.random.default_rng(seed)
-    rows = [rng.normal(size=(n, dim)) @ rng.normal(size=(dim, dim)) / dim**0.5 + spread * rng.normal(size=dim)
-            for n in counts]
+    mixing = lambda: np.eye(dim) + 0.5 * rng.normal(size=(dim, dim)) / dim**0.5
+    rows = [rng.normal(size=(n, dim)) @ mixing() + spread * rng.normal(size=dim) for n in counts]
     labels = np.repeat(np.arange(len(counts)), counts)
     order = rng.permutation(len(labels))
     return torch.tensor(np.concatenate(rows)[order]), torch.tensor(labels[order])
@@ -706,7 +730,8 @@ def scipy_log_densities(z, y, points, jitter=0.0):
     for c in range(int(y.max()) + 1):
         rows = z[y == c].double().numpy()
         cov = np.cov(rows.T) + jitter * np.eye(z.shape[1])
-        columns.append(scipy.stats.multivariate_normal(rows.mean(0), cov).logpdf(points.double().numpy()))
+        gaussian = scipy.stats.multivariate_normal(rows.mean(0), cov)
+        columns.append(gaussian.logpdf(points.double().numpy()))
     return np.stack(columns, 1)
 
 
@@ -730,22 +755,23 @@ def test_moments_and_log_densities_equal_numpy_and_scipy(dim, dtype):
     ours = ddu.class_log_densities(gaussians, points)
     assert ours.dtype == torch.float64 and gaussians.jitter == 0
     expected = scipy_log_densities(z, y, points)
-    assert np.allclose(ours, expected, rtol=1e-11, atol=1e-7)
+    assert np.allclose(ours, expected, rtol=1e-10, atol=1e-7)
     density = ddu.density_scores(gaussians, points)["density"]
-    assert np.allclose(density, scipy.special.logsumexp(expected, 1), rtol=1e-11, atol=1e-7)
+    assert np.allclose(density, scipy.special.logsumexp(expected, 1), rtol=1e-10, atol=1e-7)
 
 
 def test_priors_are_left_out_uniform_or_the_class_frequencies():
     z, y = clusters(IMBALANCED * 2 + (180, 90), 5, spread=0.3)
-    scores = {p: ddu.density_scores(fit(z, y, priors=p), z) for p in ("none", "uniform", "empirical")}
+    scores = {priors: ddu.density_scores(fit(z, y, priors=priors), z)
+              for priors in ("none", "uniform", "empirical")}
     gap = scores["none"]["density"] - scores["uniform"]["density"]
     assert np.allclose(gap, 2.302585092994046, atol=1e-9)
     log_densities = scipy_log_densities(z, y, z)
     joint = log_densities + np.log(np.bincount(y) / len(y))
     assert np.allclose(scores["empirical"]["density"], scipy.special.logsumexp(joint, 1), atol=1e-8)
-    for prior, values in (("none", log_densities), ("uniform", log_densities), ("empirical", joint)):
+    for priors, values in zip(scores, (log_densities, log_densities, joint)):
         posterior = scipy.stats.entropy(scipy.special.softmax(values, 1), axis=1)
-        assert np.allclose(scores[prior]["gmm_entropy"], posterior, atol=1e-8)
+        assert np.allclose(scores[priors]["gmm_entropy"], posterior, atol=1e-8)
         assert posterior.std() > 0.1
 
 
@@ -793,7 +819,7 @@ def test_dead_features_get_the_smallest_jitter_that_factorises():
     variances = [np.var(z[y == c].numpy(), axis=0, ddof=1).mean() for c in range(3)]
     assert gaussians.jitter == pytest.approx(1e-12 * np.mean(variances), rel=1e-9)
     points = z[:20].clone()
-    points[:10, 6:] = torch.randn(10, 2) * 1e-6
+    points[:10, 6:] = 1e-5
     alive = scipy_log_densities(z[:, :6], y, points[:, :6])
     dead = scipy.stats.norm(0, math.sqrt(gaussians.jitter)).logpdf(points[:, 6:]).sum(1)
     assert np.allclose(ddu.class_log_densities(gaussians, points), alive + dead[:, None],
@@ -818,7 +844,7 @@ def test_the_jitter_is_one_for_all_classes():
 
 
 def test_constant_features_still_fit():
-    z, y = torch.zeros(24, 3), torch.arange(24) % 2
+    y = torch.arange(24) % 2
     for dim in (3, 20):  # full and dual form
         scores = ddu.density_scores(fit(torch.zeros(24, dim), y), torch.ones(4, dim))
         assert all(torch.isfinite(s).all() for s in scores.values())
@@ -859,7 +885,7 @@ def exact_log_densities(rows, eps, points):
 
 @pytest.mark.parametrize("counts", [(2, 5, 9), (10, 11, 3, 40)])
 def test_the_dual_form_is_exact(counts):
-    """Classes with n <= D (dual) and n > D = 10 (Cholesky) side by side, eps 1e-12 of the variance."""
+    """Classes with n <= D = 10 (dual) and n > D (Cholesky) together, eps 1e-12 of the variance."""
     z, y = clusters(counts, 10, seed=2)
     if max(counts) < 11:  # equal rows lower the rank further
         z[y == 2] = z[y == 2][[0, 1, 2, 3, 0, 1, 2, 3, 0]]
@@ -934,27 +960,30 @@ def test_moments_of_several_processes_equal_those_of_one(monkeypatch):
     for moments in merged:
         for c, covariance in moments.covariances()[0].items():
             assert np.allclose(covariance, np.cov(z[y == c].numpy().T), rtol=1e-9, atol=1e-10)
-        assert torch.equal(moments.count, torch.tensor([60.0, 40.0, 8.0, 12.0], dtype=torch.float64))
+        assert moments.count.tolist() == [60, 40, 8, 12]
         both = ddu.fit_gaussians(moments, jitter=0.01)
         assert torch.allclose(ddu.class_log_densities(both, z), expected, rtol=1e-9, atol=1e-8)
         assert torch.allclose(both.within, one.within, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("counts, offset", [(IMBALANCED, 0.0), ((120, 6, 150), 0.0), (IMBALANCED, 1e5)])
+@pytest.mark.parametrize("counts, offset", [
+    (IMBALANCED, 0.0), ((120, 6, 150), 0.0), (IMBALANCED, 1e5)])
 def test_mahalanobis_scores_equal_scikit_learn(counts, offset):
     z, y = clusters(counts, 7, spread=1.0)
-    means = np.stack([z[y == c].numpy().mean(0) for c in range(len(counts))])
+    gaussians = fit(z + offset, y, jitter=1e-3)
     points = torch.cat([z[:60], 4 * torch.randn(40, 7, generator=torch.Generator().manual_seed(0))])
-    within = EmpiricalCovariance(assume_centered=True).fit(z.numpy() - means[y])
-    distances = np.stack([within.mahalanobis(points.numpy() - m) for m in means], 1)
-    without_class = EmpiricalCovariance().fit(z.numpy()).mahalanobis(points.numpy())
-    scores = ddu.density_scores(fit(z + offset, y, jitter=1e-3), points + offset)
+    scores = ddu.density_scores(gaussians, points + offset)
+    z, y, points = z.numpy(), y.numpy(), points.numpy()
+    means = np.stack([z[y == c].mean(0) for c in range(len(counts))])
+    within = EmpiricalCovariance(assume_centered=True).fit(z - means[y])
+    distances = np.stack([within.mahalanobis(points - m) for m in means], 1)
+    relative = (EmpiricalCovariance().fit(z).mahalanobis(points)[:, None] - distances).max(1)
     exact = dict(rtol=1e-8, atol=1e-8)
     assert np.allclose(scores["mahalanobis"], -distances.min(1), **exact)
-    assert np.allclose(scores["relative_mahalanobis"], (without_class[:, None] - distances).max(1), **exact)
+    assert np.allclose(scores["relative_mahalanobis"], relative, **exact)
     own = []
     for c, m in enumerate(means):
-        precision = np.linalg.inv(np.cov(z[y == c].numpy().T) + 1e-3 * np.eye(7))
+        precision = np.linalg.inv(np.cov(z[y == c].T) + 1e-3 * np.eye(7))
         own.append(np.einsum("nd,de,ne->n", points - m, precision, points - m))
     assert np.allclose(scores["class_mahalanobis"], -np.min(own, 0), rtol=1e-7, atol=1e-7)
 
@@ -981,8 +1010,8 @@ def test_gaussians_survive_a_move_and_a_file():
     torch.save(gaussians.to("cpu")._asdict(), file)
     file.seek(0)
     again = ddu.Gaussians(**torch.load(file, weights_only=True))
-    for a, b in zip(ddu.density_scores(gaussians, z).values(), ddu.density_scores(again, z).values()):
-        assert torch.equal(a, b)
+    before, after = ddu.density_scores(gaussians, z), ddu.density_scores(again, z)
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 # ---- Scores, decisions, schedules ---------------------------------------------------------------
@@ -1007,8 +1036,9 @@ def test_the_networks_entropy_and_the_gaussians_entropy_have_their_own_names():
     own = scipy.stats.entropy(scipy.special.softmax(logits.double().numpy(), 1), axis=1)
     scaled = scipy.stats.entropy(scipy.special.softmax(logits.double().numpy() / 2, 1), axis=1)
     posterior = scipy.stats.entropy(scipy.special.softmax(scipy_log_densities(z, y, z), 1), axis=1)
-    for name, expected in {"entropy": own, "entropy_scaled": scaled, "gmm_entropy": posterior}.items():
-        assert np.allclose(scores[name], expected, atol=1e-8)
+    expected = {"entropy": own, "entropy_scaled": scaled, "gmm_entropy": posterior}
+    for name, expected in expected.items():
+        assert np.allclose(scores[name], expected, atol=1e-8), name
     assert np.abs(own - posterior).max() > 0.1
     assert scores.keys() == {"density", "gmm_entropy", "class_mahalanobis", "mahalanobis",
                              "relative_mahalanobis", "entropy", "max_prob", "energy",
@@ -1017,8 +1047,8 @@ def test_the_networks_entropy_and_the_gaussians_entropy_have_their_own_names():
 
 CONFIDENCES = ["density", "energy", "max_prob", "class_mahalanobis", "mahalanobis",
                "relative_mahalanobis", "energy_scaled", "max_prob_scaled"]
-UNCERTAINTIES = ["entropy", "gmm_entropy", "entropy_scaled", "predictive_entropy", "mutual_information",
-                 "predictive_entropy_scaled", "mutual_information_scaled"]
+UNCERTAINTIES = ["entropy", "gmm_entropy", "entropy_scaled", "predictive_entropy",
+                 "mutual_information", "predictive_entropy_scaled", "mutual_information_scaled"]
 
 
 @pytest.mark.parametrize("name", CONFIDENCES + UNCERTAINTIES)
@@ -1029,9 +1059,9 @@ def test_detection_counts_confidences_and_uncertainties_on_their_sides(name):
     assert list(metrics) == [f"{m}_{name}" for m in DETECTION]
     scores, is_id = np.concatenate([inside, outside]), np.arange(1000) < 300
     confidence = scores if name in CONFIDENCES else -scores
-    assert metrics[f"auroc_{name}"] == pytest.approx(roc_auc_score(is_id, confidence), abs=1e-12)
-    assert metrics[f"aupr_in_{name}"] == pytest.approx(average_precision_score(is_id, confidence), abs=1e-12)
-    assert metrics[f"aupr_out_{name}"] == pytest.approx(average_precision_score(~is_id, -confidence), abs=1e-12)
+    expected = [roc_auc_score(is_id, confidence), average_precision_score(is_id, confidence),
+                average_precision_score(~is_id, -confidence)]
+    assert list(metrics.values())[:3] == pytest.approx(expected, abs=1e-12)
     assert (metrics[f"auroc_{name}"] > 0.6) == (name in CONFIDENCES)
     flat = ddu.detection_metrics({name: torch.zeros(300)}, {name: torch.zeros(700)})
     assert [flat[f"{m}_{name}"] for m in DETECTION] == pytest.approx([0.5, 0.3, 0.7, 1.0])
@@ -1051,7 +1081,8 @@ def test_every_score_tells_far_features_and_flat_logits_from_the_training_sets()
 
 
 def test_low_density_is_ood_whatever_the_entropy():
-    density, entropy = torch.tensor([5.0, 5.0, -5.0, -5.0, 1.0]), torch.tensor([0.1, 0.9, 0.1, 0.9, 0.5])
+    density = torch.tensor([5.0, 5.0, -5.0, -5.0, 1.0])
+    entropy = torch.tensor([0.1, 0.9, 0.1, 0.9, 0.5])
     assert ddu.decide(density, entropy, 1.0, 0.5).tolist() == [0, 1, 2, 2, 0]
 
 
@@ -1102,14 +1133,17 @@ def test_ensembles_average_probabilities():
     logits["test"], temperatures = logits["part"], (0.7, 2.0)
     labels = {k: rng.integers(0, 3, v.shape[1]) for k, v in logits.items()}
     labels["test"] = labels["part"] = np.append(0, labels["part"][1:])
-    members = [({"temperature": t}, {k: ddu.Outputs(torch.tensor(v[m]), torch.tensor(labels[k]), {})
-                                     for k, v in logits.items()}) for m, t in enumerate(temperatures)]
+    outputs = [{k: ddu.Outputs(torch.tensor(v[m]), torch.tensor(labels[k]), {})
+                for k, v in logits.items()} for m in (0, 1)]
+    members = [({"temperature": t}, out) for t, out in zip(temperatures, outputs)]
     metrics = ddu.evaluate_ensemble(members, {"test": {"part": None}, "ood": {"letters": None}})
     for suffix, scale in (("", (1, 1)), ("_scaled", temperatures)):
-        probs = {k: scipy.special.softmax(v / np.reshape(scale, (2, 1, 1)), 2) for k, v in logits.items()}
+        probs = {k: scipy.special.softmax(v / np.reshape(scale, (2, 1, 1)), 2)
+                 for k, v in logits.items()}
         mean = probs["test"].mean(0)
         assert mean[0].argmax() == 0 or suffix
-        assert metrics["test/accuracy" + suffix] == pytest.approx((mean.argmax(1) == labels["test"]).mean())
+        accuracy = (mean.argmax(1) == labels["test"]).mean()
+        assert metrics["test/accuracy" + suffix] == pytest.approx(accuracy)
         nll = -np.log(mean[np.arange(40), labels["test"]]).mean()
         assert metrics["test/nll" + suffix] == pytest.approx(nll, rel=1e-6)
         total = {k: scipy.stats.entropy(p.mean(0), axis=1) for k, p in probs.items()}
@@ -1119,7 +1153,7 @@ def test_ensembles_average_probabilities():
             is_ood = np.arange(100) >= 40
             expected = [roc_auc_score(is_ood, values), average_precision_score(~is_ood, -values),
                         average_precision_score(is_ood, values)]
-            ours = [metrics[f"letters/{m}_{name}{suffix}"] for m in ("auroc", "aupr_in", "aupr_out")]
+            ours = [metrics[f"letters/{m}_{name}{suffix}"] for m in DETECTION[:3]]
             assert ours == pytest.approx(expected, abs=1e-9)
 
 
@@ -1152,8 +1186,8 @@ PUBLISHED = {
 
 def test_published_results_have_the_published_layout():
     args = options(runs=3)
-    runs = [{"single": published_metrics(100 * r**2, False), "ensemble": published_metrics(7 * r, True)}
-            for r in range(3)]
+    runs = [{"single": published_metrics(100 * r**2, False),
+             "ensemble": published_metrics(7 * r, True)} for r in range(3)]
     files = ddu.published_results(runs, "cifar10", "svhn", args)
     stem = "res_wide_resnet_sn_3.0_mod_1"
     assert list(files) == [f"{stem}_{kind}_cifar10_svhn.json" for kind in PUBLISHED]
