@@ -730,6 +730,8 @@ def autocast(args, world):
 def train(net, train_set, run, args, world):
     """Cross entropy on the training set, resumed from this run's checkpoint if there is one."""
     device = world.device
+    run.open()
+    run.say(f"run directory {run.directory}")
     model = common.sync_batch_norm(net.to(device, memory_format=torch.channels_last), world)
     options = dict(lr=args.lr, weight_decay=args.weight_decay)
     if args.opt == "adam":
@@ -1188,9 +1190,7 @@ def run_name(args) -> str:
 def open_run(args, world, suffix, keys=TRAINING_OPTIONS):
     """The run directory of one network, or of a summary, whose results the options `keys` shape."""
     config = {k: getattr(args, k) for k in keys}
-    run = common.Run(args, "ddu", (args.name or run_name(args)) + suffix, config, world)
-    run.open()
-    return run
+    return common.Run(args, "ddu", (args.name or run_name(args)) + suffix, config, world)
 
 
 def load_finished(net, run, args):
@@ -1359,6 +1359,8 @@ def run_active_learning(args, world) -> dict:
         pool, test, start, ambiguous = active_learning_pool(args)
     suffix = f"-al{'-ambiguous' * args.ambiguous}-seed{args.seed}"
     run = open_run(args, world, suffix, ACTIVE_LEARNING_OPTIONS)
+    if not args.eval:
+        run.open()
     sizes = [*range(args.num_initial_samples, args.max_training_samples,
                     args.acquisition_batch_size), args.max_training_samples]
     jobs = [(a, r) for a in args.active_learning for r in range(args.runs)]

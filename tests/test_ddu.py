@@ -24,6 +24,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import nn
 
 import common
+import data
 import ddu
 
 ROOT = Path(__file__).parents[1]
@@ -715,7 +716,7 @@ def clusters(counts, dim, seed=0, spread=3.0):
 
 def moments_of(z, y, batches=1):
     moments = ddu.ClassMoments(torch.bincount(y), z.shape[1])
-    for part in torch.tensor_split(torch.arange(len(z)), batches):
+    for part in torch.arange(len(z)).tensor_split(batches):
         moments.update(z[part], y[part])
     return moments
 
@@ -827,6 +828,17 @@ def test_dead_features_get_the_smallest_jitter_that_factorises():
     scores = ddu.density_scores(gaussians, points)
     assert all(torch.isfinite(s).all() for s in scores.values())
     assert scores["density"][10:].min() > scores["density"][:10].max()
+
+
+def test_a_dependent_feature_is_singular_though_rounding_may_leave_a_factor():
+    for seed in range(20):
+        z, y = clusters((60, 50), 6, seed=seed)
+        z[:, 5] = z[:, :3].sum(1)
+        gaussians = fit(z, y)
+        variances = [np.var(z[y == c].numpy(), axis=0, ddof=1).mean() for c in (0, 1)]
+        assert gaussians.jitter == pytest.approx(1e-12 * np.mean(variances), rel=1e-9), seed
+    scales = torch.tensor([1e-9, 1e-3, 1.0, 1.0, 1e4, 1e9], dtype=torch.float64)
+    assert fit(clusters((60, 50), 6)[0] * scales, y).jitter == 0  # badly scaled, not singular
 
 
 def test_the_jitter_is_one_for_all_classes():
@@ -988,14 +1000,6 @@ def test_mahalanobis_scores_equal_scikit_learn(counts, offset):
     assert np.allclose(scores["class_mahalanobis"], -np.min(own, 0), rtol=1e-7, atol=1e-7)
 
 
-def test_scores_of_no_rows_are_empty():
-    """A last batch with fewer images than processes leaves some of them without any."""
-    z, y = clusters((20, 20), 4)
-    scores = ddu.density_scores(fit(z, y), torch.zeros(0, 4))
-    assert scores.keys() == ddu.density_scores(fit(z, y), z).keys()
-    assert all(len(s) == 0 for s in scores.values())
-
-
 def test_moments_take_a_batch_of_no_rows():
     z, y = clusters((20, 4), 6)
     moments = moments_of(z, y)
@@ -1121,6 +1125,26 @@ def test_one_cycle_rises_for_a_fifth_of_the_steps_and_falls_to_zero():
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
+
+
+def test_processes_without_an_image_of_the_last_batch_take_part_in_the_evaluation(monkeypatch):
+    net = build("lenet", 3, (1, 28, 28), sn=False, mod=False)
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (3, 1, 28, 28), dtype=torch.uint8, generator=generator)
+    images = data.ImageSet("three", pixels, torch.tensor([2, 0, 1]), 3, (0.1,), (0.3,))
+    z, y = clusters((4, 5, 6), 84)
+    gaussians, args = fit(z, y, jitter=0.1), options(model="lenet")
+    alone = ddu.evaluate_set(net, gaussians, images, args, common.World())
+    threads = Threads(4)
+    monkeypatch.setattr(common, "concat_rows", threads.concat_rows)
+    with ThreadPoolExecutor(4) as pool:
+        worlds = [common.World(rank=rank, size=4) for rank in range(4)]
+        results = list(pool.map(
+            lambda world: ddu.evaluate_set(net, gaussians, images, args, world), worlds))
+    for result in results:
+        assert torch.allclose(result.logits, alone.logits, atol=1e-5)
+        for name, score in alone.scores.items():
+            assert torch.allclose(result.scores[name], score, rtol=1e-5), name
 
 
 def test_ensembles_average_probabilities():
