@@ -739,7 +739,7 @@ def save_arrays(path, arrays):
 
 
 def to_json(value):
-    """Plain JSON of nested dicts, lists, numbers, tensors, paths; NaN and infinities become null."""
+    """Plain JSON of nested dicts, lists, numbers, tensors, paths; NaN and inf become null."""
     if isinstance(value, dict):
         return {str(k): to_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -757,7 +757,7 @@ def write_json(path, value):
 
 
 def save_checkpoint(path, state):
-    """Write tensors and plain Python atomically: killed at any time, `path` is whole, old or new."""
+    """Write tensors and plain Python atomically: if killed, `path` is whole, old or new."""
     with _replacing(path) as file:
         torch.save(state, file)
 
@@ -847,7 +847,7 @@ class Run:
         self.history = []
 
     def open(self):
-        """Make the directory, and args.json unless a checkpoint of this run is there to go on from."""
+        """Make the directory, and args.json unless there is a checkpoint to go on from."""
         if self.world.is_main:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)

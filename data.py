@@ -371,7 +371,7 @@ def _dirty_mnist(name, training, data_dir, download):
     if name == "ambiguous_mnist":
         return ambiguous
     mnist = _torchvision("mnist", training, data_dir, download)
-    return _concat(name, replace(mnist, images=_unit(mnist.images)), ambiguous)
+    return concat(name, replace(mnist, images=_unit(mnist.images)), ambiguous)
 
 
 def _read_ambiguous(path, download):
@@ -389,7 +389,7 @@ def _read_ambiguous(path, download):
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _concat(name, clean, ambiguous):
+def concat(name, clean, ambiguous):
     """Clean rows, each its own group, with one-hot label distributions; then ambiguous ones."""
     one_hot = F.one_hot(clean.labels, clean.num_classes).float()
     return ImageSet(name, torch.cat([clean.images, ambiguous.images]),
@@ -867,7 +867,7 @@ def _embedded(name, training):
     """The training pool or the test part of an embedded set; nothing else changes what it holds."""
     if name == "dirty_glyphs":
         clean, ambiguous = (_embedded(part, training) for part in ("glyphs", "glyphs_ambiguous"))
-        dataset = _concat(name, clean.select(slice(8000)), ambiguous.select(slice(8000)))
+        dataset = concat(name, clean.select(slice(8000)), ambiguous.select(slice(8000)))
     else:
         draw = {"glyphs": _glyphs, "glyphs_ambiguous": _blends, "glyphs_letters": _letters,
                 "numbers": _numbers}[name]
@@ -948,8 +948,8 @@ def _numbers(training, generator):
 
 def _blends(training, generator):
     """Two digits over each other, a little apart, the first with the share w (.35-.65) of the ink:
-    the label is the first with probability w. The training pool has each image five times."""
-    n, times = 2000, 5 if training else 1
+    the label is the first with probability w. The training pool has each image twice."""
+    n, times = (5000, 2) if training else (2000, 1)
     first = _balanced(n, 10, generator)
     second = (first + torch.randint(1, 10, (n,), generator=generator)) % 10
     angle, w = 2 * math.pi * torch.rand(n, generator=generator), torch.rand(n, generator=generator)

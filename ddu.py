@@ -1167,7 +1167,8 @@ def load_sets(args, world) -> dict:
     with common.main_first(world):
         like = data.load(args.dataset, "train", **options)
         if args.match_published and args.dataset in ("cifar100", "svhn"):
-            like = dataclasses.replace(like, **data.STATISTICS["cifar10"])
+            mean, std = data.TORCHVISION["cifar10"][4:6]
+            like = dataclasses.replace(like, mean=mean, std=std)
         sets = {"train": like, "val": load(args.dataset, "val"),
                 "test": {part: load(part) for part in PARTS.get(args.dataset, (args.dataset,))},
                 "ood": {Path(name.removeprefix("folder:")).name: load(name) for name in args.ood}}
