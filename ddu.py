@@ -1044,7 +1044,7 @@ def format_results(metrics, sets) -> str:
 
 # ---- Plots --------------------------------------------------------------------------------------
 
-COLOURS = ["#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"]  # colour-blind safe
+COLOURS = ["#4477AA", "#CCBB44", "#AA3377", "#228833", "#EE6677", "#66CCEE"]  # colour-blind safe
 
 
 def plot_uncertainty(plt, path, outputs, sets, threshold, entropy_threshold):
@@ -1066,13 +1066,12 @@ def plot_uncertainty(plt, path, outputs, sets, threshold, entropy_threshold):
     middle.axvline(threshold, color="black", ls="--", lw=1)
     right.axvline(threshold, color="black", ls="--", lw=1)
     right.plot([threshold, high], [entropy_threshold] * 2, color="black", ls="--", lw=1)
-    for x, y, text in ((low, top, "out of distribution"), (high, top, "ambiguous"),
-                       (high, 0, "clean")):
-        right.text(x, y, text, ha="left" if x == low else "right", va="top" if y else "bottom",
-                   bbox=dict(fc="white", ec="none", alpha=0.8))
+    for x, y, text in ((low, 1.1 * top, "out of distribution"), (high, 1.1 * top, "ambiguous"),
+                       (high, -0.1 * top, "clean")):
+        right.text(x, y, text, ha="left" if x == low else "right", va="center")
     left.set(xlabel="softmax entropy (nats)", ylabel="fraction of the set", yscale="log")
     middle.set(xlabel="log density (lower ones at the left edge)", ylabel="fraction of the set")
-    right.set(xlabel="log density", ylabel="softmax entropy (nats)")
+    right.set(xlabel="log density", ylabel="softmax entropy (nats)", ylim=(-0.2 * top, 1.2 * top))
     left.legend(frameon=False)
     save_figure(plt, figure, path)
 
@@ -1093,7 +1092,7 @@ def plot_reliability(plt, path, outputs, temperature):
         axis.set(xlabel="confidence", xlim=(0, 1), ylim=(0, 1),
                  title=f"T = {t:.2f}, ECE {100 * common.ece(probs, outputs.labels):.2f} %")
     axes[0].set_ylabel("accuracy")
-    axes[0].legend(frameon=False, loc="upper left")
+    axes[0].legend(loc="upper left")
     save_figure(plt, figure, path)
 
 
