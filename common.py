@@ -626,8 +626,9 @@ class Dropout(nn.Dropout):
         if not self.training or self.p == 0 or not dist.is_initialized():
             return super().forward(x)
         rank, size, rows = dist.get_rank(), dist.get_world_size(), len(x)
-        mask = F.dropout(x.new_ones(rows * size, *x.shape[1:]), self.p)
-        return x * mask[rank * rows:(rank + 1) * rows]
+        # in the memory order of x, as a single process would draw it
+        ones = x.new_empty_strided((rows * size, *x.shape[1:]), x.stride()).fill_(1)
+        return x * F.dropout(ones, self.p)[rank * rows:(rank + 1) * rows]
 
 
 # ---- Runs ---------------------------------------------------------------------------------------
@@ -882,10 +883,10 @@ class Run:
     def save(self, **state):
         """Write last.pt and log.jsonl; both tell of the same epochs."""
         if self.world.is_main:
-            save_checkpoint(self.checkpoint,
-                            {"config": self.config, "history": self.history, **state})
             lines = "".join(json.dumps(to_json(row)) + "\n" for row in self.history)
             write_text(self.directory / "log.jsonl", lines)
+            save_checkpoint(self.checkpoint,
+                            {"config": self.config, "history": self.history, **state})
 
     def results(self, metrics, timing, **more):
         """Write results.json and return its content."""

@@ -52,8 +52,9 @@ from common import UserError, World
 
 PRESETS = {
     # paper: SGD 0.1, momentum 0.9, decay 5e-4 on everything, batch 128, 350 epochs, /10 at 150, 250
-    "": dict(model="wide_resnet", sn=True, mod=True, epochs=350, batch_size=128, lr=0.1,
-             weight_decay=5e-4, schedule="step", width=1.0, amp="off", compile=False, ood=["svhn"]),
+    "": dict(model="wide_resnet", sn=True, mod=True, coeff=3.0, power_iterations=1, epochs=350,
+             batch_size=128, opt="sgd", lr=0.1, weight_decay=5e-4, schedule="step", width=1.0,
+             amp="off", compile=False, ood=["svhn"]),
     "cifar10": dict(ood=["svhn", "cifar100", "tiny_imagenet"]),
     "cifar100": dict(ood=["svhn", "tiny_imagenet"]),
     "svhn": dict(ood=["cifar10", "cifar100"]),
@@ -155,9 +156,6 @@ def parse_args(argv=None):
 
 def check_args(args):
     """Fill what depends on other options; refuse what cannot work, before anything is loaded."""
-    args.coeff = 3.0 if args.coeff is None else args.coeff
-    args.power_iterations = args.power_iterations or 1
-    args.opt = args.opt or "sgd"
     if args.augment is None:
         args.augment = args.dataset in ("cifar10", "cifar100", "tiny_imagenet")
     if args.first_milestone is None:
@@ -179,6 +177,8 @@ def check_args(args):
         if not low <= getattr(args, key) <= high:
             raise UserError(f"--{key.replace('_', '-')} {getattr(args, key)}: "
                             f"must lie in [{low}, {high}]")
+    if args.model == "wide_resnet" and (args.depth < 10 or args.depth % 6 != 4):
+        raise UserError(f"--depth {args.depth}: wide_resnet takes 6n + 4, from 10 on")
     if args.features and not args.score or args.score and not args.features:
         raise UserError("--features TRAIN.npz and --score FILE.npz ... go together")
     if args.model == "lenet" and (args.sn or args.mod):
@@ -615,13 +615,17 @@ def fit_gaussians(moments, priors="none", jitter="auto") -> Gaussians:
 
 
 def factorise(covariances, steps):
-    """(eps, {c: Cholesky factor of Sigma_c + eps I}): the first eps at which all have one."""
+    """(eps, {c: Cholesky factor of Sigma_c + eps I}): the first eps at which all have one.
+
+    A pivot that is only rounding beside its variance counts as none.
+    """
     for eps in steps:
         factors = {}
         for c, s in covariances.items():
-            identity = torch.eye(len(s), dtype=s.dtype)
-            factors[c], failed = torch.linalg.cholesky_ex(s + eps * identity)
-            if failed:
+            s = s + eps * torch.eye(len(s), dtype=s.dtype)
+            factors[c], failed = torch.linalg.cholesky_ex(s)
+            rounding = 2 * len(s) * torch.finfo(s.dtype).eps * s.diagonal()
+            if failed or (factors[c].diagonal().square() <= rounding).any():
                 break
         else:
             return eps, factors
@@ -672,12 +676,11 @@ def density_scores(gaussians, features) -> dict:
     """
     class_log_density = class_log_densities(gaussians, features)
     joint = class_log_density + gaussians.log_prior
-    z, dim = features.to(gaussians.mean), features.shape[1]
-    squared = -2 * class_log_density - gaussians.log_det - dim * math.log(2 * math.pi)
-    shared = torch.cdist(z @ gaussians.within.T, gaussians.mean @ gaussians.within.T).square()
+    squared = -2 * class_log_density - gaussians.log_det - features.shape[1] * math.log(2 * math.pi)
     centre = gaussians.count @ gaussians.mean / gaussians.count.sum()
-    without_class = ((z - centre) @ gaussians.total.T).square().sum(1)
-    nearest = shared.min(1).values
+    z, mean = features.to(centre) - centre, gaussians.mean - centre
+    without_class = (z @ gaussians.total.T).square().sum(1)
+    nearest = torch.cdist(z @ gaussians.within.T, mean @ gaussians.within.T).min(1).values.square()
     return {"density": joint.logsumexp(1), "gmm_entropy": common.entropy(joint.softmax(1)),
             "class_mahalanobis": -squared.min(1).values, "mahalanobis": -nearest,
             "relative_mahalanobis": without_class - nearest}
@@ -826,6 +829,8 @@ def forward_batches(net, dataset, args, world):
     """Yield (batch, logits, features), float32, of this process's rows: eval mode, un-augmented."""
     net.eval()
     for batch in make_loader(dataset, args, world, max(512, args.batch_size)).epoch():
+        if not len(batch.labels):  # more processes than images left
+            continue
         with autocast(args, world):
             logits, features = net(batch.images)
         yield batch, logits.float(), features.float()
@@ -1020,7 +1025,7 @@ def published_results(runs, dataset, ood, args) -> dict:
 def published_stem(args) -> str:
     """File names of the published code: model, _sn_3.0, _mod, seed."""
     spectral = f"_sn_{args.coeff}" if args.sn else ""
-    return f"{args.model}{spectral}{'_mod' * args.mod}_{args.seed}"
+    return f"{args.model.replace('/', '_')}{spectral}{'_mod' * args.mod}_{args.seed}"
 
 
 def format_results(metrics, sets) -> str:
