@@ -11,6 +11,8 @@ Shared by the five scripts; no model, no loss, nothing of one paper. Three parts
 
 import argparse
 import contextlib
+import inspect
+import io
 import json
 import math
 import os
@@ -31,6 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from scipy.optimize import brentq
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 class UserError(ValueError):
@@ -508,17 +511,44 @@ def start_world(device="auto") -> World:
 @contextlib.contextmanager
 def main_first(world):
     """Let one process of each machine do the block (a download, a cache) before the others."""
-    if world.size > 1 and world.local_rank:
-        dist.barrier()
-    yield
-    if world.size > 1 and not world.local_rank:
-        dist.barrier()
+    if world.local_rank:
+        barrier(world)
+    try:
+        yield
+    finally:  # after an error too: the others then meet the same one, and say so
+        if not world.local_rank:
+            barrier(world)
 
 
 def barrier(world):
     """Wait for all processes."""
     if world.size > 1:
         dist.barrier()
+
+
+def broadcast_bytes(content, world):
+    """The main process's bytes, or None, on all processes."""
+    if world.size == 1:
+        return content
+    length = torch.tensor(-1 if content is None else len(content))
+    dist.broadcast(length, 0)
+    if length < 0:
+        return None
+    buffer = torch.empty(int(length), dtype=torch.uint8)
+    if world.is_main:
+        buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    dist.broadcast(buffer, 0)
+    return buffer.numpy().tobytes()
+
+
+def data_parallel(net, world):
+    """`net` under DistributedDataParallel; its buffers are equal on all ranks already."""
+    if world.size == 1:
+        return net
+    parameters = inspect.signature(DistributedDataParallel).parameters  # renamed in torch 2.14
+    sync = next(p for p in ("forward_sync_buffers", "broadcast_buffers") if p in parameters)
+    ids = [world.device.index] if world.device.type == "cuda" else None
+    return DistributedDataParallel(net, device_ids=ids, **{sync: False})
 
 
 def derive_seed(seed, *counters) -> int:
@@ -763,16 +793,18 @@ def save_checkpoint(path, state):
         torch.save(state, file)
 
 
-def load_checkpoint(path, same=None):
+def load_checkpoint(path, same=None, world=World()):
     """Read a checkpoint to the CPU; raise UserError if it is absent, damaged, or of other options.
 
-    `same`: the options that must equal those stored under "config".
+    `same`: the options that must equal those stored under "config". The main process reads; the
+    others, perhaps on a machine that does not share the disk, get the bytes from it.
     """
+    path = Path(path)
+    content = path.read_bytes() if world.is_main and path.is_file() else None
+    if (content := broadcast_bytes(content, world)) is None:
+        raise UserError(f"no checkpoint at {path}; train first (the same command without --eval)")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"no checkpoint at {path}; train first (the same command without "
-                        "--eval)") from None
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a damaged file
         raise UserError(f"{path} cannot be read as a checkpoint ({first_line(error)}); delete it "
                         "to start anew") from None
@@ -865,10 +897,11 @@ class Run:
 
     def load(self, required=False):
         """The state to go on from, or None. Its config must equal this run's."""
-        explicit = self.resume_from != self.checkpoint
-        if not required and not explicit and (self.fresh or not self.checkpoint.exists()):
+        own = self.resume_from == self.checkpoint
+        there = broadcast_bytes(b"1" if self.checkpoint.exists() else None, self.world) is not None
+        if own and not required and (self.fresh or not there):
             return None
-        state = load_checkpoint(self.resume_from, same=self.config)
+        state = load_checkpoint(self.resume_from, same=self.config, world=self.world)
         self.history = state.get("history", [])
         return state
 

@@ -39,10 +39,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import common
 import data
@@ -72,7 +70,8 @@ PRESETS = {
     "numbers": dict(model="resnet18", mod=False, width=0.25, epochs=6, schedule="one_cycle",
                     ood=["glyphs_letters"]),
     "two_moons": dict(model="fc_resnet", mod=False, epochs=150, lr=1e-3, batch_size=64, coeff=0.65,
-                      power_iterations=5, opt="adam", weight_decay=0.0, ood=[]),
+                      power_iterations=5, opt="adam", weight_decay=0.0, ood=[],
+                      first_milestone=1_000_000),  # published code: a constant learning rate
 }
 # Each of these sets is the union of a clean and an ambiguous one.
 PARTS = {"dirty_mnist": ("mnist", "ambiguous_mnist"),
@@ -161,7 +160,7 @@ def check_args(args):
     if args.first_milestone is None:
         args.first_milestone = round(args.epochs * 150 / 350)
     if args.second_milestone is None:
-        args.second_milestone = round(args.epochs * 250 / 350)
+        args.second_milestone = max(args.first_milestone, round(args.epochs * 250 / 350))
     if args.jitter != "auto":
         try:
             args.jitter = float(args.jitter)
@@ -169,10 +168,20 @@ def check_args(args):
             raise UserError(f"--jitter {args.jitter}: use auto or a number") from None
         if not 0 <= args.jitter < math.inf:
             raise UserError(f"--jitter {args.jitter}: must not be negative")
-    for key in ("runs", "ensemble", "num_ensemble", "power_iterations", "save_interval"):
+    for key in ("runs", "ensemble", "num_ensemble", "power_iterations", "save_interval", "draws",
+                "subsample", "num_initial_samples", "acquisition_batch_size"):
         if getattr(args, key) < 1:
             raise UserError(f"--{key.replace('_', '-')} {getattr(args, key)}: must be at least 1")
+    if args.max_training_samples < args.num_initial_samples:
+        raise UserError(f"--max-training-samples {args.max_training_samples}: must be at least "
+                        f"--num-initial-samples {args.num_initial_samples}")
+    if args.nesterov and not args.momentum:
+        raise UserError("--nesterov needs a --momentum above 0")
+    if (args.model == "fc_resnet") != (args.dataset == "two_moons") and not args.features:
+        raise UserError(f"--model {args.model} is not for --dataset {args.dataset}: two_moons and "
+                        "fc_resnet go together")
     for key, low, high in (("coeff", 1e-6, math.inf), ("dropout", 0, 0.99), ("noise", 0, 1),
+                           ("momentum", 0, 1), ("entropy_threshold", 0, math.inf),
                            ("density_quantile", 0, 1), ("weight_decay", 0, math.inf)):
         if not low <= getattr(args, key) <= high:
             raise UserError(f"--{key.replace('_', '-')} {getattr(args, key)}: "
@@ -444,7 +453,7 @@ class FCResNet(nn.Module):
 class TorchvisionNet(nn.Module):
     """Any torchvision classifier that ends in a linear layer; its input is the feature."""
 
-    def __init__(self, name, weights, num_classes):
+    def __init__(self, name, weights, num_classes, shape):
         super().__init__()
         import torchvision
         try:
@@ -460,6 +469,11 @@ class TorchvisionNet(nn.Module):
         linear = [n for n, m in self.body.named_modules() if isinstance(m, nn.Linear)]
         if not linear:
             raise UserError(f"--model torchvision/{name} does not end in a linear layer")
+        try:
+            self.eval().body(torch.zeros(1, *shape))
+        except Exception as error:
+            raise UserError(f"--model torchvision/{name} does not take images {tuple(shape)}: "
+                            f"{common.first_line(error)}") from None
         self.head = self.body.get_submodule(linear[-1])
         self.body.set_submodule(linear[-1], nn.Identity())
         if self.head.out_features != num_classes:
@@ -478,7 +492,7 @@ NETWORKS = {"lenet": LeNet, "resnet18": ResNet, "resnet50": ResNet, "wide_resnet
 def make_network(args, num_classes, shape):
     """The network of `args` for inputs of `shape` (C, H, W), spectral-normalised if so asked."""
     if args.model.startswith("torchvision/"):
-        return TorchvisionNet(args.model.split("/", 1)[1], args.weights, num_classes)
+        return TorchvisionNet(args.model.split("/", 1)[1], args.weights, num_classes, shape)
     if args.model not in NETWORKS:
         raise UserError(f"--model {args.model}: use one of {', '.join(NETWORKS)}, torchvision/NAME")
     if args.model == "lenet" and tuple(shape) != (1, 28, 28):
@@ -762,9 +776,7 @@ def train(net, train_set, run, args, world):
         run.say(f"{run.resume_from}: {progress['epoch']} of {args.epochs} epochs are done")
     if args.compile:
         model = torch.compile(model)
-    if world.size > 1:  # buffers are equal on all ranks already: global statistics, same iterations
-        ids = [device.index] if device.type == "cuda" else None
-        model = DistributedDataParallel(model, broadcast_buffers=False, device_ids=ids)
+    model = common.data_parallel(model, world)
 
     def save(**progress):
         if not math.isfinite(torch.nn.utils.get_total_norm(net.parameters())):
@@ -775,25 +787,29 @@ def train(net, train_set, run, args, world):
     with common.StopSignals() as stop:
         for epoch in range(progress["epoch"], args.epochs):
             clock, first = common.Stopwatch(device), progress["step"]
-            step, losses, correct = train_epoch(model, optimiser, loader, epoch, steps, progress,
-                                                stop, args, world)
+            step, signum, losses, correct = train_epoch(model, optimiser, loader, epoch, steps,
+                                                        progress, stop, args, world)
             common.check_finite(losses[:step], epoch * steps, lr_at)
             if step < steps:
                 save(epoch=epoch, step=step, losses=losses, correct=correct)
-                raise common.Stopped(stop.signum, f"in epoch {epoch + 1} after step {step}")
+                raise common.Stopped(signum, f"in epoch {epoch + 1} after step {step}")
             seconds, images = clock.seconds(), min(steps * args.batch_size, len(train_set))
             run.log(epoch=epoch + 1, epochs=args.epochs, loss_nats=losses.mean().item(),
                     accuracy=correct.sum().item() / images, lr=lr_at(epoch * steps + steps - 1),
                     images_per_s=images * (1 - first / steps) / seconds, seconds=seconds)
             progress = {"step": 0, "losses": torch.zeros(steps), "correct": torch.zeros(steps)}
-            if (epoch + 1) % args.save_interval == 0 or epoch + 1 == args.epochs:
+            signum = signum or stop.asked(world)
+            if (epoch + 1) % args.save_interval == 0 or epoch + 1 == args.epochs or signum:
                 save(epoch=epoch + 1, **progress)
+            if signum:
+                raise common.Stopped(signum, f"after epoch {epoch + 1}")
 
 
 def train_epoch(model, optimiser, loader, epoch, steps, progress, stop, args, world):
     """Steps progress["step"] to `steps` of an epoch; fewer if a stop is asked for.
 
-    Returns the steps done and, by step, mean loss and correct predictions [steps], on the CPU.
+    Returns the steps done, the signal that stopped it or 0 and, by step, mean loss and correct
+    predictions [steps], on the CPU.
     """
     model.train()
     share = float(world.is_main)  # sums over processes from before an interruption count once
@@ -812,9 +828,9 @@ def train_epoch(model, optimiser, loader, epoch, steps, progress, stop, args, wo
         optimiser.step()
         losses[step] = loss.detach()
         correct[step] = (logits.argmax(1) == batch.labels).sum()
-        if stop.asked(world, step):
+        if signum := stop.asked(world, step):
             break
-    return step + 1, *(common.all_reduce(t, world).cpu() for t in (losses, correct))
+    return step + 1, signum, *(common.all_reduce(t, world).cpu() for t in (losses, correct))
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
@@ -1132,10 +1148,10 @@ def plot_two_moons(plt, path, x, y, grid, panels):
     figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.6),
                                 constrained_layout=True)
     for axis, (title, values) in zip(axes, panels.items()):
-        image = axis.pcolormesh(*grid, values.view(grid[0].shape), cmap="viridis", shading="auto")
+        image = axis.pcolormesh(*(t.numpy() for t in (*grid, values.view(grid[0].shape))))
         figure.colorbar(image, ax=axis)
         for c in (0, 1):
-            axis.plot(*x[y == c][:500].T, ".", ms=2, color=COLOURS[1 + c])
+            axis.plot(*x[y == c][:500].T.numpy(), ".", ms=2, color=COLOURS[1 + c])
         axis.set(title=title, xlim=(-2.5, 3.5), ylim=(-3, 3))
     save_figure(plt, figure, path)
 
@@ -1158,7 +1174,6 @@ def plot_active_learning(plt, path, curves, labels, ylabel="test accuracy %"):
 def save_figure(plt, figure, path):
     figure.savefig(path, dpi=150)
     plt.close(figure)
-    print(f"picture {path}", flush=True)
 
 
 # ---- Main ---------------------------------------------------------------------------------------
@@ -1244,6 +1259,7 @@ def run_network(args, world, several):
                              metrics["temperature"])
             if args.shift != "none":
                 plot_shift(plt, path / "shift.png", metrics)
+            run.say(f"pictures in {path}")
     return metrics, outputs, sets
 
 
@@ -1304,6 +1320,9 @@ def active_learning_pool(args):
         raise UserError(f"--num-initial-samples {args.num_initial_samples}: must be a multiple of "
                         f"the {pool.num_classes} classes, at least two of each")
     order = torch.randperm(len(pool), generator=generator)
+    if args.max_training_samples > len(pool):
+        raise UserError(f"--max-training-samples {args.max_training_samples}: the pool has "
+                        f"{len(pool)} examples")
     start = torch.cat([order[pool.labels[order] == c][:per_class] for c in range(pool.num_classes)])
     return pool, test, start, ambiguous
 
@@ -1437,6 +1456,7 @@ def active_learning_results(run, pool, ambiguous, sizes, args, world) -> dict:
             if shares:
                 plot_active_learning(plt, run.directory / "ambiguous_share.png", shares, sizes[1:],
                                      "share of ambiguous examples among the labelled")
+            run.say(f"pictures in {run.directory}")
     return metrics
 
 
@@ -1458,6 +1478,8 @@ def pool_entropy(pool, args, world) -> Tensor:
 def read_features(path, dim=None, labelled=False):
     """Features [N, D] (and labels [N]) of an .npz file, checked."""
     arrays = common.load_arrays(path, ("features", "labels") if labelled else ("features",))
+    if any(a.dtype.kind not in "fiu" for a in arrays.values()):
+        raise UserError(f"{path}: arrays must hold numbers")
     features = torch.as_tensor(arrays["features"])
     if features.ndim != 2 or features.shape[1] != (dim or features.shape[1]) or not len(features):
         raise UserError(f"{path}: 'features' must be [N, {dim or 'D'}], not {list(features.shape)}")
@@ -1503,8 +1525,8 @@ def run_features(args, world) -> dict:
     if world.is_main:
         for name, scores in files.items():
             common.save_arrays(run.directory / f"scores_{name}.npz", scores)
-        print(common.format_table(["scored", "n", "mean log density", "below threshold", *shown],
-                                  rows))
+        print(common.format_table(["scored", "n", "mean log density", "below threshold",
+                                   "AUROC density", "Mahalanobis", "relative"], rows))
         print(f"scores by example: {run.directory}/scores_*.npz; jitter {gaussians.jitter:.3g}")
     return metrics
 
@@ -1557,6 +1579,7 @@ def run_two_moons(args, world) -> dict:
                 "predictive entropy, 3 members": common.ensemble_uncertainty(log_probs)["total"],
                 "softmax entropy, spectral norm": entropy,
                 "DDU density, spectral norm": above / above.max()})
+            run.say(f"picture in {run.directory}")
     return metrics
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, Child, free_port, run_ddu, start_ranks, wait_for
+from conftest import REPO, Child, free_port, run_ddu, run_ddu_in_float64, start_ranks, wait_for
 from PIL import Image
 from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
@@ -43,13 +43,17 @@ def snapshot(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+def small_options(data, out):
+    return ["--dataset", "tiny_imagenet", "--data-dir", str(data), "--ood", f"folder:{data}/odd", "--model",
+            "wide_resnet", "--depth", "10", "--width", "0.02", "--batch-size", "36", "--epochs", "3", "--lr", "0.05",
+            "--out-dir", str(out), "--name", "run", "--no-plot", *CPU]
+
+
 @pytest.fixture
 def small(small_data, tmp_path):
     """Options of a run that takes a second and has all that makes runs differ: SN, batch norm,
-    dropout, augmentation, momentum, and a last batch of one image."""
-    return ["--dataset", "tiny_imagenet", "--data-dir", str(small_data), "--ood", f"folder:{small_data}/odd",
-            "--model", "wide_resnet", "--depth", "10", "--width", "0.02", "-b", "54", "--epochs", "3",
-            "--lr", "0.05", "--out-dir", str(tmp_path / "runs"), "--name", "run", "--no-plot", *CPU]
+    dropout, augmentation, momentum, and a last batch of one image. 3 epochs of 4 steps."""
+    return small_options(small_data, tmp_path / "runs")
 
 
 def run_of(options):
@@ -228,10 +232,11 @@ def test_without_matplotlib_the_run_says_how_to_get_it(small, monkeypatch, capfd
 
 
 def test_singular_covariances_are_handled_and_reported(small):
-    metrics = ddu.main(with_options(small, width=0.15, epochs=1))  # 96 features, 54 examples a class
+    small = with_options(small, width=0.05, epochs=1)  # 32 features, 27 examples a class
+    metrics = ddu.main(small)
     assert metrics["features"] > metrics["examples_per_class_min"] and metrics["jitter"] > 0
     assert all(math.isfinite(v) for v in metrics.values())
-    fixed = ddu.main([*with_options(small, width=0.15, epochs=1), "--eval", "--jitter", "0.5"])
+    fixed = ddu.main([*small, "--eval", "--jitter", "0.5"])
     assert fixed["jitter"] == 0.5
 
 
@@ -253,20 +258,23 @@ def test_other_networks_and_options(small, model, more):
 def test_narrow_shortcuts_do_not_corrupt_memory(small, tmp_path):
     """oneDNN's weight gradient of a strided 1x1 convolution with fewer than 16 channels, channels last,
     writes past its workspace (uxlfoundation/oneDNN issue 6035): a crash here, or worse."""
-    options = [*small, "--model", "resnet18", "--width", "0.05", "--no-mod"]
+    options = [*with_options(small, epochs=1, batch_size=54), "--model", "resnet50", "--width", "0.03", "--no-mod",
+               "--no-sn"]
     assert Child(tmp_path, run_ddu, *options).wait().status == 0
 
 
 # ---- Killed and resumed ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-def uninterrupted(small):
-    """(options, last.pt of a run that nobody disturbed, its metrics): five epochs of 28 steps."""
-    long = with_options(small, batch_size=8, epochs=5)
-    long.remove("-b"), long.remove("54")
-    calm = with_options(long, name="calm")
-    return long, run_of(calm) / "last.pt", ddu.main(calm)
+LONG = dict(batch_size=6, epochs=4)  # epochs of 19 steps
+
+
+@pytest.fixture(scope="module")
+def calm(small_data, tmp_path_factory):
+    """(last.pt, metrics) of a LONG run that nobody disturbed."""
+    options = with_options(small_options(small_data, tmp_path_factory.mktemp("calm")), **LONG)
+    metrics = ddu.main(options)
+    return run_of(options) / "last.pt", metrics
 
 
 def epochs_done(folder):
@@ -274,25 +282,25 @@ def epochs_done(folder):
     return torch.load(path, weights_only=True)["progress"]["epoch"] if path.exists() else 0
 
 
-def test_killed_and_restarted_equals_uninterrupted(uninterrupted, tmp_path):
-    options, expected, metrics = uninterrupted
+def test_killed_and_restarted_equals_uninterrupted(small, calm, tmp_path):
+    options, (expected, metrics) = with_options(small, **LONG), calm
     folder, last = run_of(options), 0
     for _ in range(2):
         child = Child(tmp_path, run_ddu, *options)
         wait_for(lambda: epochs_done(folder) > last or not child.process.is_alive(), what="epoch")
-        time.sleep(0.1)  # into the next epoch
+        time.sleep(0.05)  # into the next epoch
         os.kill(child.process.pid, signal.SIGKILL)
         child.process.join()
         last = epochs_done(folder)
-        assert child.status == -signal.SIGKILL and last < 5, child.stderr
+        assert child.status == -signal.SIGKILL and last < 4, child.stderr
     assert ddu.main(options) == metrics
     assert_same_weights(folder / "last.pt", expected)
-    assert len((folder / "log.jsonl").read_text().splitlines()) == 5
+    assert len((folder / "log.jsonl").read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_stopped_in_mid_epoch_and_resumed_equals_uninterrupted(uninterrupted, tmp_path, number):
-    options, expected, metrics = uninterrupted
+def test_stopped_in_mid_epoch_and_resumed_equals_uninterrupted(small, calm, tmp_path, number):
+    options, (expected, metrics) = with_options(small, **LONG), calm
     folder = run_of(options)
     child = Child(tmp_path, run_ddu, *options)
     wait_for(lambda: epochs_done(folder) > 0 or not child.process.is_alive(), what="epoch")
@@ -301,7 +309,7 @@ def test_stopped_in_mid_epoch_and_resumed_equals_uninterrupted(uninterrupted, tm
     assert child.status == 128 + number, child.stderr
     assert child.stderr.count("\n") == 1 and number.name in child.stderr and "Traceback" not in child.stderr
     state = torch.load(folder / "last.pt", weights_only=True)
-    assert 0 < state["progress"]["step"] < 28 and 0 < state["progress"]["epoch"] < 5
+    assert 0 < state["progress"]["step"] < 19 and 0 < state["progress"]["epoch"] < 4
     assert f"epoch {state['progress']['epoch'] + 1} after step {state['progress']['step']}" in child.stderr
     assert not (folder / "results.json").exists()
     assert ddu.main(options) == metrics
@@ -333,49 +341,52 @@ def test_save_interval_keeps_the_result(small):
 
 # ---- Several processes ----------------------------------------------------------------------------
 
-# Float rounding after 15 steps of SGD through batch norm; statistics of the local batch, a mask or
-# an augmentation that depends on the rank, or a wrong mean of gradients are off by 0.01 and more.
-ROUNDING = 2e-4
 
 
 def finish(children, status=0):
     for child in children:
         child.wait()
         assert child.status == status, child.stderr
-        assert "Traceback" not in child.stderr
+        assert "Traceback" not in child.stderr and "Warning" not in child.stderr
     return children
 
 
 @pytest.mark.parametrize("more", [
-    ["--model", "resnet18", "--width", "0.05"],
-    ["--model", "wide_resnet", "--dropout", "0"],
-    ["--model", "wide_resnet", "--dropout", "0.3", "-b", "56"]])  # 49 images in the last batch: uneven
+    ["--model", "resnet18", "--width", "0.05", "--amp", "off"],
+    ["--model", "wide_resnet", "--dropout", "0.3", "--no-mod"],
+    ["--model", "vgg16", "--width", "0.05", "--limit-steps", "3"],
+    ["--model", "wide_resnet", "--dropout", "0.3", "-b", "34"]])  # 7 images in the last batch: uneven
 def test_two_processes_equal_one(small, tmp_path, more):
-    one, two = ([*with_options(small, name=name), *more] for name in ("one", "two"))
-    metrics = ddu.main(one)
-    children = finish(start_ranks(tmp_path, 2, run_ddu, *two))
-    assert_close_weights(run_of(one) / "last.pt", run_of(two) / "last.pt", ROUNDING)
-    results = strict_json(run_of(two) / "results.json")
-    assert results["environment"]["processes"] == 2
-    assert_close_metrics(common.to_json(metrics), results["metrics"])
-    assert "AUROC" in children[0].stdout and children[1].stdout == ""  # the main process alone prints
+    """In float64, lest batch norm and leaky ReLU blow rounding up: then nothing but rounding is left."""
+    one, two = ([*with_options(small, name=name, epochs=2), *more] for name in ("one", "two"))
+    children = [Child(tmp_path, run_ddu_in_float64, *one, rank=9)]
+    children += start_ranks(tmp_path, 2, run_ddu_in_float64, *two)
+    finish(children)
+    assert_close_weights(run_of(one) / "last.pt", run_of(two) / "last.pt", 1e-9)
+    results = [strict_json(run_of(options) / "results.json") for options in (one, two)]
+    assert [r["environment"]["processes"] for r in results] == [1, 2]
+    assert_close_metrics(*(r["metrics"] for r in results), 1e-5)
+    assert "AUROC" in children[1].stdout and children[2].stdout == ""  # the main process alone prints
     logs = [[json.loads(line) for line in (run_of(o) / "log.jsonl").read_text().splitlines()] for o in (one, two)]
     for a, b in zip(*logs, strict=True):
-        assert a["loss_nats"] == pytest.approx(b["loss_nats"], abs=1e-4)
-        assert a["accuracy"] == pytest.approx(b["accuracy"], abs=0.01)  # an argmax may flip
-    # either number of processes goes on from, and evaluates, the other's checkpoint
-    assert_close_metrics(ddu.main([*two, "--eval"]), results["metrics"], 1e-5)
+        assert a["loss_nats"] == pytest.approx(b["loss_nats"], abs=1e-5) and a["accuracy"] == b["accuracy"]
 
 
-def test_stopped_with_two_processes_and_resumed(uninterrupted, tmp_path):
-    options, _, _ = uninterrupted
-    calm, stopped = (with_options(options, name=name) for name in ("calm2", "stopped2"))
+def test_one_process_evaluates_the_run_of_two(small, tmp_path):
+    finish(start_ranks(tmp_path, 2, run_ddu, *small))
+    results = strict_json(run_of(small) / "results.json")
+    assert_close_metrics(results["metrics"], common.to_json(ddu.main([*small, "--eval"])), 1e-4)
+
+
+def test_stopped_with_two_processes_and_resumed(small, tmp_path):
+    small = with_options(small, **LONG)
+    calm, stopped = (with_options(small, name=name) for name in ("calm", "stopped"))
     finish(start_ranks(tmp_path, 2, run_ddu, *calm))
     children = start_ranks(tmp_path, 2, run_ddu, *stopped)
     wait_for(lambda: epochs_done(run_of(stopped)) > 0 or not children[1].process.is_alive(), what="epoch")
     os.kill(children[1].process.pid, signal.SIGTERM)  # one of the two: both must stop
     finish(children, 128 + signal.SIGTERM)
-    assert epochs_done(run_of(stopped)) < 5
+    assert epochs_done(run_of(stopped)) < 4
     finish(start_ranks(tmp_path, 2, run_ddu, *stopped))
     assert_same_weights(run_of(calm) / "last.pt", run_of(stopped) / "last.pt")
 
@@ -385,18 +396,12 @@ def test_two_machines_that_share_no_disk(small, tmp_path):
     def each(rank):
         return ["--out-dir", str(tmp_path / f"machine{rank}")]
 
-    short = with_options(small, epochs=2)
-    finish(start_ranks(tmp_path, 2, run_ddu, *short, each=each))
-    folders = [tmp_path / f"machine{r}" / "ddu" / "run" for r in (0, 1)]
-    assert (folders[0] / "last.pt").exists()
-    before = (folders[0] / "last.pt").read_bytes()
-    children = start_ranks(tmp_path, 2, run_ddu, *short, each=each)
-    for child in children:
-        child.wait(60)
-    if {child.status for child in children} == {0}:
-        assert (folders[0] / "last.pt").read_bytes() == before
-    else:  # or says in one line that it cannot
-        assert 2 in {child.status for child in children}
+    finish(start_ranks(tmp_path, 2, run_ddu, *small, each=each))
+    last = tmp_path / "machine0" / "ddu" / "run" / "last.pt"
+    before = last.read_bytes()
+    finish(start_ranks(tmp_path, 2, run_ddu, *small, each=each))
+    assert last.read_bytes() == before
+    finish(start_ranks(tmp_path, 2, run_ddu, *small, "--eval", each=each))
 
 
 def torchrun(options, **flags):
@@ -406,7 +411,8 @@ def torchrun(options, **flags):
 
 
 def test_torchrun_on_one_machine_and_on_two_equals_one_process(small):
-    one, two, nodes = (with_options(small, name=name, dropout=0) for name in ("one", "two", "nodes"))
+    # few steps: rounding grows by the step (see above for the exact comparison)
+    one, two, nodes = (with_options(small, name=name, epochs=1, limit_steps=2) for name in ("one", "two", "nodes"))
     jobs = [torchrun(two, nproc_per_node=2, master_addr="127.0.0.1", master_port=free_port())]
     port = free_port()
     jobs += [torchrun(nodes, nnodes=2, nproc_per_node=1, node_rank=r, master_addr="127.0.0.1", master_port=port)
@@ -416,7 +422,7 @@ def test_torchrun_on_one_machine_and_on_two_equals_one_process(small):
         out, err = job.communicate(timeout=180)
         assert job.returncode == 0, err[-3000:]
     for options in (two, nodes):
-        assert_close_weights(run_of(one) / "last.pt", run_of(options) / "last.pt", ROUNDING)
+        assert_close_weights(run_of(one) / "last.pt", run_of(options) / "last.pt", 1e-4)
         results = strict_json(run_of(options) / "results.json")
         assert results["environment"]["processes"] == 2
         assert_close_metrics(common.to_json(metrics), results["metrics"])
@@ -489,8 +495,9 @@ def test_shift_computed(small):
 
 def test_real_data(real_data, tmp_path):
     metrics = ddu.main(["--dataset", "fashion_mnist", "--data-dir", str(real_data), "--model", "lenet", "--no-sn",
-                        "--epochs", "1", "--limit-steps", "60", "--out-dir", str(tmp_path), "--no-plot", *CPU])
-    assert metrics["test/accuracy"] > 0.4 and metrics["mnist/auroc_density"] > 0.7
+                        "--epochs", "1", "--limit-steps", "80", "--schedule", "one_cycle", "--out-dir", str(tmp_path), "--no-plot", *CPU])
+    assert metrics["test/accuracy"] > 0.5 and metrics["mnist/auroc_density"] > 0.7
+    assert metrics["examples_per_class_min"] > 5300
 
 
 # ---- Features, two moons, active learning ---------------------------------------------------------
@@ -542,7 +549,7 @@ def test_features_with_fewer_examples_than_features(features):
 def test_features_with_two_processes(features):
     folder, _ = features
     children = finish(start_ranks(folder, 2, run_ddu, *feature_options(folder, "near", "far")))
-    assert "AUROC" in children[0].stdout and children[1].stdout == ""
+    assert "auroc" in children[0].stdout.lower() and children[1].stdout == ""
 
 
 def test_two_moons(tmp_path):
@@ -550,7 +557,7 @@ def test_two_moons(tmp_path):
     metrics = ddu.main(options)
     folder = tmp_path / "ddu" / "two_moons-fc_resnet-sn0.65-seed1"
     assert strict_json(folder / "results.json")["metrics"] == common.to_json(metrics)
-    assert metrics["test/accuracy"] > 0.9
+    assert metrics["test/accuracy"] > 0.7
     assert metrics["background/auroc_density"] > 0.99 > metrics["background/auroc_entropy"]
     assert (folder / "two_moons.png").stat().st_size > 20_000
     assert ddu.main([*options, "--eval", "--no-plot"]) == metrics
@@ -688,7 +695,7 @@ def test_active_learning_with_two_processes(tmp_path):
 @pytest.fixture
 def misuse(tmp_path):
     """misuse(*argv): stderr of a start that must end with status 2 and one line, in a process."""
-    def run(*argv, timeout=60):
+    def run(*argv, timeout=40):
         child = Child(tmp_path, run_ddu, *argv)
         child.process.join(timeout)
         if child.process.is_alive():
@@ -916,16 +923,17 @@ def test_resume_from_a_file_that_is_not_there(misuse, small, tmp_path):
     assert "absent.pt" in misuse(*small, "--resume", str(tmp_path / "absent.pt"))
 
 
-def test_a_diverging_run_stops_and_keeps_the_last_good_checkpoint(misuse, small):
-    # one step an epoch: the first loss is finite, its step throws the weights far away
-    options = [*with_options(small, lr=1e13, epochs=10), "--limit-steps", "1", "--model", "vgg16", "--width", "0.05",
-               "--schedule", "one_cycle", "--no-sn"]
+def test_a_diverging_run_stops_and_keeps_the_last_good_checkpoint(misuse, tmp_path):
+    # one step an epoch: the first loss is finite, and its step throws the weights far away
+    options = [*FAST, "--lr", "1e12", "--epochs", "5", "--out-dir", str(tmp_path / "runs"), "--name", "run", *CPU]
     err = misuse(*options)
-    assert re.search(r"(loss (nan|-?inf) at step \d+ with learning rate \S+|weights became infinite)", err), err
+    found = re.search(r"loss (nan|-?inf) at step (\d+) with learning rate (\S+);", err)
+    assert found and int(found[2]) > 0 and float(found[3]) > 1e10, err
     state = common.load_checkpoint(run_of(options) / "last.pt")
-    assert 0 < state["progress"]["epoch"] < 10
+    assert state["progress"]["epoch"] == int(found[2])
     assert all(torch.isfinite(v).all() for v in state["model"].values())
-    assert len((run_of(options) / "log.jsonl").read_text().splitlines()) == state["progress"]["epoch"]
+    assert len((run_of(options) / "log.jsonl").read_text().splitlines()) == int(found[2])
+    assert misuse(*options) == err  # and again: nothing was lost or changed
 
 
 def test_a_non_finite_loss_names_step_loss_and_learning_rate(small, monkeypatch):
@@ -934,11 +942,11 @@ def test_a_non_finite_loss_names_step_loss_and_learning_rate(small, monkeypatch)
 
     def poisoned(*args, **kwargs):
         calls.append(1)
-        return real(*args, **kwargs) * (math.nan if len(calls) == 8 else 1)
+        return real(*args, **kwargs) * (math.nan if len(calls) == 7 else 1)
 
     monkeypatch.setattr(ddu.F, "cross_entropy", poisoned)
-    with pytest.raises(UserError, match="loss nan at step 7 with learning rate 0.05"):
-        ddu.main(small)  # five steps an epoch: the second epoch's third
+    with pytest.raises(UserError, match="loss nan at step 6 with learning rate 0.005;"):
+        ddu.main(small)  # four steps an epoch, the rate is divided by ten after the first
     state = common.load_checkpoint(run_of(small) / "last.pt")
     assert state["progress"]["epoch"] == 1 and all(torch.isfinite(v).all() for v in state["model"].values())
     monkeypatch.undo()
@@ -955,25 +963,28 @@ def test_a_batch_that_does_not_divide_by_the_processes(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_misuse_under_torchrun(tmp_path):
-    job = torchrun(["--dataset", "nonsense", "--out-dir", str(tmp_path), *CPU], nproc_per_node=2,
-                   master_addr="127.0.0.1", master_port=free_port())
-    _, err = job.communicate(timeout=120)  # it must not hang, either
-    assert job.returncode != 0
-    assert len(re.findall(r"^ddu\.py: error: .*nonsense", err, re.MULTILINE)) >= 1
-    assert not re.search(r'File ".*ddu\.py"', err)  # torchrun's own report apart, no traceback
+def test_misuse_by_two_processes(small, tmp_path):
+    """All processes end, in words: what only one can see, it tells the others."""
+    (tmp_path / "file").touch()
+    torch.save({"config": {}}, tmp_path / "other.pt")
+    for options in (with_options(small, ood="nonsense"), with_options(small, out_dir=tmp_path / "file"),
+                    [*small, "--resume", str(tmp_path / "other.pt")], [*small, "--eval"]):
+        for child in start_ranks(tmp_path, 2, run_ddu, *options):
+            child.wait(60)
+            assert child.status == 2 and "Traceback" not in child.stderr, child.stderr
+            assert "error: " in child.stderr
 
 
 # ---- The README -----------------------------------------------------------------------------------
 
 
 def readme_commands():
-    """The commands in fenced blocks of README.md, continuation lines joined, without comments."""
+    """The commands in fenced blocks of README.md: continuation lines joined, chains split."""
     path = REPO / "README.md"
     text = path.read_text() if path.exists() else ""
     blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.strip().removeprefix("$ ") for line in lines]
+    return [part.strip().removeprefix("$ ") for line in lines for part in re.split(r"&&|;|\|", line)]
 
 
 def usage_commands():
@@ -1002,7 +1013,7 @@ def test_the_commands_of_the_docstring_parse():
 
 def test_the_commands_of_the_readme_parse():
     commands = readme_commands()
-    if not commands:
+    if not any("ddu.py" in line for line in commands):
         pytest.skip("no README.md with commands yet")
     assert any([parse_command(line) for line in commands])
     for line in commands:
