@@ -57,7 +57,8 @@ PRESETS = {
     "cifar100": dict(ood=["svhn", "tiny_imagenet"]),
     "svhn": dict(ood=["cifar10", "cifar100"]),
     "tiny_imagenet": dict(model="resnet50", ood=["svhn"]),
-    "imagenet": dict(model="torchvision/resnet50", ood=["imagenet_o"], batch_size=256),
+    "imagenet": dict(model="torchvision/resnet50", sn=False, mod=False, ood=["imagenet_o"],
+                     batch_size=256),
     # published code: figures 1 and 2 use ResNet-18 with spectral norm, without -mod, on 28x28 grey
     "mnist": dict(model="resnet18", mod=False, ood=["fashion_mnist"]),
     "fashion_mnist": dict(model="resnet18", mod=False, ood=["mnist"]),
@@ -190,9 +191,9 @@ def check_args(args):
         raise UserError(f"--depth {args.depth}: wide_resnet takes 6n + 4, from 10 on")
     if args.features and not args.score or args.score and not args.features:
         raise UserError("--features TRAIN.npz and --score FILE.npz ... go together")
-    if args.model == "lenet" and (args.sn or args.mod):
-        raise UserError("--model lenet has no such form (the published code ignores the flags); "
-                        "add --no-sn --no-mod")
+    if (args.sn or args.mod) and (args.model == "lenet" or args.model.startswith("torchvision/")):
+        raise UserError(f"--model {args.model} has no spectral-normalised or -mod form; add "
+                        "--no-sn --no-mod")
     return args
 
 

@@ -83,10 +83,10 @@ def bench_gaussians(n=45_000, dim=640, num_classes=10):
 
     def ours():
         moments = ddu.ClassMoments(torch.bincount(labels), dim)
-        for z, y in zip(features.split(1024), labels.split(1024)):
+        for z, y in zip(features.split(4096), labels.split(4096)):
             moments.update(z, y)
         gaussians = ddu.fit_gaussians(moments)
-        return torch.cat([ddu.class_log_densities(gaussians, z) for z in features.split(1024)])
+        return torch.cat([ddu.class_log_densities(gaussians, z) for z in features.split(4096)])
 
     def peer():
         z = features.double()
