@@ -1189,9 +1189,9 @@ def load_sets(args, world) -> dict:
     options = dict(data_dir=args.data_dir, seed=args.seed, noise=args.noise,
                    published_split=args.match_published)
 
-    def load(name, split="test"):
+    def load(name, split="test", **changes):
         size = like.shape[-1] if name.startswith("folder:") else None
-        return data.match(data.load(name, split, image_size=size, **options), like)
+        return data.match(data.load(name, split, image_size=size, **{**options, **changes}), like)
 
     with common.main_first(world):
         like = data.load(args.dataset, "train", **options)
@@ -1200,7 +1200,8 @@ def load_sets(args, world) -> dict:
             like = dataclasses.replace(like, mean=mean, std=std)
         sets = {"train": like, "val": load(args.dataset, "val"),
                 "test": {part: load(part) for part in PARTS.get(args.dataset, (args.dataset,))},
-                "ood": {Path(name.removeprefix("folder:")).name: load(name) for name in args.ood}}
+                "ood": {Path(name.removeprefix("folder:")).name: load(name, noise=0.0)
+                        for name in args.ood}}
     if args.shift != "none" and isinstance(like, data.StreamedSet):
         raise UserError("--shift works on sets that fit in memory; give folders of corrupted "
                         "images to --ood")
