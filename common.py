@@ -680,7 +680,7 @@ def add_common_arguments(parser, datasets):
     add("--out-dir", default="runs", help="run directories are made under OUT_DIR/<script>/")
     add("--name", default=None, help="name of the run directory (default: made from the options)")
     add("--seed", type=int, default=1, help="seed of initialisation, split, order and augmentation")
-    add("--epochs", type=int, help="passes over the training set")
+    add("--epochs", "-e", type=int, help="passes over the training set")
     add("--batch-size", "-b", type=int,
         help="GLOBAL batch size B: the same whatever the number of processes, which must divide it")
     add("--lr", type=float, help="initial learning rate; keep it when the number of GPUs changes")

@@ -239,6 +239,9 @@ class SoftSpectral:
 
 class SpectralConv2d(SoftSpectral, nn.Conv2d):
     def forward(self, x):
+        if self.kernel_size != (1, 1) and x.shape[1:] != self.v.shape[1:]:
+            raise UserError(f"a spectral-normalised layer for inputs {tuple(self.v.shape[1:])} got "
+                            f"{tuple(x.shape[1:])}; resize the images or build the net for them")
         return F.conv2d(x, self.effective_weight(), self.bias, self.stride, self.padding)
 
 
@@ -458,9 +461,10 @@ class TorchvisionNet(nn.Module):
         super().__init__()
         import torchvision
         try:
-            pretrained = "DEFAULT" if weights == "DEFAULT" else None
-            self.body = torchvision.models.get_model(name, weights=pretrained)
-            if pretrained is None:
+            if weights == "DEFAULT":
+                self.body = torchvision.models.get_model(name, weights=weights)
+            else:
+                self.body = torchvision.models.get_model(name, num_classes=num_classes)
                 state = torch.load(weights, map_location="cpu", weights_only=True)
                 self.body.load_state_dict(state)
         except Exception as error:  # unknown name, no network, not a state dict, other shapes
