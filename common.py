@@ -721,9 +721,9 @@ def check_batch(args, world):
                         f"by {world.size} processes; use a multiple of {world.size}")
 
 
-def first_line(error) -> str:
-    """The first line of an exception's message, shortened; its type where it has none."""
-    return str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+def one_line(error) -> str:
+    """An exception's message on one line, shortened; its type where it has none."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 @contextlib.contextmanager
@@ -806,7 +806,7 @@ def load_checkpoint(path, same=None, world=World()):
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a damaged file
-        raise UserError(f"{path} cannot be read as a checkpoint ({first_line(error)}); delete it "
+        raise UserError(f"{path} cannot be read as a checkpoint ({one_line(error)}); delete it "
                         "to start anew") from None
     if not isinstance(state, dict) or "config" not in state:
         raise UserError(f"{path} is not a checkpoint of this project; give another path or "

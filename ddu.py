@@ -469,7 +469,7 @@ class TorchvisionNet(nn.Module):
                 self.body.load_state_dict(state)
         except Exception as error:  # unknown name, no network, not a state dict, other shapes
             raise UserError(f"--model torchvision/{name} --weights {weights}: "
-                            f"{common.first_line(error)}; give a name that torchvision.models."
+                            f"{common.one_line(error)}; give a name that torchvision.models."
                             "list_models() knows, and a state dict's file") from None
         linear = [n for n, m in self.body.named_modules() if isinstance(m, nn.Linear)]
         if not linear:
@@ -478,7 +478,7 @@ class TorchvisionNet(nn.Module):
             self.eval().body(torch.zeros(1, *shape))
         except Exception as error:
             raise UserError(f"--model torchvision/{name} does not take images {tuple(shape)}: "
-                            f"{common.first_line(error)}") from None
+                            f"{common.one_line(error)}") from None
         self.head = self.body.get_submodule(linear[-1])
         self.body.set_submodule(linear[-1], nn.Identity())
         if self.head.out_features != num_classes:

@@ -39,12 +39,14 @@ class Child:
     """
 
     def __init__(self, folder, function, *args, rank=0, size=None, port=None, argv0="ddu.py"):
-        self.out, self.err, self.result = (Path(folder) / f"{rank}.{k}" for k in ("out", "err", "result"))
+        self.out, self.err, self.result = (Path(folder) / f"{rank}.{k}"
+                                           for k in ("out", "err", "result"))
         world = {} if size is None else {
             "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         streams = str(self.out), str(self.err), str(self.result)
-        self.process = SERVER.Process(target=_in_child, args=(streams, world, argv0, function, args))
+        self.process = SERVER.Process(target=_in_child, args=(streams, world, argv0, function,
+                                                              args))
         self.process.start()
 
     def wait(self, timeout=120):
@@ -81,7 +83,8 @@ def _in_child(streams, world, argv0, function, args):
             os.dup2(file.fileno(), number)
     sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(number, signal.default_int_handler
+                      if number == signal.SIGINT else signal.SIG_DFL)
     os.environ.update({k: str(v) for k, v in world.items()})
     torch.set_num_threads(1)
     sys.argv = [argv0, *(str(a) for a in args)]
@@ -151,7 +154,8 @@ def real_data(tmp_path_factory):
     if not unpack.exists():
         pytest.skip("no real data: ../shared/data is absent")
     folder = tmp_path_factory.mktemp("real_data")
-    subprocess.run([sys.executable, str(unpack), str(folder)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, str(unpack), str(folder)], check=True,
+                   stdout=subprocess.DEVNULL)
     return folder
 
 

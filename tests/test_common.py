@@ -30,7 +30,8 @@ MAIN = World()
 
 
 def run_python(code):
-    return subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True,
+                          timeout=120)
 
 
 def test_user_error_is_one_line_and_status_2():
@@ -78,7 +79,8 @@ def parse(*argv, default="main"):
     return common.resolve_arguments(parser.parse_args(argv), PRESETS, default)
 
 
-@pytest.mark.parametrize("argv", [["--epochs", "many"], ["--amp", "fp8"], ["--nonsense"], ["--lr"], ["extra"]])
+@pytest.mark.parametrize("argv", [["--epochs", "many"], ["--amp", "fp8"], ["--nonsense"], ["--lr"],
+                                  ["extra"]])
 def test_parser_errors_are_one_line(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(*argv)
@@ -97,7 +99,8 @@ def test_presets_fill_what_the_command_line_leaves_out():
 
 
 @pytest.mark.parametrize("argv, name", [
-    (["--epochs", "-1"], "--epochs -1"), (["-b", "0"], "--batch-size 0"), (["--lr", "-0.1"], "--lr -0.1"),
+    (["--epochs", "-1"], "--epochs -1"), (["-b", "0"], "--batch-size 0"),
+    (["--lr", "-0.1"], "--lr -0.1"),
     (["--lr", "nan"], "--lr nan"), (["--lr", "inf"], "--lr inf"), (["--width", "0"], "--width 0"),
     (["--limit-steps", "0"], "--limit-steps 0"), (["--seed", "-1"], "--seed -1"),
     (["--seed", str(2**31)], f"--seed {2**31}")])
@@ -133,7 +136,8 @@ def test_derive_seed_mixes():
     assert len(set(seeds)) == len(seeds) and all(0 <= s < 2**63 for s in seeds)
     assert common.derive_seed(1, 2) != common.derive_seed(2, 1) != common.derive_seed(3)
     assert common.derive_seed(1, 2, 3) == common.derive_seed(1, 2, 3)
-    flipped = [bin(common.derive_seed(s, 4) ^ common.derive_seed(s + 1, 4)).count("1") for s in range(400)]
+    flipped = [bin(common.derive_seed(s, 4) ^ common.derive_seed(s + 1, 4)).count("1")
+               for s in range(400)]
     assert 30 < np.mean(flipped) < 33 and min(flipped) > 10  # of 63 bits, half flip: 31.5
 
 
@@ -158,7 +162,8 @@ def in_gather(sizes):
     placed = common.gather_rows(rows, mine, sum(sizes), world)
     joined = common.concat_rows(mine, world)
     problems = []
-    for index, n in ((mine, sum(sizes) + 1), (torch.zeros_like(mine), sum(sizes)), (mine + 1, sum(sizes))):
+    for index, n in ((mine, sum(sizes) + 1), (torch.zeros_like(mine), sum(sizes)),
+                     (mine + 1, sum(sizes))):
         try:
             common.gather_rows(rows, index, n, world)
             problems.append("")
@@ -201,7 +206,8 @@ def batch_norm_derivatives(layer, x, w):
     layer(x.detach() + 1)
     x = x.detach().requires_grad_()
     y = layer(x)
-    first = torch.autograd.grad((y.tanh() * w).sum(), [x, layer.weight, layer.bias], create_graph=True)
+    first = torch.autograd.grad((y.tanh() * w).sum(), [x, layer.weight, layer.bias],
+                                create_graph=True)
     second = torch.autograd.grad(first[0].square().sum() / 2, [x, layer.weight])
     return [y, *first, *second, layer.running_mean, layer.running_var, layer.num_batches_tracked]
 
@@ -339,7 +345,8 @@ def test_kill_9_at_any_moment_leaves_whole_files(tmp_path):
     for attempt in range(6):
         child = Child(tmp_path, write_for_ever, path)
         seen = path.stat().st_mtime_ns if path.exists() else 0
-        wait_for(lambda: path.with_suffix(".json").exists() and path.stat().st_mtime_ns > seen, what="checkpoint")
+        wait_for(lambda: path.with_suffix(".json").exists() and path.stat().st_mtime_ns > seen,
+                 what="checkpoint")
         time.sleep(0.013 * attempt)
         os.kill(child.process.pid, signal.SIGKILL)
         child.process.join()
@@ -350,7 +357,8 @@ def test_kill_9_at_any_moment_leaves_whole_files(tmp_path):
 
 
 def test_checkpoints_round_trip(tmp_path):
-    state = {"config": {"a": 1, "b": [1, "x", None], "c": True}, "t": torch.arange(3), "nested": {"f": 0.5}}
+    state = {"config": {"a": 1, "b": [1, "x", None], "c": True}, "t": torch.arange(3),
+             "nested": {"f": 0.5}}
     common.save_checkpoint(tmp_path / "x.pt", state)
     loaded = common.load_checkpoint(tmp_path / "x.pt", same=state["config"])
     assert loaded["config"] == state["config"] and loaded["nested"] == state["nested"]
@@ -369,7 +377,8 @@ def test_load_checkpoint_absent(tmp_path):
     assert "no checkpoint" in one_line(error) and "last.pt" in str(error.value)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "text", "not_ours", "no_config", "directory"])
+@pytest.mark.parametrize("damage", ["truncated", "empty", "text", "not_ours", "no_config",
+                                    "directory"])
 def test_load_checkpoint_refuses_what_is_not_a_checkpoint(tmp_path, damage):
     path = tmp_path / "last.pt"
     common.save_checkpoint(path, state_of(1))
@@ -397,7 +406,8 @@ def test_load_checkpoint_lists_the_options_that_differ(tmp_path):
     with pytest.raises(UserError) as error:
         common.load_checkpoint(path, same={"lr": 0.2, "epochs": 5, "model": "b", "new": 2})
     text = one_line(error)
-    for part in ("lr (0.1 there, 0.2 now)", "model (a there, b now)", "gone (1 there", "new (None there"):
+    for part in ("lr (0.1 there, 0.2 now)", "model (a there, b now)", "gone (1 there",
+                 "new (None there"):
         assert part in text
     assert "epochs" not in text
     common.load_checkpoint(path, same={**config, "lr": torch.tensor(0.1, dtype=torch.float64)})
@@ -443,7 +453,8 @@ def test_load_arrays(tmp_path):
 
 
 def test_json_is_strict(tmp_path):
-    value = {"nan": math.nan, "list": (1, -math.inf, np.float32(0.5), np.int64(3)), 7: torch.tensor([1.0, math.nan]),
+    value = {"nan": math.nan, "list": (1, -math.inf, np.float32(0.5), np.int64(3)),
+             7: torch.tensor([1.0, math.nan]),
              "flag": True, "np_flag": np.bool_(False), "path": REPO / "x", "none": None,
              "array": np.array([[1, 2]]), "big": 2**60}
     common.write_json(tmp_path / "x.json", value)
@@ -452,7 +463,8 @@ def test_json_is_strict(tmp_path):
         raise AssertionError(name)
 
     back = json.loads((tmp_path / "x.json").read_text(), parse_constant=refuse)
-    assert back == {"nan": None, "list": [1, None, 0.5, 3], "7": [1.0, None], "flag": True, "np_flag": False,
+    assert back == {"nan": None, "list": [1, None, 0.5, 3], "7": [1.0, None], "flag": True,
+                    "np_flag": False,
                     "path": str(REPO / "x"), "none": None, "array": [[1, 2]], "big": 2**60}
     assert back["flag"] is True and back["np_flag"] is False
     assert list(tmp_path.iterdir()) == [tmp_path / "x.json"]
@@ -476,7 +488,8 @@ def test_run_directory(tmp_path):
     run.log(epoch=2, epochs=2, loss=math.nan, seconds=0.1)
     run.save(model={"w": torch.zeros(2)})
     rows = [json.loads(line) for line in (run.directory / "log.jsonl").read_text().splitlines()]
-    assert [(r["epoch"], r["loss"]) for r in rows] == [(1, 1.5), (2, None)] and rows[0]["peak_memory_gb"] > 0
+    assert [(r["epoch"], r["loss"]) for r in rows] == [(1, 1.5),
+                                                       (2, None)] and rows[0]["peak_memory_gb"] > 0
     again = make_run(tmp_path, {"lr": 0.1})
     assert torch.equal(again.load()["model"]["w"], torch.zeros(2)) and len(again.history) == 2
     assert make_run(tmp_path, {"lr": 0.1}, resume="never").load() is None
@@ -580,12 +593,14 @@ def test_check_finite_names_step_loss_and_learning_rate():
     common.check_finite(torch.ones(0), 0, lambda step: 1.0)
     for value, shown in ((math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")):
         with pytest.raises(UserError) as error:
-            common.check_finite(torch.tensor([1.0, 2.0, value, math.nan]), 30, lambda step: step / 64)
+            common.check_finite(torch.tensor([1.0, 2.0, value, math.nan]), 30,
+                                lambda step: step / 64)
         assert f"loss {shown} at step 32 with learning rate 0.5" in one_line(error)
 
 
 def test_format_table():
-    assert common.format_table(["name", "value"], [["a", 1.5], ["long name", None], ["b", 123456]]).split("\n") == [
+    assert common.format_table(["name", "value"], [["a", 1.5], ["long name", None], ["b",
+                                                                                     123456]]).split("\n") == [
         "name        value", "-----------------", "a             1.5", "long name", "b          123456"]
 
 

@@ -836,7 +836,7 @@ def test_images_that_the_network_cannot_take(misuse, small, tmp_path):
     weights = tmp_path / "weights.pt"
     torch.save(torchvision.models.resnet18(num_classes=1000).state_dict(), weights)
     err = misuse(*small, "--model", "torchvision/resnet18", "--weights", str(weights))
-    assert "1000 classes" in err
+    assert "size mismatch" in err and "1000" in err
     err = misuse("--dataset", "numbers", "--model", "torchvision/resnet18", "--weights", str(weights), *CPU,
                  "--out-dir", str(tmp_path / "runs"))  # grey images, 1000 classes
     assert "torchvision/resnet18" in err
