@@ -17,7 +17,11 @@ Usage:
       ddu.py --dataset cifar10                         # two machines, R = 0 and 1
 
 Expected:
-@@EXPECTED@@
+  dirty_glyphs, n = 3 seeds, mean +- standard error, two CPU cores, about two minutes each:
+    AUROC of letters against the test set: density 0.972 +- 0.005, softmax entropy 0.707 +- 0.010;
+    of ambiguous against clean digits: softmax entropy 0.995 +- 0.001, density 0.914 +- 0.005.
+  cifar10 against SVHN, WRN-28-10: not measured. The authors' repository gives accuracy
+    95.97 +- 0.03 %, AUROC 98.09 +- 0.10 % (density) and 94.44 +- 0.43 % (softmax entropy).
 
 Differs from the published code (github.com/omegafragger/DDU, commit f597744):
   - The jitter search works on current PyTorch (there it never fits: issues 4 and 8), is relative to

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it: results must not hang on the test machine
+os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it
 REPO = Path(__file__).resolve().parent.parent
 PATHS = [str(REPO), str(REPO / "tests")]
 sys.path[:0] = [p for p in PATHS if p not in sys.path]
@@ -137,7 +137,7 @@ def wait_for(condition, timeout=60, what="condition"):
 
 @pytest.fixture
 def ranks(tmp_path):
-    """ranks(function, *args, size=2): the values that `function` returns in each of `size` ranks."""
+    """ranks(function, *args, size=2): what `function` returns in each of `size` processes."""
     def run(function, *args, size=2):
         children = start_ranks(tmp_path, size, function, *args)
         for child in children:

@@ -26,7 +26,7 @@ from common import UserError, World
 MAIN = World()
 
 
-# ---- Errors and the command line ------------------------------------------------------------------
+# ---- Errors and the command line ----------------------------------------------------------------
 
 
 def run_python(code):
@@ -127,7 +127,7 @@ def test_start_world_alone():
     assert common.start_world("cpu") == (0, 0, 1, torch.device("cpu")) and MAIN.is_main
 
 
-# ---- Seeds ----------------------------------------------------------------------------------------
+# ---- Seeds --------------------------------------------------------------------------------------
 
 
 def test_derive_seed_mixes():
@@ -150,7 +150,7 @@ def test_seed_all_seeds_everything():
     assert all(a != b for a, b in zip(draw(3, 1), draw(3, 2)))
 
 
-# ---- Several processes ----------------------------------------------------------------------------
+# ---- Several processes --------------------------------------------------------------------------
 
 
 def in_gather(sizes):
@@ -191,7 +191,7 @@ def test_gather_rows_alone_and_its_errors():
 
 
 def batch_norm_case(shape=(7, 3, 4, 5)):
-    """A float64 batch far from zero mean, a cotangent, and a layer with a non-trivial affine map."""
+    """A float64 batch far from zero mean, a cotangent, and a layer with a true affine map."""
     generator = torch.Generator().manual_seed(5)
     x, w = (torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(2))
     layer = nn.BatchNorm2d(3, eps=1e-3, momentum=0.2, dtype=torch.float64)
@@ -290,7 +290,7 @@ def test_main_first_lets_the_first_process_prepare(ranks, tmp_path):
     assert ranks(in_main_first, tmp_path) == [(True, 3.0, (0, 0, 2)), (True, 3.0, (1, 1, 2))]
 
 
-# ---- Atomic files ---------------------------------------------------------------------------------
+# ---- Atomic files -------------------------------------------------------------------------------
 
 
 def state_of(value, n=1000):
@@ -470,7 +470,7 @@ def test_json_is_strict(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "x.json"]
 
 
-# ---- The run directory ----------------------------------------------------------------------------
+# ---- The run directory --------------------------------------------------------------------------
 
 
 def make_run(tmp_path, config, **options):
@@ -482,7 +482,8 @@ def make_run(tmp_path, config, **options):
 
 def test_run_directory(tmp_path):
     run = make_run(tmp_path, {"lr": 0.1})
-    assert run.load() is None and json.loads((run.directory / "args.json").read_text()) == {"lr": 0.1}
+    assert run.load() is None
+    assert json.loads((run.directory / "args.json").read_text()) == {"lr": 0.1}
     run.log(epoch=1, epochs=2, loss=1.5, seconds=0.1)
     run.save(model={"w": torch.ones(2)})
     run.log(epoch=2, epochs=2, loss=math.nan, seconds=0.1)
@@ -527,7 +528,7 @@ def test_log_tells_of_the_last_epoch_even_if_killed_while_saving(tmp_path, monke
         patch.setattr(common, "_replacing", killed_after_the_first)
         run.save(model={}, epoch=1)
     again = make_run(tmp_path, {})
-    if again.load() is not None:  # the checkpoint has the epoch: training ends here, nothing more is saved
+    if again.load() is not None:  # the checkpoint has the epoch, so nothing more is saved
         again.results({}, {})
         assert (again.directory / "log.jsonl").exists()
 
@@ -539,7 +540,7 @@ def test_run_refuses_a_path_that_is_no_directory(tmp_path):
     assert (tmp_path / "runs").read_text() == "a file"
 
 
-# ---- Signals --------------------------------------------------------------------------------------
+# ---- Signals ------------------------------------------------------------------------------------
 
 
 def test_stop_signals():
@@ -585,7 +586,7 @@ def test_all_processes_stop_when_one_is_asked(ranks):
     assert ranks(in_stop) == [([0] * 12, [0, 0, signal.SIGTERM])] * 2
 
 
-# ---- Small things ---------------------------------------------------------------------------------
+# ---- Small things -------------------------------------------------------------------------------
 
 
 def test_check_finite_names_step_loss_and_learning_rate():
@@ -599,9 +600,9 @@ def test_check_finite_names_step_loss_and_learning_rate():
 
 
 def test_format_table():
-    assert common.format_table(["name", "value"], [["a", 1.5], ["long name", None], ["b",
-                                                                                     123456]]).split("\n") == [
-        "name        value", "-----------------", "a             1.5", "long name", "b          123456"]
+    table = common.format_table(["name", "value"], [["a", 1.5], ["long name", None], ["b", 123456]])
+    assert table.split("\n") == ["name        value", "-----------------", "a             1.5",
+                                 "long name", "b          123456"]
 
 
 def test_progress_is_silent_off_a_terminal(capsys):
