@@ -42,10 +42,10 @@ class UserError(ValueError):
 
 # ---- Metrics ------------------------------------------------------------------------------------
 # Arguments are whatever torch.as_tensor takes, on any device; scalars come back as Python floats.
-# Sums over classes run where the tensor lives, in float64 (float32 on a device without it), block
-# by block: no N x K temporary exists. The N numbers that remain go to the CPU, in float64. Half
-# precision is widened first. NaN, empty or misshapen input, labels out of range and rows that are
-# not probabilities are refused with a ValueError of one line: "Raises" names only what is special.
+# Sums over classes run where the tensor lives, in float64 (float32 on a device without it), in
+# blocks of rows: no N x K copy in float64 exists. The N numbers that remain go to the CPU, in
+# float64. Half precision is widened first. NaN, empty or misshapen input, labels out of range and
+# rows that are not probabilities are refused with a ValueError of one line; "Raises" names others.
 
 TOLERANCE = 1e-3  # how far the sum of a row of probabilities may be from 1; float32 errs by 1e-6
 
@@ -80,6 +80,15 @@ def _vector_and_mask(x, x_name: str, mask, name: str) -> tuple[np.ndarray, np.nd
     _require(len(x) == len(mask), f"{name}: expected [{len(x)}] as {x_name}, got [{len(mask)}]")
     _require(bool(((mask == 0) | (mask == 1)).all()), f"{name}: expected bool, or 0 and 1")
     return x, mask == 1
+
+
+def _sort_sharing_ties(key: np.ndarray, value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sort by key, ascending; equal keys share their mean value, the expectation over orders."""
+    order = np.argsort(key)
+    key, value = key[order].astype(np.float64), value[order].astype(np.float64)
+    start = np.flatnonzero(np.append(True, key[1:] != key[:-1]))
+    size = np.diff(np.append(start, len(key)))
+    return key, np.repeat(np.add.reduceat(value, start) / size, size)
 
 
 def _matrix_and_labels(x, labels, name: str) -> tuple[Tensor, Tensor]:
@@ -275,7 +284,7 @@ def ensemble_uncertainty(log_probs) -> dict[str, Tensor]:
     total = H(pi); aleatoric = (1/M) sum_m H(p_m); epistemic = total - aleatoric, the mutual
     information; rmi = (1/M) sum_m KL(pi || p_m), the reverse one; epkl = (1/M^2) sum_ij
     KL(p_i || p_j), all ordered pairs, = epistemic + rmi. Differences are clamped at 0, so that
-    0 <= epistemic <= total <= log K.
+    0 <= epistemic <= total <= log K up to rounding.
 
     Args: log_probs [M, N, K], normalised; -inf allowed: rmi and epkl are inf if a member excludes
         a class that another one does not.
@@ -360,15 +369,6 @@ def ood_metrics(id_scores, ood_scores, *, larger_means: str) -> dict[str, float]
     }
 
 
-def _sort_sharing_ties(key: np.ndarray, value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sort by key, ascending; equal keys share their mean value, the expectation over orders."""
-    order = np.argsort(key)
-    key, value = key[order].astype(np.float64), value[order].astype(np.float64)
-    start = np.flatnonzero(np.append(True, key[1:] != key[:-1]))
-    size = np.diff(np.append(start, len(key)))
-    return key, np.repeat(np.add.reduceat(value, start) / size, size)
-
-
 def rejection_curve(uncertainty, correct) -> tuple[np.ndarray, np.ndarray]:
     """Errors left, over N, when the most uncertain predictions are rejected, that is, put right.
 
@@ -422,8 +422,8 @@ def fit_temperature(logits, labels) -> float:
     It is convex in 1/T: its slope has one root, found on log T by Brent's method to 1e-9 relative.
 
     Args: logits z [N, K], finite; labels int [N].
-    Returns: 1e-3..1e3; the lower end if every label has the largest logit, the upper one if the
-        logits are worse than none; 1 if no T makes a difference (constant rows).
+    Returns: T, cut to 1e-3..1e3: the lower end if every label has the largest logit, the upper one
+        if the logits are worse than none; 1 if no T makes a difference (constant rows).
     """
     logits, labels = _finite_logits(logits, labels)
 
@@ -461,6 +461,7 @@ def standard_error(values) -> float | None:
     values = _vector(values, "values").astype(np.float64)
     _require(bool(np.isfinite(values).all()), "values: expected finite numbers")
     return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
+
 
 # ---- Processes ----------------------------------------------------------------------------------
 

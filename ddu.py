@@ -1160,7 +1160,7 @@ def plot_two_moons(plt, path, x, y, grid, panels):
         image = axis.pcolormesh(*(t.numpy() for t in (*grid, values.view(grid[0].shape))))
         figure.colorbar(image, ax=axis)
         for c in (0, 1):
-            axis.plot(*x[y == c][:500].T.numpy(), ".", ms=2, color=COLOURS[1 + c])
+            axis.plot(*x[y == c][::2].T.numpy(), ".", ms=2, color=COLOURS[1 + c])
         axis.set(title=title, xlim=(-2.5, 3.5), ylim=(-3, 3))
     save_figure(plt, figure, path)
 

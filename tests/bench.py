@@ -160,7 +160,10 @@ def bench_spectral(batch_size=128):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     names = ["loader", "gaussians", "metrics", "spectral"]
-    parser.add_argument("which", nargs="*", choices=names, default=names)
+    parser.add_argument("which", nargs="*", metavar="{" + ",".join(names) + "}")
+    chosen = parser.parse_args().which or names
+    if unknown := sorted({*chosen} - {*names}):
+        parser.error(f"no benchmark {unknown[0]}; choose from {', '.join(names)}")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-    for which in parser.parse_args().which:
+    for which in chosen:
         globals()[f"bench_{which}"]()

@@ -45,11 +45,11 @@ class Child:
             "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         streams = str(self.out), str(self.err), str(self.result)
-        self.process = SERVER.Process(target=_in_child, args=(streams, world, argv0, function,
-                                                              args))
+        work = (streams, world, argv0, function, args)
+        self.process = SERVER.Process(target=_in_child, args=work)
         self.process.start()
 
-    def wait(self, timeout=120):
+    def wait(self, timeout=300):
         """Wait for the end (killing the process when it takes too long); returns self."""
         self.process.join(timeout)
         if self.process.is_alive():
@@ -82,9 +82,7 @@ def _in_child(streams, world, argv0, function, args):
         with open(path, "wb") as file:
             os.dup2(file.fileno(), number)
     sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler
-                      if number == signal.SIGINT else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores it
     os.environ.update({k: str(v) for k, v in world.items()})
     torch.set_num_threads(1)
     sys.argv = [argv0, *(str(a) for a in args)]
@@ -122,11 +120,12 @@ def free_port():
 def start_ranks(folder, size, function, *args, each=None):
     """`size` processes with one process group to be; `each(rank)` gives further arguments."""
     port = free_port()
-    return [Child(folder, function, *args, *(each(r) if each else ()), rank=r, size=size, port=port)
+    more = each or (lambda rank: ())
+    return [Child(folder, function, *args, *more(r), rank=r, size=size, port=port)
             for r in range(size)]
 
 
-def wait_for(condition, timeout=60, what="condition"):
+def wait_for(condition, timeout=200, what="condition"):
     """Poll until `condition()` is true."""
     end = time.monotonic() + timeout
     while not condition():
@@ -141,7 +140,7 @@ def ranks(tmp_path):
     def run(function, *args, size=2):
         children = start_ranks(tmp_path, size, function, *args)
         for child in children:
-            child.process.join(120)
+            child.process.join(300)
         return [child.value() for child in children]
 
     return run

@@ -79,8 +79,8 @@ def parse(*argv, default="main"):
     return common.resolve_arguments(parser.parse_args(argv), PRESETS, default)
 
 
-@pytest.mark.parametrize("argv", [["--epochs", "many"], ["--amp", "fp8"], ["--nonsense"], ["--lr"],
-                                  ["extra"]])
+@pytest.mark.parametrize("argv", [
+    ["--epochs", "many"], ["--amp", "fp8"], ["--nonsense"], ["--lr"], ["extra"]])
 def test_parser_errors_are_one_line(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(*argv)
@@ -100,8 +100,8 @@ def test_presets_fill_what_the_command_line_leaves_out():
 
 @pytest.mark.parametrize("argv, name", [
     (["--epochs", "-1"], "--epochs -1"), (["-b", "0"], "--batch-size 0"),
-    (["--lr", "-0.1"], "--lr -0.1"),
-    (["--lr", "nan"], "--lr nan"), (["--lr", "inf"], "--lr inf"), (["--width", "0"], "--width 0"),
+    (["--lr", "-0.1"], "--lr -0.1"), (["--lr", "nan"], "--lr nan"),
+    (["--lr", "inf"], "--lr inf"), (["--width", "0"], "--width 0"),
     (["--limit-steps", "0"], "--limit-steps 0"), (["--seed", "-1"], "--seed -1"),
     (["--seed", str(2**31)], f"--seed {2**31}")])
 def test_values_out_of_range_are_refused_by_name(argv, name):
@@ -377,8 +377,8 @@ def test_load_checkpoint_absent(tmp_path):
     assert "no checkpoint" in one_line(error) and "last.pt" in str(error.value)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "text", "not_ours", "no_config",
-                                    "directory"])
+@pytest.mark.parametrize("damage", [
+    "truncated", "empty", "text", "not_ours", "no_config", "directory"])
 def test_load_checkpoint_refuses_what_is_not_a_checkpoint(tmp_path, damage):
     path = tmp_path / "last.pt"
     common.save_checkpoint(path, state_of(1))
@@ -454,9 +454,8 @@ def test_load_arrays(tmp_path):
 
 def test_json_is_strict(tmp_path):
     value = {"nan": math.nan, "list": (1, -math.inf, np.float32(0.5), np.int64(3)),
-             7: torch.tensor([1.0, math.nan]),
-             "flag": True, "np_flag": np.bool_(False), "path": REPO / "x", "none": None,
-             "array": np.array([[1, 2]]), "big": 2**60}
+             7: torch.tensor([1.0, math.nan]), "flag": True, "np_flag": np.bool_(False),
+             "path": REPO / "x", "none": None, "array": np.array([[1, 2]]), "big": 2**60}
     common.write_json(tmp_path / "x.json", value)
 
     def refuse(name):
@@ -464,8 +463,8 @@ def test_json_is_strict(tmp_path):
 
     back = json.loads((tmp_path / "x.json").read_text(), parse_constant=refuse)
     assert back == {"nan": None, "list": [1, None, 0.5, 3], "7": [1.0, None], "flag": True,
-                    "np_flag": False,
-                    "path": str(REPO / "x"), "none": None, "array": [[1, 2]], "big": 2**60}
+                    "np_flag": False, "path": str(REPO / "x"), "none": None, "array": [[1, 2]],
+                    "big": 2**60}
     assert back["flag"] is True and back["np_flag"] is False
     assert list(tmp_path.iterdir()) == [tmp_path / "x.json"]
 
@@ -489,8 +488,8 @@ def test_run_directory(tmp_path):
     run.log(epoch=2, epochs=2, loss=math.nan, seconds=0.1)
     run.save(model={"w": torch.zeros(2)})
     rows = [json.loads(line) for line in (run.directory / "log.jsonl").read_text().splitlines()]
-    assert [(r["epoch"], r["loss"]) for r in rows] == [(1, 1.5),
-                                                       (2, None)] and rows[0]["peak_memory_gb"] > 0
+    assert [(row["epoch"], row["loss"]) for row in rows] == [(1, 1.5), (2, None)]
+    assert rows[0]["peak_memory_gb"] > 0
     again = make_run(tmp_path, {"lr": 0.1})
     assert torch.equal(again.load()["model"]["w"], torch.zeros(2)) and len(again.history) == 2
     assert make_run(tmp_path, {"lr": 0.1}, resume="never").load() is None

@@ -174,10 +174,13 @@ def test_reliability_reports_means_and_zero_for_empty_bins():
     assert bars.accuracy == pytest.approx([0, 2 / 3])
 
 
-def test_ece_accepts_a_confidence_a_hair_above_one():
-    probs = torch.tensor([[1 + 2e-7, 0.0], [0.7, 0.3]])
+@pytest.mark.parametrize("excess", [2e-7, 5e-4])
+def test_a_confidence_a_hair_above_one_counts_as_one(excess):
+    """Rounding, or rows that sum to 1 within the tolerance."""
+    probs = torch.tensor([[1 + excess, 0.0], [0.7, 0.3]])
     assert probs[0, 0] > 1
-    assert common.ece(probs, torch.tensor([0, 0])) == pytest.approx(0.15, abs=1e-7)
+    for metric, expected in ((common.ece, 0.15), (common.adaptive_ece, 0.15), (common.mce, 0.3)):
+        assert metric(probs, torch.tensor([0, 0])) == pytest.approx(expected, abs=1e-7)
 
 
 @pytest.mark.parametrize("n,bins", [(1, 15), (7, 15), (60, 15), (101, 10), (101, 1)])

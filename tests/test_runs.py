@@ -27,8 +27,8 @@ from common import UserError
 CPU = ["--device", "cpu"]
 METRICS = ("auroc", "aupr_in", "aupr_out", "fpr95")
 SCORES = ("density", "entropy", "energy", "max_prob", "gmm_entropy", "class_mahalanobis",
-          "mahalanobis",
-          "relative_mahalanobis", "entropy_scaled", "max_prob_scaled", "energy_scaled")
+          "mahalanobis", "relative_mahalanobis", "entropy_scaled", "max_prob_scaled",
+          "energy_scaled")
 
 
 def strict_json(path):
@@ -47,10 +47,9 @@ def snapshot(folder):
 
 def small_options(data, out):
     return ["--dataset", "tiny_imagenet", "--data-dir", str(data), "--ood", f"folder:{data}/odd",
-            "--model",
-            "wide_resnet", "--depth", "10", "--width", "0.02", "--batch-size", "36", "--epochs",
-            "3", "--lr", "0.05",
-            "--out-dir", str(out), "--name", "run", "--no-plot", *CPU]
+            "--model", "wide_resnet", "--depth", "10", "--width", "0.02", "--batch-size", "36",
+            "--epochs", "3", "--lr", "0.05", "--out-dir", str(out), "--name", "run", "--no-plot",
+            *CPU]
 
 
 @pytest.fixture
@@ -78,21 +77,27 @@ def with_options(options, **changes):
     return options
 
 
+def leaves(tree, path=""):
+    """(path, tensor) of the numbers and tensors in nested dicts and lists."""
+    if isinstance(tree, (dict, list)):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from leaves(value, f"{path}/{key}")
+    elif isinstance(tree, (int, float, torch.Tensor)):
+        yield path, torch.as_tensor(tree)
+
+
 def assert_same_weights(a, b):
     """Bit for bit: model (with buffers), optimiser, progress and the log of two last.pt files."""
     a, b = (torch.load(p, weights_only=True) for p in (a, b))
-    assert a["model"].keys() == b["model"].keys()
-    for key, value in a["model"].items():
-        assert torch.equal(value, b["model"][key]), key
-    flat = [torch.utils._pytree.tree_flatten((s["optimiser"]["state"], s["progress"]))[0]
-            for s in (a, b)]
-    assert len(flat[0]) == len(flat[1]) > 0
-    for x, y in zip(*flat):
-        assert torch.equal(torch.as_tensor(x), torch.as_tensor(y))
+    for part in ("model", "optimiser", "progress"):
+        left, right = (dict(leaves(state[part])) for state in (a, b))
+        assert left.keys() == right.keys() and len(left) > 3
+        for key, value in left.items():
+            assert torch.equal(value, right[key]), (part, key)
     timing = ("seconds", "images_per_s", "peak_memory_gb")
-    rows = [[{k: v for k, v in row.items() if k not in timing} for row in s["history"]]
-            for s in (a, b)]
-    assert rows[0] == rows[1]
+    left, right = ([{k: v for k, v in row.items() if k not in timing} for row in state["history"]]
+                   for state in (a, b))
+    assert left == right
 
 
 def assert_close_weights(a, b, atol):
@@ -109,8 +114,8 @@ def assert_close_metrics(a, b, atol=2e-3):
         if key == "jitter" or "fraction" in key or "fpr95" in key:
             continue  # ladders and thresholds: one example can flip
         scale = max(1.0, abs(value)) if key in ("density_threshold", "temperature") else 1.0
-        assert abs(b[key] - value) <= (0.05 if "ece" in key
-                                       or "accuracy" in key else atol) * scale, key
+        steps = "ece" in key or "accuracy" in key  # one of 20 examples can change its class or bin
+        assert abs(b[key] - value) <= (0.05 if steps else atol * scale), key
 
 
 # ---- A whole run --------------------------------------------------------------------------------
@@ -120,23 +125,21 @@ def assert_close_metrics(a, b, atol=2e-3):
 def default_run(tmp_path_factory):
     """The default data set and network, but narrow and short: (options, run directory, metrics)."""
     out = tmp_path_factory.mktemp("default")
-    # -mod: the narrow strided 1x1 shortcuts of the other form crash oneDNN (see the test of them)
-    options = ["--out-dir", str(out), "--width", "0.05", "-mod", "--epochs", "2", "--limit-steps",
-               "4", "-b", "64",
-               *CPU]
+    options = ["--out-dir", str(out), "--width", "0.05", "-mod", "--epochs", "2", "-b", "64",
+               "--limit-steps", "4", *CPU]
     metrics = ddu.main(options)
     return options, out / "ddu" / "dirty_glyphs-resnet18-sn3-mod-w0.05-seed1", metrics
 
 
 def test_default_run_leaves_its_files(default_run):
     _, folder, _ = default_run
-    files = {"args.json", "log.jsonl", "last.pt", "results.json", "gaussians.pt", "uncertainty.png",
-             "reliability.png"}
-    assert {p.name for p in folder.iterdir()} == files
-    for name in ("uncertainty.png", "reliability.png"):
+    pictures = {"uncertainty.png", "reliability.png"}
+    assert {p.name for p in folder.iterdir()} == pictures | {
+        "args.json", "log.jsonl", "last.pt", "results.json", "gaussians.pt"}
+    for name in pictures:
         with Image.open(folder / name) as image:
-            assert image.width > 500 and len(set(image.convert("L").resize((64,
-                                                                            32)).tobytes())) > 10
+            greys = set(image.convert("L").resize((64, 32)).tobytes())
+            assert image.width > 500 and len(greys) > 10  # not a blank page
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == [1, 2]
     assert all({"loss_nats", "accuracy", "lr", "images_per_s", "seconds"} <= row.keys()
@@ -149,35 +152,31 @@ def test_default_run_results(default_run):
     results = strict_json(folder / "results.json")
     assert {"config", "metrics", "timing", "environment"} <= results.keys()
     assert results["metrics"] == common.to_json(metrics)
+    parts, regions = ("glyphs", "glyphs_ambiguous", "glyphs_letters"), ("clean", "ambiguous", "ood")
     named = {"test/accuracy", "test/nll", "test/ece15", "glyphs_letters/auroc_density",
              "glyphs_letters/auroc_entropy", "glyphs_letters/auroc_energy",
-             "glyphs_ambiguous/auroc_entropy",
-             "glyphs_ambiguous/auroc_density", "temperature", "jitter", "density_threshold",
-             "examples_per_class_min"}
-    named |= {f"{part}/{m}{s}" for part in ("test", "val", "glyphs", "glyphs_ambiguous")
-              for s in ("", "_scaled")
-              for m in ("accuracy", "nll", "brier", "ece15", "mce15", "adaptive_ece15")}
-    named |= {f"{row}/{m}_{score}" for row in ("glyphs_letters", "glyphs_letters_vs_glyphs",
-                                               "glyphs_ambiguous")
-              for m in METRICS for score in SCORES}
-    named |= {f"{part}/fraction_{label}" for part in ("glyphs", "glyphs_ambiguous",
-                                                      "glyphs_letters")
-              for label in ("clean", "ambiguous", "ood")}
+             "glyphs_ambiguous/auroc_entropy", "glyphs_ambiguous/auroc_density", "temperature",
+             "jitter", "density_threshold", "examples_per_class_min"}
+    named |= {f"{part}/{metric}{suffix}" for part in ("test", "val", *parts[:2])
+              for metric in ("accuracy", "nll", "brier", "ece15", "mce15", "adaptive_ece15")
+              for suffix in ("", "_scaled")}
+    named |= {f"{row}/{metric}_{score}" for metric in METRICS for score in SCORES
+              for row in ("glyphs_letters", "glyphs_letters_vs_glyphs", "glyphs_ambiguous")}
+    named |= {f"{part}/fraction_{region}" for part in parts for region in regions}
     assert named <= metrics.keys()
     assert all(isinstance(v, (int, float)) and math.isfinite(v) for v in metrics.values())
     fractions = [k for k in metrics if re.search("accuracy|ece15|auroc|aupr|fpr95|fraction", k)]
     assert all(0 <= metrics[k] <= 1 for k in fractions)
-    for part in ("glyphs", "glyphs_ambiguous", "glyphs_letters"):
-        assert sum(metrics[f"{part}/fraction_{k}"] for k in ("clean", "ambiguous",
-                                                             "ood")) == pytest.approx(1)
+    for part in parts:
+        assert sum(metrics[f"{part}/fraction_{k}"] for k in regions) == pytest.approx(1)
     both = (metrics["glyphs/accuracy"] + metrics["glyphs_ambiguous/accuracy"]) / 2
     assert metrics["test/accuracy"] == pytest.approx(both)  # parts of equal size
     assert results["timing"]["train_s"] > 0 and results["timing"]["evaluate_s"] > 0
     assert results["environment"]["processes"] == 1
     assert results["environment"]["torch"] == torch.__version__
-    assert results["config"] == strict_json(folder / "args.json")
-    assert (results["config"]["dataset"], results["config"]["lr"],
-            results["config"]["sn"]) == ("dirty_glyphs", 0.1, True)
+    config = strict_json(folder / "args.json")
+    assert results["config"] == config
+    assert (config["dataset"], config["lr"], config["sn"]) == ("dirty_glyphs", 0.1, True)
 
 
 def test_gaussians_file_is_what_was_evaluated(default_run):
@@ -229,7 +228,7 @@ def test_resume_from_another_file(small, tmp_path):
 
 
 def test_quiet_prints_the_table_only(small, capfd):
-    ddu.main([*small, "--quiet", "--epochs", "1", "--plot"])
+    ddu.main([*small, "--quiet", "--plot"])
     out, err = capfd.readouterr()
     assert "AUROC" in out and "accuracy %" in out and err == ""
     assert not re.search(r"^(epoch|run directory|picture)", out, re.MULTILINE)
@@ -239,10 +238,9 @@ def test_one_line_an_epoch(small, capfd):
     ddu.main(small)
     out, err = capfd.readouterr()
     lines = [line for line in out.splitlines() if line.startswith("epoch ")]
-    assert len(lines) == 3 and all(word in lines[0] for word in ("1/3", "loss", "accuracy", "lr",
-                                                                 "images_per_s",
-                                                                 "peak_memory_gb", "s left"))
-    assert err == ""
+    assert len(lines) == 3 and err == ""
+    for word in ("1/3", "loss", "accuracy", "lr", "images_per_s", "peak_memory_gb", "s left"):
+        assert word in lines[0]
 
 
 def test_without_matplotlib_the_run_says_how_to_get_it(small, monkeypatch, capfd):
@@ -269,25 +267,22 @@ def test_bf16_runs_and_keeps_statistics_wide(small):
     assert all(v.dtype in (torch.float32, torch.int64) for v in state["model"].values())
 
 
-@pytest.mark.parametrize("model, more", [("resnet50", ["--width", "0.02"]), ("vgg16", ["--width",
-                                                                                       "0.05",
-                                                                                       "--no-sn"]),
-                                         ("resnet18", ["--width", "0.05", "--opt", "adam", "--lr",
-                                                       "0.001"]),
-                                         ("wide_resnet", ["--nesterov", "--priors", "empirical",
-                                                          "--no-augment"])])
-def test_other_networks_and_options(small, model, more):
-    metrics = ddu.main([*small, "--model", model, *more, "--epochs", "1", "--limit-steps", "2"])
-    assert 0 <= metrics["odd/auroc_density"] <= 1 and all(math.isfinite(v)
-                                                          for v in metrics.values())
+@pytest.mark.parametrize("more", [
+    "--model resnet50 --width 0.02",
+    "--model vgg16 --width 0.05 --no-sn",
+    "--model resnet18 --width 0.05 --opt adam --lr 0.001",
+    "--model wide_resnet --nesterov --priors empirical --no-augment"])
+def test_other_networks_and_options(small, more):
+    metrics = ddu.main([*small, *more.split(), "--epochs", "1", "--limit-steps", "2"])
+    assert 0 <= metrics["odd/auroc_density"] <= 1
+    assert all(math.isfinite(v) for v in metrics.values())
 
 
 def test_narrow_shortcuts_do_not_corrupt_memory(small, tmp_path):
     """oneDNN's weight gradient of a strided 1x1 convolution of few channels, channels last, writes
     past its workspace (uxlfoundation/oneDNN issue 6035): a crash here, or worse."""
-    options = [*with_options(small, epochs=1, batch_size=54), "--model", "resnet50", "--width",
-               "0.03", "--no-mod",
-               "--no-sn"]
+    options = with_options(small, epochs=1, batch_size=54, model="resnet50", width=0.03)
+    options += ["--no-mod", "--no-sn"]
     assert Child(tmp_path, run_ddu, *options).wait().status == 0
 
 
@@ -371,7 +366,6 @@ def test_save_interval_keeps_the_result(small):
 # ---- Several processes --------------------------------------------------------------------------
 
 
-
 def finish(children, status=0):
     for child in children:
         child.wait()
@@ -381,14 +375,14 @@ def finish(children, status=0):
 
 
 @pytest.mark.parametrize("more", [
-    ["--model", "resnet18", "--width", "0.05"],
-    ["--model", "vgg16", "--width", "0.05", "--no-sn", "-b", "34"],
-    # 7 images in the last batch: uneven
-    ["--model", "wide_resnet", "--dropout", "0.3", "--no-mod", "--limit-steps", "3"],
-    ["--model", "wide_resnet", "--dropout", "0.3", "-b", "34"]], ids=" ".join)
+    "--model resnet18 --width 0.05",  # one image in the last batch: none for the second process
+    "--model vgg16 --width 0.05 --no-sn -b 34",  # 7 images in the last batch
+    "--model wide_resnet --dropout 0.3 --no-mod --limit-steps 3",
+    "--model wide_resnet --dropout 0.3 -b 34"])
 def test_two_processes_equal_one(small, tmp_path, more):
     """In float64, lest batch norm and leaky ReLU blow rounding up."""
-    one, two = ([*with_options(small, name=name, epochs=1), *more] for name in ("one", "two"))
+    one, two = ([*with_options(small, name=name, epochs=1), *more.split()]
+                for name in ("one", "two"))
     children = [Child(tmp_path, run_ddu_in_float64, *one, rank=9)]
     children += start_ranks(tmp_path, 2, run_ddu_in_float64, *two)
     finish(children)
@@ -397,11 +391,9 @@ def test_two_processes_equal_one(small, tmp_path, more):
     assert [r["environment"]["processes"] for r in results] == [1, 2]
     assert_close_metrics(*(r["metrics"] for r in results), 1e-5)
     assert "AUROC" in children[1].stdout and children[2].stdout == ""  # one process prints
-    logs = [[json.loads(line) for line in (run_of(o) / "log.jsonl").read_text().splitlines()]
-            for o in (one, two)]
-    for a, b in zip(*logs, strict=True):
-        assert a["loss_nats"] == pytest.approx(b["loss_nats"],
-                                               abs=1e-5) and a["accuracy"] == b["accuracy"]
+    a, b = (json.loads((run_of(options) / "log.jsonl").read_text()) for options in (one, two))
+    assert a["loss_nats"] == pytest.approx(b["loss_nats"], abs=1e-5)
+    assert a["accuracy"] == b["accuracy"]
 
 
 def test_one_process_evaluates_the_run_of_two(small, tmp_path):
@@ -438,24 +430,22 @@ def test_two_machines_that_share_no_disk(small, tmp_path):
 
 
 def torchrun(options, **flags):
-    flags = [f"--{k}={v}" for k, v in flags.items()]
-    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *flags, "ddu.py",
-                             *options],
-                            cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words = [f"--{k}={v}" for k, v in {"master_addr": "127.0.0.1", **flags}.items()]
+    command = [sys.executable, "-m", "torch.distributed.run", *words, "ddu.py", *options]
+    return subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True)
 
 
 def test_torchrun_on_one_machine_and_on_two_equals_one_process(small):
     # few steps: rounding grows by the step (see above for the exact comparison)
     one, two, nodes = (with_options(small, name=name, epochs=1, limit_steps=2)
                        for name in ("one", "two", "nodes"))
-    jobs = [torchrun(two, nproc_per_node=2, master_addr="127.0.0.1", master_port=free_port())]
-    port = free_port()
-    jobs += [torchrun(nodes, nnodes=2, nproc_per_node=1, node_rank=r, master_addr="127.0.0.1",
-                      master_port=port)
-             for r in (0, 1)]
+    jobs, port = [torchrun(two, nproc_per_node=2, master_port=free_port())], free_port()
+    jobs += [torchrun(nodes, nnodes=2, nproc_per_node=1, node_rank=rank, master_port=port)
+             for rank in (0, 1)]
     metrics = ddu.main(one)
     for job in jobs:
-        out, err = job.communicate(timeout=180)
+        out, err = job.communicate(timeout=400)
         assert job.returncode == 0, err[-3000:]
     for options in (two, nodes):
         assert_close_weights(run_of(one) / "last.pt", run_of(options) / "last.pt", 1e-4)
@@ -474,10 +464,10 @@ def test_ensemble(small):
     results = strict_json(root / "run-seed1-ensemble2-runs1" / "results.json")
     assert results["metrics"] == common.to_json(metrics)
     assert singles[0] != singles[1] and metrics["test/nll"] == singles[0]["test/nll"]
-    for key in ("ensemble/test/accuracy", "ensemble/test/nll", "ensemble/test/ece15_scaled",
-                *(f"ensemble/odd/{m}_{s}" for m in METRICS for s in ("predictive_entropy",
-                                                                     "mutual_information"))):
-        assert math.isfinite(metrics[key]), key
+    scores = ("predictive_entropy", "mutual_information")
+    for key in ("test/accuracy", "test/nll", "test/ece15_scaled",
+                *(f"odd/{metric}_{score}" for metric in METRICS for score in scores)):
+        assert math.isfinite(metrics[f"ensemble/{key}"]), key
     # a convex loss: the mean of the probabilities is no worse than the members on average
     assert metrics["ensemble/test/nll"] <= np.mean([s["test/nll"] for s in singles]) + 1e-9
     assert not (root / "run").exists()
@@ -485,8 +475,8 @@ def test_ensemble(small):
 
 
 def test_runs_and_the_published_json(small):
-    metrics = ddu.main([*small, "--runs", "2", "--ensemble", "2", "--published-json", "--epochs",
-                        "1"])
+    small = with_options(small, epochs=1, runs=2, ensemble=2)
+    metrics = ddu.main([*small, "--published-json"])
     root = run_of(small).parent
     folder = root / "run-seed1-ensemble2-runs2"
     first = [strict_json(root / f"run-seed{s}" / "results.json")["metrics"] for s in (1, 3)]
@@ -496,18 +486,17 @@ def test_runs_and_the_published_json(small):
         assert metrics[key] == pytest.approx(np.mean(values))
         assert results["standard_error"][key] == pytest.approx(np.std(values, ddof=1) / 2**0.5)
     columns = ["accuracy", "ece", "m1_auroc", "m1_auprc", "m2_auroc", "m2_auprc", "t_ece",
-               "t_m1_auroc",
-               "t_m1_auprc", "t_m2_auroc", "t_m2_auprc"]
+               "t_m1_auroc", "t_m1_auprc", "t_m2_auroc", "t_m2_auprc"]
     files = {p.name for p in folder.glob("res_*.json")}
     stem = "res_wide_resnet_sn_3.0_mod_1"
     assert files == {f"{stem}_{kind}_tiny_imagenet_odd.json"
                      for kind in ("softmax", "gmm", "ensemble")}
     sources = {"softmax": {"m1_auroc": "auroc_energy", "m1_auprc": "aupr_in_energy",
-                           "m2_auroc": "auroc_entropy",
-                           "m2_auprc": "aupr_out_entropy", "t_m2_auroc": "auroc_entropy_scaled"},
+                           "m2_auroc": "auroc_entropy", "m2_auprc": "aupr_out_entropy",
+                           "t_m2_auroc": "auroc_entropy_scaled"},
                "gmm": {"m1_auroc": "auroc_density", "m1_auprc": "aupr_in_density",
-                       "t_m1_auroc": "auroc_density",
-                       "m2_auroc": "auroc_gmm_entropy", "m2_auprc": "aupr_out_gmm_entropy"}}
+                       "m2_auroc": "auroc_gmm_entropy", "m2_auprc": "aupr_out_gmm_entropy",
+                       "t_m1_auroc": "auroc_density"}}
     for kind in ("softmax", "gmm", "ensemble"):
         content = strict_json(folder / f"{stem}_{kind}_tiny_imagenet_odd.json")
         assert list(content) == ["mean", "std", "values", "info"]
@@ -536,23 +525,20 @@ def test_shift_computed(small):
 
 
 def test_real_data(real_data, tmp_path):
-    metrics = ddu.main(["--dataset", "fashion_mnist", "--data-dir", str(real_data), "--model",
-                        "lenet", "--no-sn",
-                        "--epochs", "1", "--limit-steps", "80", "--schedule", "one_cycle",
-                        "--out-dir", str(tmp_path), "--no-plot", *CPU])
+    metrics = ddu.main(["--dataset", "fashion_mnist", "--data-dir", str(real_data), "--epochs", "1",
+                        "--model", "lenet", "--no-sn", "--limit-steps", "80", "--schedule",
+                        "one_cycle", "--out-dir", str(tmp_path), "--no-plot", *CPU])
     assert metrics["test/accuracy"] > 0.5 and metrics["mnist/auroc_density"] > 0.7
     assert metrics["examples_per_class_min"] > 5300
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_on_a_gpu(small, tmp_path):
-    small = [*small, "--device", "cuda"]
-    metrics = ddu.main(small)
-    again = ddu.main([*small, "--eval"])
-    assert_close_metrics(metrics, again, 1e-3)
-    moons = ["--dataset", "two_moons", "--epochs", "2", "--out-dir", str(tmp_path), "--device",
-             "cuda"]
-    assert ddu.main(moons)["background/auroc_density"] > 0.99
+    small = with_options(small, device="cuda")
+    assert_close_metrics(ddu.main(small), ddu.main([*small, "--eval"]), 1e-3)
+    moons = ddu.main(["--dataset", "two_moons", "--epochs", "2", "--out-dir", str(tmp_path),
+                      "--device", "cuda"])
+    assert moons["background/auroc_density"] > 0.99
 
 
 # ---- Features, two moons, active learning -------------------------------------------------------
@@ -563,8 +549,10 @@ def features(tmp_path):
     """(folder, arrays): features of two classes, a set like them and a far one."""
     rng = np.random.default_rng(1)
     labels = rng.integers(0, 2, 200)
-    draw = lambda y: rng.normal(size=(len(y), 3)) @ np.diag([1, 2, 0.1]) + 4 * y[:,
-                                                                                 None]  # noqa: E731
+
+    def draw(y):
+        return rng.normal(size=(len(y), 3)) * [1, 2, 0.1] + 4 * y[:, None]
+
     arrays = {"near": draw(rng.integers(0, 2, 80)), "far": draw(np.ones(50)) + 30}
     np.savez(tmp_path / "train.npz", features=draw(labels), labels=labels)
     for name, z in arrays.items():
@@ -573,9 +561,8 @@ def features(tmp_path):
 
 
 def feature_options(folder, *names):
-    return ["--features", str(folder / "train.npz"), "--score",
-            *(str(folder / f"{n}.npz") for n in names),
-            "--out-dir", str(folder / "runs"), *CPU]
+    return ["--features", str(folder / "train.npz"), "--out-dir", str(folder / "runs"), *CPU,
+            "--score", *(str(folder / f"{name}.npz") for name in names)]
 
 
 def test_features_of_ones_own(features):
@@ -625,9 +612,8 @@ def test_two_moons(tmp_path):
 
 def al_options(tmp_path, *more):
     return ["--dataset", "glyphs", "--model", "lenet", "--num-initial-samples", "20",
-            "--max-training-samples", "30",
-            "--epochs", "1", "--draws", "64", "--out-dir", str(tmp_path), "--name", "few",
-            "--no-plot", *CPU, *more]
+            "--max-training-samples", "30", "--epochs", "1", "--draws", "64", "--out-dir",
+            str(tmp_path), "--name", "few", "--no-plot", *CPU, *more]
 
 
 def test_active_learning(tmp_path, monkeypatch):
@@ -641,13 +627,13 @@ def test_active_learning(tmp_path, monkeypatch):
         assert list(accuracies) == ["0", "1"] and all(len(a) == 3 for a in accuracies.values())
         assert all(0 <= x <= 100 for a in accuracies.values() for x in a)
         assert max(max(a) for a in accuracies.values()) > 1  # percent, not fractions
-        assert metrics[f"{name}/accuracy_30"] == pytest.approx(np.mean([a[-1]
-                                                                        for a in accuracies.values()]) / 100)
-        states = [torch.load(folder / f"{name}-run{r}.pt", weights_only=True) for r in (0, 1)]
-        assert all(len(s["labelled"].unique()) == 30 for s in states)
-        assert torch.equal(states[0]["labelled"][:20],
-                           states[1]["labelled"][:20])  # drawn once for all runs
-        assert not torch.equal(states[0]["labelled"][20:], states[1]["labelled"][20:])
+        last = np.mean([a[-1] for a in accuracies.values()]) / 100
+        assert metrics[f"{name}/accuracy_30"] == pytest.approx(last)
+        first, second = (torch.load(folder / f"{name}-run{r}.pt", weights_only=True)["labelled"]
+                         for r in (0, 1))
+        assert len(first.unique()) == len(second.unique()) == 30
+        assert torch.equal(first[:20], second[:20])  # drawn once for all runs
+        assert not torch.equal(first[20:], second[20:])
     assert not list(folder.glob("ambiguous*"))
     # interrupted after the first step, and finished: the same; and evaluated: the same
     path = folder / "density-run1.pt"
@@ -663,16 +649,16 @@ def test_active_learning(tmp_path, monkeypatch):
         ddu.main(with_options(options, draws=65))
 
 
-def test_active_learning_takes_the_lowest_densities_and_the_highest_uncertainties(tmp_path,
-                                                                                  monkeypatch):
-    seen = []
-    real = ddu.acquire
-    monkeypatch.setattr(ddu, "acquire", lambda scores, count: seen.append((scores, real(scores,
-                                                                                        count)))
-                        or seen[-1][1])
+def test_active_learning_takes_low_densities_and_high_uncertainties(tmp_path, monkeypatch):
+    seen, real = [], ddu.acquire
+
+    def acquire(scores, count):
+        seen.append((scores, real(scores, count)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(ddu, "acquire", acquire)
     ddu.main(al_options(tmp_path, "--active-learning", "density", "entropy", "pe", "mi",
-                        "--num-ensemble", "2",
-                        "--max-training-samples", "25"))
+                        "--num-ensemble", "2", "--max-training-samples", "25"))
     assert len(seen) == 4
     for scores, taken in seen:
         assert len(scores) == 9000 - 20 and len(taken) == 5 and scores.isfinite().all()
@@ -688,15 +674,13 @@ def test_active_learning_takes_the_lowest_densities_and_the_highest_uncertaintie
 @pytest.mark.parametrize("ambiguous", [False, True])
 def test_active_learning_follows_the_published_protocol(tmp_path, ambiguous):
     """Trap 32, without training: 57 accuracies, 56 fractions, 20, 25 ... 300 labels."""
-    options = ["--dataset", "glyphs", "--model", "lenet", "--active-learning", "random", "--epochs",
-               "0",
-               "--out-dir", str(tmp_path), "--name", "few", "--no-plot", *CPU,
+    options = ["--dataset", "glyphs", "--model", "lenet", "--active-learning", "random",
+               "--epochs", "0", "--out-dir", str(tmp_path), "--name", "few", "--no-plot", *CPU,
                *["-ambiguous"] * ambiguous]
     args = ddu.parse_args(options)
-    assert (args.num_initial_samples, args.max_training_samples, args.acquisition_batch_size,
-            args.draws,
-            args.num_ensemble, args.subsample, args.lr, args.batch_size, args.opt) == \
-        (20, 300, 5, 5056, 5, 1000, 1e-3, 64, "adam")
+    published = dict(num_initial_samples=20, max_training_samples=300, acquisition_batch_size=5,
+                     draws=5056, num_ensemble=5, subsample=1000, lr=1e-3, batch_size=64, opt="adam")
+    assert published.items() <= vars(args).items()
     metrics = ddu.main(options)
     folder = tmp_path / "ddu" / ("few-al-ambiguous-seed1" if ambiguous else "few-al-seed1")
     label = "dirty_glyphs_1000" if ambiguous else "glyphs"
@@ -714,7 +698,8 @@ def test_active_learning_follows_the_published_protocol(tmp_path, ambiguous):
         fractions = strict_json(path)["0"]
         assert len(fractions) == 56
         assert fractions[-1] == pytest.approx(odd[labelled].double().mean().item())
-        assert len(pool) == 1000 + 10000 - 1100 or len(pool) > 9000  # less the validation tenth
+        assert 9850 < len(pool) < 9950  # 11,000 less a tenth of the groups
+        assert 0.85 < odd.double().mean() < 0.95
         assert metrics["random/ambiguous_share"] == pytest.approx(fractions[-1])
     else:
         assert len(pool) == 9000 and not odd.any()
@@ -722,12 +707,10 @@ def test_active_learning_follows_the_published_protocol(tmp_path, ambiguous):
 
 def test_active_learning_entropies_of_a_trained_model(tmp_path):
     out = ["--out-dir", str(tmp_path), "--no-plot", *CPU]
-    ddu.main(["--model", "lenet", "--no-sn", "--epochs", "1", "--limit-steps", "4", "--name",
-              "dirty", *out])
-    options = al_options(tmp_path, "--active-learning", "random", "-ambiguous", "--subsample", "50",
-                         "--trained-model",
-                         str(tmp_path / "ddu" / "dirty" / "last.pt"), "--threshold", "2.2")
-    ddu.main(options)
+    ddu.main([*"--model lenet --no-sn --epochs 1 --limit-steps 4 --name dirty".split(), *out])
+    ddu.main(al_options(tmp_path, *"--active-learning random -ambiguous --subsample 50".split(),
+                        "--trained-model", str(tmp_path / "ddu" / "dirty" / "last.pt"),
+                        "--threshold", "2.2"))
     folder = tmp_path / "ddu" / "few-al-ambiguous-seed1"
     entropies = strict_json(folder / "ambiguous_entropies_lenet_1_random_dirty_glyphs_50.json")["0"]
     assert [len(entropies[i]) for i in ("0", "1")] == [25, 30]
@@ -769,7 +752,7 @@ def test_active_learning_with_two_processes(tmp_path):
 @pytest.fixture
 def misuse(tmp_path):
     """misuse(*argv): stderr of a start that must end with status 2 and one line, in a process."""
-    def run(*argv, timeout=40):
+    def run(*argv, timeout=120):
         child = Child(tmp_path, run_ddu, *argv)
         child.process.join(timeout)
         if child.process.is_alive():
@@ -841,10 +824,8 @@ AL = [*FAST, "--active-learning", "random", "--draws", "64"]
     (["--active-learning", "nonsense"], "nonsense"),
 ], ids=lambda value: " ".join(value)[-60:] if isinstance(value, list) else "")
 def test_misuse_is_one_line_and_status_2(misuse, tmp_path, argv, named):
-    err = misuse("--out-dir", str(tmp_path / "runs"), "--no-plot",
-                 *(["--device", "cpu"] * ("--device" not in argv)),
-                 *argv)
-    assert named in err
+    device = [] if "--device" in argv else CPU
+    assert named in misuse("--out-dir", str(tmp_path / "runs"), "--no-plot", *device, *argv)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -877,26 +858,24 @@ def damaged(folder, small_data, what):
 
 
 @pytest.mark.parametrize("what", ["missing", "missing class", "truncated", "wrong size",
-                                  "not an image",
-                                  "unknown class"])
+                                  "not an image", "unknown class"])
 def test_damaged_data(misuse, small, small_data, tmp_path, what):
     named = damaged(tmp_path, small_data, what)
     assert named in misuse(*with_options(small, data_dir=tmp_path / "data"))
 
 
-@pytest.mark.parametrize("dataset, folder", [("mnist", "MNIST/raw"), ("cifar10",
-                                                                      "cifar-10-batches-py")])
-def test_truncated_published_files(misuse, tmp_path, real_data, dataset, folder):
+@pytest.mark.parametrize("dataset, folder, file", [
+    ("mnist", "MNIST/raw", "train-images-idx3-ubyte"),
+    ("cifar10", "cifar-10-batches-py", "data_batch_3")])
+def test_truncated_published_files(misuse, tmp_path, real_data, dataset, folder, file):
     target = tmp_path / "data" / folder
     target.mkdir(parents=True)
     for path in (real_data / folder).iterdir():
         (target / path.name).symlink_to(path)
-    cut = target / {"mnist": "train-images-idx3-ubyte", "cifar10": "data_batch_3"}[dataset]
-    cut.unlink()
-    cut.write_bytes((real_data / folder / cut.name).read_bytes()[:1000])
-    assert folder in misuse("--dataset", dataset, "--data-dir", str(tmp_path / "data"), "--ood",
-                            "glyphs_letters",
-                            "--out-dir", str(tmp_path / "runs"), *CPU)
+    (target / file).unlink()
+    (target / file).write_bytes((real_data / folder / file).read_bytes()[:1000])
+    assert folder in misuse("--dataset", dataset, "--data-dir", str(tmp_path / "data"), *CPU,
+                            "--ood", "glyphs_letters", "--out-dir", str(tmp_path / "runs"))
 
 
 def test_images_that_the_network_cannot_take(misuse, small, tmp_path):
@@ -906,9 +885,8 @@ def test_images_that_the_network_cannot_take(misuse, small, tmp_path):
     torch.save(torchvision.models.resnet18(num_classes=1000).state_dict(), weights)
     err = misuse(*small, "--model", "torchvision/resnet18", "--weights", str(weights))
     assert "size mismatch" in err and "1000" in err
-    err = misuse("--dataset", "numbers", "--model", "torchvision/resnet18", "--weights",
-                 str(weights), *CPU,
-                 "--out-dir", str(tmp_path / "runs"))  # grey images, 1000 classes
+    err = misuse("--dataset", "numbers", "--model", "torchvision/resnet18", *CPU, "--weights",
+                 str(weights), "--out-dir", str(tmp_path / "runs"))  # grey images, 1000 classes
     assert "torchvision/resnet18" in err
     torch.save(torchvision.models.squeezenet1_1().state_dict(), weights)
     err = misuse(*small, "--model", "torchvision/squeezenet1_1", "--weights", str(weights))
@@ -1031,8 +1009,8 @@ def test_a_non_finite_loss_names_step_loss_and_learning_rate(small, monkeypatch)
     with pytest.raises(UserError, match="loss nan at step 6 with learning rate 0.005;"):
         ddu.main(small)  # four steps an epoch, the rate is divided by ten after the first
     state = common.load_checkpoint(run_of(small) / "last.pt")
-    assert state["progress"]["epoch"] == 1 and all(torch.isfinite(v).all()
-                                                   for v in state["model"].values())
+    assert state["progress"]["epoch"] == 1
+    assert all(torch.isfinite(v).all() for v in state["model"].values())
     monkeypatch.undo()
     metrics = ddu.main(small)  # the same command goes on from there
     assert metrics == ddu.main(with_options(small, name="calm"))
@@ -1051,11 +1029,11 @@ def test_misuse_by_two_processes(small, tmp_path):
     """All processes end, in words: what only one can see, it tells the others."""
     (tmp_path / "file").touch()
     torch.save({"config": {}}, tmp_path / "other.pt")
-    for options in (with_options(small, ood="nonsense"), with_options(small,
-                                                                      out_dir=tmp_path / "file"),
-                    [*small, "--resume", str(tmp_path / "other.pt")], [*small, "--eval"]):
+    for change in ({"ood": "nonsense"}, {"out_dir": tmp_path / "file"},
+                   {"resume": tmp_path / "other.pt"}, {"eval": None}):
+        options = [*small, "--eval"] if "eval" in change else with_options(small, **change)
         for child in start_ranks(tmp_path, 2, run_ddu, *options):
-            child.wait(60)
+            child.wait()
             assert child.status == 2 and "Traceback" not in child.stderr, child.stderr
             assert "error: " in child.stderr
 
@@ -1082,8 +1060,9 @@ def usage_commands():
 def parse_command(line):
     """Parse what stands after ddu.py in a command line; None if the line does not run it."""
     words = shlex.split(line, comments=True)
-    if "ddu.py" not in words or not words[0].startswith(("python",
-                                                         "torchrun")) and "=" not in words[0]:
+    while words and "=" in words[0]:  # environment variables
+        words = words[1:]
+    if "ddu.py" not in words or words[0] not in ("python", "torchrun"):
         return None
     return ddu.parse_args(words[words.index("ddu.py") + 1:])
 
@@ -1093,30 +1072,29 @@ def test_help_and_the_common_options(capsys):
         ddu.parse_args(["--help"])
     text = capsys.readouterr().out
     assert not stop.value.code and len(text.splitlines()) > 60
-    for flag in ("--dataset --data-dir --out-dir --name --seed --epochs --batch-size --lr --width --amp "
-                 "--compile "
-                 "--workers --device --eval --resume --limit-steps --plot --quiet").split():
+    for flag in ("--dataset --data-dir --out-dir --name --seed --epochs --batch-size --lr --width "
+                 "--amp --compile --no-compile --workers --device --eval --resume --limit-steps "
+                 "--plot --no-plot --quiet").split():
         assert flag in text, flag
 
 
 def test_published_flags_are_understood():
-    args = ddu.parse_args("--seed 1 --dataset cifar10 --model wide_resnet -sn -mod --coeff 3.0 -b 128 "
-                          "--epochs 350 --lr 0.1 --mom 0.9 --decay 5e-4 --opt sgd "
-                          "--first-milestone 150 --second-milestone 250 "
-                          "--ood_dataset svhn".split())
-    assert (args.sn, args.mod, args.coeff, args.momentum, args.weight_decay, args.ood) == \
-        (True, True, 3.0, 0.9, 5e-4, ["svhn"])
+    args = ddu.parse_args("--seed 1 --dataset cifar10 --model wide_resnet -sn -mod --coeff 3.0 "
+                          "-b 128 -e 350 --lr 0.1 --mom 0.9 --decay 5e-4 --opt sgd --ood_dataset "
+                          "svhn --first-milestone 150 --second-milestone 250".split())
+    published = dict(sn=True, mod=True, coeff=3, batch_size=128, epochs=350, momentum=0.9,
+                     weight_decay=5e-4, ood=["svhn"])
+    assert published.items() <= vars(args).items()
 
 
 def test_the_commands_of_the_docstring_parse():
     parsed = [parse_command(line) for line in usage_commands()]
     assert len(parsed) == 4 and all(parsed)
     assert [a.dataset for a in parsed] == ["dirty_glyphs", "cifar10", "dirty_glyphs", "cifar10"]
-    paper = parsed[1]
-    assert (paper.model, paper.sn, paper.mod, paper.epochs, paper.batch_size, paper.lr,
-            paper.weight_decay,
-            paper.first_milestone, paper.second_milestone, paper.coeff) == \
-        ("wide_resnet", True, True, 350, 128, 0.1, 5e-4, 150, 250, 3.0)
+    paper = dict(model="wide_resnet", depth=28, width=1, sn=True, mod=True, coeff=3, epochs=350,
+                 batch_size=128, lr=0.1, momentum=0.9, nesterov=False, weight_decay=5e-4,
+                 schedule="step", first_milestone=150, second_milestone=250, augment=True)
+    assert paper.items() <= vars(parsed[1]).items()
 
 
 def test_the_commands_of_the_readme_parse():
