@@ -649,17 +649,21 @@ def sync_batch_norm(net, world):
 class Dropout(nn.Dropout):
     """Dropout whose mask is drawn for the global batch; each process uses its own rows of it.
 
-    With the same seed on all ranks the masks do not depend on the number of processes (exactly so
-    when the batch divides by it).
+    With the same seed on all ranks the masks do not depend on the number of processes. The training
+    loop sets `global_rows`, the size of the global batch, which is cut as numpy.array_split does.
     """
+
+    global_rows = 0
 
     def forward(self, x):
         if not self.training or self.p == 0 or not dist.is_initialized():
             return super().forward(x)
-        rank, size, rows = dist.get_rank(), dist.get_world_size(), len(x)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        total = Dropout.global_rows or len(x) * size
+        first = rank * (total // size) + min(rank, total % size)
         # in the memory order of x, as a single process would draw it
-        ones = x.new_empty_strided((rows * size, *x.shape[1:]), x.stride()).fill_(1)
-        return x * F.dropout(ones, self.p)[rank * rows:(rank + 1) * rows]
+        ones = x.new_empty_strided((total, *x.shape[1:]), x.stride()).fill_(1)
+        return x * F.dropout(ones, self.p)[first:first + len(x)]
 
 
 # ---- Runs ---------------------------------------------------------------------------------------
@@ -882,14 +886,17 @@ class Run:
 
     def open(self):
         """Make the directory, and args.json unless there is a checkpoint to go on from."""
+        problem = None
         if self.world.is_main:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 if self.fresh or not self.checkpoint.exists():
                     write_json(self.directory / "args.json", self.config)
             except OSError as error:
-                raise UserError(f"cannot write to {self.directory} ({error.strerror}); choose "
-                                "another --out-dir or --name") from None
+                problem = error.strerror.encode()
+        if (problem := broadcast_bytes(problem, self.world)) is not None:
+            raise UserError(f"cannot write to {self.directory} ({problem.decode()}); choose "
+                            "another --out-dir or --name")
 
     def say(self, text):
         """Print on the main process, unless --quiet."""

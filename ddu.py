@@ -827,6 +827,7 @@ def train_epoch(model, optimiser, loader, epoch, steps, progress, stop, args, wo
                               f"epoch {epoch + 1}", args.quiet, world)
     for step, batch in zip(range(progress["step"], steps), batches):
         common.seed_all(args.seed, epoch, step)  # dropout: the same whatever came before
+        common.Dropout.global_rows = batch.global_size
         for group in optimiser.param_groups:
             group["lr"] = learning_rate(epoch * steps + step, steps, args)
         with autocast(args, world):
