@@ -886,13 +886,13 @@ def test_images_that_the_network_cannot_take(misuse, small, tmp_path):
     plain = [*small, "--no-sn", "--no-mod"]
     err = misuse(*plain, "--model", "torchvision/resnet18", "--weights", str(weights))
     assert "size mismatch" in err and "1000" in err
-    err = misuse("--dataset", "numbers", "--model", "torchvision/resnet18", *CPU, "--weights", str(weights),
-                 "--no-sn", "--no-mod", "--out-dir", str(tmp_path / "runs"))
+    err = misuse("--dataset", "numbers", "--model", "torchvision/resnet18", "--weights",
+                 str(weights), "--no-sn", "--no-mod", "--out-dir", str(tmp_path / "runs"), *CPU)
     assert "does not take images (1, 28, 28)" in err
     torch.save(torchvision.models.squeezenet1_1(num_classes=4).state_dict(), weights)
     err = misuse(*plain, "--model", "torchvision/squeezenet1_1", "--weights", str(weights))
     assert "linear layer" in err
-    assert "-mod form" in misuse(*small, "--model", "torchvision/resnet18", "--weights", str(weights))
+    assert "-mod form" in misuse(*small, "--model", "torchvision/resnet18")
 
 
 @pytest.mark.parametrize("train, near, named", [
