@@ -171,6 +171,8 @@ def test_default_run_results(default_run):
         assert sum(metrics[f"{part}/fraction_{k}"] for k in regions) == pytest.approx(1)
     both = (metrics["glyphs/accuracy"] + metrics["glyphs_ambiguous/accuracy"]) / 2
     assert metrics["test/accuracy"] == pytest.approx(both)  # parts of equal size
+    assert metrics["temperature"] != 1 and metrics["val/nll_scaled"] < metrics["val/nll"]
+    assert metrics["test/accuracy_scaled"] == metrics["test/accuracy"]
     assert results["timing"]["train_s"] > 0 and results["timing"]["evaluate_s"] > 0
     assert results["environment"]["processes"] == 1
     assert results["environment"]["torch"] == torch.__version__
@@ -258,6 +260,12 @@ def test_singular_covariances_are_handled_and_reported(small):
     assert all(math.isfinite(v) for v in metrics.values())
     fixed = ddu.main([*small, "--eval", "--jitter", "0.5"])
     assert fixed["jitter"] == 0.5
+
+
+def test_match_published_takes_the_temperature_from_the_grid(small):
+    metrics = ddu.main([*with_options(small, epochs=1), "--match-published"])
+    assert metrics["temperature"] * 10 == pytest.approx(round(metrics["temperature"] * 10), abs=1e-9)
+    assert 0.1 - 1e-9 <= metrics["temperature"] <= 10 + 1e-9
 
 
 def test_bf16_runs_and_keeps_statistics_wide(small):
@@ -474,14 +482,16 @@ def test_ensemble(small):
     assert ddu.main([*small, "--ensemble", "2", "--eval"]) == metrics
 
 
-def test_runs_and_the_published_json(small):
-    small = with_options(small, epochs=1, runs=2, ensemble=2)
+def test_runs_and_the_published_json(small, small_data):
+    # training images of one class as the other set: not separable, so that every number differs
+    images = small_data / "tiny-imagenet-200" / "train" / "n00000001" / "images"
+    small = with_options(small, epochs=1, runs=2, ensemble=2, ood=f"folder:{images}")
     metrics = ddu.main([*small, "--published-json"])
     root = run_of(small).parent
     folder = root / "run-seed1-ensemble2-runs2"
     first = [strict_json(root / f"run-seed{s}" / "results.json")["metrics"] for s in (1, 3)]
     results = strict_json(folder / "results.json")
-    for key in ("test/accuracy", "test/nll", "odd/auroc_density"):
+    for key in ("test/accuracy", "test/nll", "images/auroc_density"):
         values = [m[key] for m in first]
         assert metrics[key] == pytest.approx(np.mean(values))
         assert results["standard_error"][key] == pytest.approx(np.std(values, ddof=1) / 2**0.5)
@@ -489,16 +499,21 @@ def test_runs_and_the_published_json(small):
                "t_m1_auroc", "t_m1_auprc", "t_m2_auroc", "t_m2_auprc"]
     files = {p.name for p in folder.glob("res_*.json")}
     stem = "res_wide_resnet_sn_3.0_mod_1"
-    assert files == {f"{stem}_{kind}_tiny_imagenet_odd.json"
+    assert files == {f"{stem}_{kind}_tiny_imagenet_images.json"
                      for kind in ("softmax", "gmm", "ensemble")}
     sources = {"softmax": {"m1_auroc": "auroc_energy", "m1_auprc": "aupr_in_energy",
                            "m2_auroc": "auroc_entropy", "m2_auprc": "aupr_out_entropy",
                            "t_m2_auroc": "auroc_entropy_scaled"},
                "gmm": {"m1_auroc": "auroc_density", "m1_auprc": "aupr_in_density",
                        "m2_auroc": "auroc_gmm_entropy", "m2_auprc": "aupr_out_gmm_entropy",
-                       "t_m1_auroc": "auroc_density"}}
+                       "t_m1_auroc": "auroc_density"},
+               "ensemble": {"m1_auroc": "auroc_mutual_information",
+                            "m1_auprc": "aupr_out_mutual_information",
+                            "m2_auroc": "auroc_predictive_entropy",
+                            "m2_auprc": "aupr_out_predictive_entropy",
+                            "t_m2_auroc": "auroc_predictive_entropy_scaled"}}
     for kind in ("softmax", "gmm", "ensemble"):
-        content = strict_json(folder / f"{stem}_{kind}_tiny_imagenet_odd.json")
+        content = strict_json(folder / f"{stem}_{kind}_tiny_imagenet_images.json")
         assert list(content) == ["mean", "std", "values", "info"]
         assert all(list(content[part]) == columns for part in ("mean", "std", "values"))
         assert content["info"]["dataset"] == "tiny_imagenet" and content["info"]["runs"] == 2
@@ -506,8 +521,13 @@ def test_runs_and_the_published_json(small):
             values = content["values"][column]
             assert len(values) == 2 and content["mean"][column] == pytest.approx(np.mean(values))
             assert content["std"][column] == pytest.approx(np.std(values, ddof=1) / 2**0.5)
-        for column, name in sources.get(kind, {}).items():
-            assert content["values"][column] == [m[f"odd/{name}"] for m in first]
+        assert len({content["mean"][column] for column in columns[2:6]}) == 4
+        prefix = "ensemble/images" if kind == "ensemble" else "images"
+        for column, name in sources[kind].items():
+            expected = [run[f"{prefix}/{name}"] for run in results["values"]]
+            assert content["values"][column] == expected
+    assert [run["images/auroc_density"] for run in results["values"]] == \
+        [m["images/auroc_density"] for m in first]
 
 
 def test_standard_error_of_one_run_is_null(small):
