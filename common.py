@@ -601,14 +601,27 @@ def concat_rows(rows, world) -> Tensor:
 
 class _AllReduceSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
+    def forward(x):
+        x = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(x)
         return x
 
     @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
     def backward(ctx, grad):  # every process's loss depends on every process's x
-        return _AllReduceSum.apply(grad.contiguous())
+        return _AllReduceSum.apply(grad)
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return _AllReduceSum.apply(x), in_dims[0]
+
+
+def all_reduce_sum(x) -> Tensor:
+    """The sum of x over all processes, differentiable any number of times, also under vmap."""
+    return _AllReduceSum.apply(x)
 
 
 class GlobalBatchNorm2d(nn.BatchNorm2d):
@@ -621,10 +634,10 @@ class GlobalBatchNorm2d(nn.BatchNorm2d):
     def forward(self, x):
         if not (self.training and dist.is_initialized()):
             return super().forward(x)
-        count = _AllReduceSum.apply(x.new_tensor(x.numel() / x.shape[1]))
-        mean = _AllReduceSum.apply(x.sum((0, 2, 3))) / count
+        count = all_reduce_sum(x.new_tensor(x.numel() / x.shape[1]))
+        mean = all_reduce_sum(x.sum((0, 2, 3))) / count
         centred = x - mean[:, None, None]
-        var = _AllReduceSum.apply(centred.square().sum((0, 2, 3))) / count
+        var = all_reduce_sum(centred.square().sum((0, 2, 3))) / count
         with torch.no_grad():
             self.num_batches_tracked += 1
             momentum = self.momentum

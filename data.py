@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import ZipFile
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from torchvision.datasets.utils import check_md5, download_url
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as TF
 
-from common import UserError
+from common import UserError, load_arrays
 
 DATASETS = {
     "glyphs": "embedded: digits 0-9 in a warped font, 28x28x1; 10,000 train, 2,000 test",
@@ -64,7 +65,7 @@ class ImageSet:
     """N images in memory. mean, std: per channel, of pixels in [0,1], over the training set.
 
     images       uint8 [N,C,H,W], or float32 where the source is not 8-bit (then in [0,1], unless
-                 noise was added)
+                 noise was added, or they are features)
     labels       int64 [N], in 0..num_classes-1
     label_probs  float32 [N,K] where the true label distribution is known, else None
     groups       int64 [N] or None: rows of equal group are one image, which no split separates
@@ -169,7 +170,7 @@ class ImageFiles(Dataset):
             with Image.open(path) as file:
                 image = file.convert("RGB")
         except (OSError, SyntaxError, ValueError) as error:
-            raise UserError(f"{path}: unreadable ({_one_line(error)}); replace the file") from None
+            raise _unreadable(path, error) from None
         if self.expect and image.size != self.expect:
             raise UserError(f"{path}: width and height {image.size}, expected {self.expect}; "
                             "unpack the published archive again")
@@ -290,6 +291,10 @@ def _one_line(error):
 
 def _absent(name, path, site, why=""):
     return UserError(f"{name}: {path} is not there{why}; get it from {site}")
+
+
+def _unreadable(path, error):
+    return UserError(f"{path}: unreadable ({_one_line(error)}); replace the file")
 
 
 def _damaged(name, path, site, why):
@@ -414,19 +419,41 @@ def _folders_in(root):
     return sorted(e.name for e in os.scandir(root) if e.is_dir()) if root.is_dir() else []
 
 
-def _images_in(root):
-    names = (e.path for e in os.scandir(root) if e.name.lower().endswith(SUFFIXES))
-    return sorted(names) if root.is_dir() else []
+class _Zipped(io.BytesIO):
+    """The content of a zip archive's member, which Pillow opens like a path; str says whose."""
+
+    def __init__(self, archive, member):
+        super().__init__(archive.read(member))
+        self.place = f"{archive.filename}/{member}"
+
+    def __str__(self):
+        return self.place
 
 
-def _class_folders(root, classes=None, inner=""):
-    """(paths, labels, classes) of root/<class>/<inner>/*, the classes sorted unless given."""
+def _images_in(place):
+    """The images of a folder (paths), or at any depth of a zip archive (_Zipped), by file name."""
+    if place.is_dir():
+        return sorted(e.path for e in os.scandir(place) if e.name.lower().endswith(SUFFIXES))
+    if not place.exists():
+        return []
+    try:
+        with ZipFile(place) as archive:
+            names = [name for name in archive.namelist() if name.lower().endswith(SUFFIXES)]
+            names.sort(key=lambda name: (name.rsplit("/", 1)[-1], name))
+            return [_Zipped(archive, name) for name in names]
+    except Exception as error:  # damaged archives raise many types, few of them documented
+        raise _unreadable(place, error) from None
+
+
+def _class_folders(root, classes=None, place="{}"):
+    """(paths, labels, classes) of the images in root/<place of each class>, a folder or a zip
+    archive; the classes are the folders, sorted, unless given."""
     classes, paths, labels = tuple(classes or _folders_in(root)), [], []
     for label, name in enumerate(classes):
-        folder = root / name / inner
-        files = _images_in(folder) if folder.is_dir() else []
+        files = _images_in(root / place.format(name))
         if not files:
-            raise UserError(f"{folder}: no images in it; unpack the published archive again")
+            raise UserError(f"{root / place.format(name)}: no images in it; unpack the published "
+                            "archive again")
         paths += files
         labels += [label] * len(files)
     return paths, labels, classes
@@ -474,7 +501,7 @@ def _tiny_imagenet(training, data_dir, size):
     root, classes = data_dir / "tiny-imagenet-200", _wnids(data_dir)
     notes = root / "val" / "val_annotations.txt"
     if training:
-        listing = _class_folders(root / "train", classes, "images")
+        listing = _class_folders(root / "train", classes, "{}/images")
     elif notes.exists():
         rows = [line.split("\t")[:2] for line in notes.read_text().splitlines()]
         paths = [str(notes.parent / "images" / file) for file, _ in rows]
@@ -507,18 +534,36 @@ CORRUPTED = {"cifar10_c": ("CIFAR-10-C", "https://zenodo.org/records/2535967"),
              "glyphs_c": ("", "")}
 
 
+def corruption_kinds(name, data_dir="data"):
+    """The kinds of a set of CORRUPTED that are there, as a list; empty where its folder is absent.
+
+    glyphs_c has all of CORRUPTIONS, cifar10_c and cifar100_c what they have of CIFAR_C_KINDS, in
+    that order, the others their sub-folders, sorted. Raises UserError for an unknown name.
+    """
+    if name not in CORRUPTED:
+        raise UserError(f"corrupted set {name!r} is unknown; choose from {', '.join(CORRUPTED)}")
+    folder = Path(data_dir, CORRUPTED[name][0])
+    if name == "glyphs_c":
+        return list(CORRUPTIONS)
+    if name.startswith("cifar"):
+        return [kind for kind in CIFAR_C_KINDS if (folder / f"{kind}.npy").exists()]
+    return _folders_in(folder)
+
+
 def load_corrupted(name, kind, severity, data_dir="data"):
-    """A test set under one corruption at severity 1..5; `kind` is one of CIFAR_C_KINDS.
+    """A test set under one corruption at severity 1..5; `corruption_kinds` lists what is there.
 
     cifar10_c, cifar100_c  CIFAR-10-C/<kind>.npy and labels.npy: 10,000 rows a severity
-    tiny_imagenet_c        Tiny-ImageNet-C/<kind>/<severity>/<class>/, labels by wnids.txt
+    tiny_imagenet_c        Tiny-ImageNet-C/<kind>/<severity>/<class>/ or <class>.zip, in memory,
+                           any number of images a class, labels by wnids.txt
     imagenet_c             imagenet-c/<kind>/<severity>/<class>/, a StreamedSet, 224x224, uncropped
     glyphs_c               computed; `kind` is one of CORRUPTIONS
     Raises UserError for unknown names and kinds, absent, damaged and ill-shaped files.
     """
-    if name not in CORRUPTED:
-        raise UserError(f"corrupted set {name!r} is unknown; choose from {', '.join(CORRUPTED)}")
-    _check_kind(kind, severity, CORRUPTIONS if name == "glyphs_c" else CIFAR_C_KINDS)
+    kinds = corruption_kinds(name, data_dir)
+    if name != "glyphs_c":  # a published kind that is absent: told below what to get
+        kinds = dict.fromkeys([*CIFAR_C_KINDS, *kinds])
+    _check_kind(kind, severity, kinds)
     title, (folder, site) = f"{name}_{kind}_s{severity}", CORRUPTED[name]
     if name == "glyphs_c":
         return corrupted(_embedded("glyphs", False), kind, severity).rename(title)
@@ -530,7 +575,9 @@ def load_corrupted(name, kind, severity, data_dir="data"):
         raise _absent(name, root, site)
     if name == "imagenet_c":
         return _streamed(title, _class_folders(root), IMAGENET, 224, resize=224)
-    listing = _class_folders(root, _wnids(Path(data_dir)))
+    classes = _wnids(Path(data_dir))
+    zipped = any((root / f"{wnid}.zip").exists() for wnid in classes)
+    listing = _class_folders(root, classes, "{}.zip" if zipped else "{}")
     return _streamed(title, listing, TINY_IMAGENET, 64, resize=64, expect=(64, 64)).in_memory()
 
 
@@ -710,6 +757,50 @@ def match(dataset, like):
     return replace(dataset, mean=like.mean, std=like.std, **changed)
 
 
+# ---- Features and toys ---------------------------------------------------------------------------
+
+
+def read_features(path, dim=None, labelled=False):
+    """'features' [N,D] of an .npz file, finite, in its dtype; with `labelled` (features, 'labels'),
+    int64 [N] from 0. Raises UserError for absent, damaged and ill-shaped files, and D != dim."""
+    arrays = load_arrays(path, ("features", "labels") if labelled else ("features",))
+    if any(a.dtype.kind not in "fiu" for a in arrays.values()):
+        raise UserError(f"{path}: arrays must hold numbers")
+    features = torch.as_tensor(arrays["features"])
+    if features.ndim != 2 or features.shape[1] != (dim or features.shape[1]) or not len(features):
+        raise UserError(f"{path}: 'features' must be [N, {dim or 'D'}], not {list(features.shape)}")
+    if not torch.isfinite(features).all():
+        raise UserError(f"{path}: 'features' contain NaN or infinity")
+    if not labelled:
+        return features
+    labels = torch.as_tensor(arrays["labels"])
+    if labels.shape != features.shape[:1] or labels.is_floating_point() or labels.min() < 0:
+        raise UserError(f"{path}: 'labels' must be [{len(features)}] integers from 0")
+    return features, labels.long()
+
+
+def feature_set(path, like=None):
+    """Precomputed features, 'features' [N,D] and 'labels' [N] of an .npz file, as an ImageSet:
+    images float32 [N,D,1,1], named after the file.
+
+    mean and std are each feature's over the file (1 where it is constant: the Loader divides by
+    std), and the labels are 0..num_classes-1; with `like`, a feature set, all three are its own.
+    Raises UserError for absent, damaged and ill-shaped files, and what does not fit `like`.
+    """
+    features, labels = read_features(path, None if like is None else like.shape[0], labelled=True)
+    features, num_classes = features.float(), int(labels.max()) + 1
+    if like is None:
+        std, mean = torch.std_mean(features.double(), 0, correction=0)
+        std[std == 0] = 1
+        stats = num_classes, tuple(mean.tolist()), tuple(std.tolist())
+    elif num_classes <= like.num_classes:
+        stats = like.num_classes, like.mean, like.std
+    else:
+        raise UserError(f"{path}: label {num_classes - 1} is not one of the {like.num_classes} "
+                        f"classes of {like.name}; give files of one labelling")
+    return ImageSet(Path(path).stem, features[:, :, None, None], labels, *stats)
+
+
 def two_moons(n, noise=0.1, seed=0):
     """Two interleaved half circles, as in scikit-learn's make_moons, class 0 first:
     (x float32 [n,2], y int64 [n]); noise is the std on each coordinate."""
@@ -717,6 +808,30 @@ def two_moons(n, noise=0.1, seed=0):
     x = torch.stack([torch.cat([a.cos(), 1 - b.cos()]), torch.cat([a.sin(), 0.5 - b.sin()])], 1)
     x += noise * torch.randn(n, 2, generator=_generator(seed), dtype=torch.float64)
     return x.float(), (torch.arange(n) >= n // 2).long()
+
+
+def gaussian_ring(n_per_class, seed=42):
+    """Five Gaussians of unit variance, their centres at the angles 0, 72, ..., 288 degrees of a
+    circle of radius 5 (D'Angelo & Fortuin 2021), class 0 first:
+    (x float32 [5n,2], y int64 [5n]) for n_per_class = n."""
+    y = torch.arange(5).repeat_interleave(n_per_class)
+    angle = 2 * math.pi / 5 * y.double()
+    x = torch.randn(len(y), 2, generator=_generator(seed), dtype=torch.float64)
+    x += 5 * torch.stack([angle.cos(), angle.sin()], 1)
+    return x.float(), y
+
+
+def gapped_regression(n=60, seed=0):
+    """Regression with gaps, in the style of Izmailov et al. 2019: y = sin(x) + (x / 5)^2 and noise
+    of std 0.1, at x = 7 u with u uniform in three clusters, [-1,-0.6], [-0.1,0.25] and [0.6,1],
+    a third of the points (as nearly as n allows) each, in this order:
+    (x float32 [n], y float32 [n])."""
+    low, high = torch.tensor([[-1, -0.1, 0.6], [-0.6, 0.25, 1]], dtype=torch.float64)
+    cluster, generator = torch.arange(n) * 3 // n, _generator(seed)
+    u = torch.rand(n, generator=generator, dtype=torch.float64)
+    x = 7 * low[cluster].lerp(high[cluster], u)
+    noise = torch.randn(n, generator=generator, dtype=torch.float64)
+    return x.float(), (x.sin() + (x / 5) ** 2 + 0.1 * noise).float()
 
 
 # ---- Batches -------------------------------------------------------------------------------------

@@ -1486,27 +1486,9 @@ def pool_entropy(pool, args, world) -> Tensor:
                       for _, logits, _ in forward_batches(net, pool, args, solo)])
 
 
-def read_features(path, dim=None, labelled=False):
-    """Features [N, D] (and labels [N]) of an .npz file, checked."""
-    arrays = common.load_arrays(path, ("features", "labels") if labelled else ("features",))
-    if any(a.dtype.kind not in "fiu" for a in arrays.values()):
-        raise UserError(f"{path}: arrays must hold numbers")
-    features = torch.as_tensor(arrays["features"])
-    if features.ndim != 2 or features.shape[1] != (dim or features.shape[1]) or not len(features):
-        raise UserError(f"{path}: 'features' must be [N, {dim or 'D'}], not {list(features.shape)}")
-    if not torch.isfinite(features).all():
-        raise UserError(f"{path}: 'features' contain NaN or infinity")
-    if not labelled:
-        return features
-    labels = torch.as_tensor(arrays["labels"])
-    if labels.shape != features.shape[:1] or labels.is_floating_point() or labels.min() < 0:
-        raise UserError(f"{path}: 'labels' must be [{len(features)}] integers from 0")
-    return features, labels.long()
-
-
 def run_features(args, world) -> dict:
     """--features: fit features that somebody else computed; score files, the first one as ID."""
-    features, labels = read_features(args.features, labelled=True)
+    features, labels = data.read_features(args.features, labelled=True)
     moments = ClassMoments(torch.bincount(labels), features.shape[1], world.device)
     moments.update(features, labels.to(world.device))
     gaussians = fit_gaussians(moments, args.priors, args.jitter).to(world.device)
@@ -1517,7 +1499,8 @@ def run_features(args, world) -> dict:
 
     threshold = score(features)["density"].quantile(args.density_quantile).item()
     metrics = {"jitter": gaussians.jitter, "density_threshold": threshold}
-    files = {Path(path).stem: score(read_features(path, features.shape[1])) for path in args.score}
+    files = {Path(path).stem: score(data.read_features(path, features.shape[1]))
+             for path in args.score}
     if len(files) < len(args.score):
         raise UserError("two of the files to score have the same name; rename one")
     first, rows = next(iter(files)), []

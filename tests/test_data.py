@@ -3,6 +3,7 @@ import hashlib
 import pickle
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -165,7 +166,10 @@ def test_absent_sets_name_the_path_and_the_site(tmp_path):
     (lambda: load("imagenet_r", "train"), "test split only"),
     (lambda: load("folder:/nowhere", "test"), "/nowhere is not there"),
     (lambda: data.load_corrupted("cifar_c", "fog", 1), "'cifar_c' is unknown"),
+    (lambda: data.corruption_kinds("cifar10"), "'cifar10' is unknown.*imagenet_c"),
     (lambda: data.load_corrupted("cifar10_c", "occlusion", 1), "'occlusion' is unknown.*frost"),
+    (lambda: data.load_corrupted("imagenet_c", "occlusion", 1), "'occlusion' is unknown.*frost"),
+    (lambda: data.load_corrupted("glyphs_c", "fog", 1), "'fog' is unknown.*jpeg"),
     (lambda: data.load_corrupted("cifar10_c", "fog", 6), "severity 6"),
     (lambda: data.corrupt(toy().images, "fog", 1), "'fog' is unknown.*jpeg"),
     (lambda: Loader(toy(), 0), "batch_size 0"),
@@ -354,6 +358,78 @@ def test_tiny_imagenet_c_labels_follow_wnids(tiny):
         save_png(file, np.full((64, 64, 3), level, np.uint8))
     dataset = data.load_corrupted("tiny_imagenet_c", "fog", 2, tiny)
     assert dataset.labels.tolist() == [0, 1] and dataset.images[:, 0, 0, 0].tolist() == [20, 200]
+
+
+@pytest.fixture
+def tiny_c(tiny):
+    """Tiny-ImageNet-C of one kind and two severities: 2 as folders, 3 the same in zip archives."""
+    root, rng = tiny / "Tiny-ImageNet-C" / "zoom", np.random.default_rng(0)
+    (root / "3").mkdir(parents=True)
+    for wnid, members in (("n01", ("n01/b.JPEG", "n01/a.JPEG")),
+                          ("n02", ("z/y/a.png", "c.JPEG", "z/b.JPEG", "notes.txt"))):
+        with zipfile.ZipFile(root / "3" / f"{wnid}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+            for member in members:
+                file = root / "2" / wnid / Path(member).name
+                if file.suffix == ".txt":
+                    file.write_text("no image")
+                else:
+                    save_png(file, rng.integers(0, 256, (64, 64, 3), dtype=np.uint8))
+                archive.write(file, member)
+    return tiny
+
+
+def test_tiny_imagenet_c_from_zip_archives(tiny_c):
+    before = sorted(tiny_c.rglob("*"))
+    folders, zips = (data.load_corrupted("tiny_imagenet_c", "zoom", s, tiny_c) for s in (2, 3))
+    assert isinstance(zips, ImageSet) and zips.name == "tiny_imagenet_c_zoom_s3"
+    assert zips.labels.tolist() == folders.labels.tolist() == [0, 0, 0, 1, 1]
+    assert torch.equal(zips.images, folders.images) and len(zips.images.unique(dim=0)) == 5
+    assert (zips.num_classes, zips.mean, zips.std) == (2, folders.mean, folders.std)
+    assert sorted(tiny_c.rglob("*")) == before  # nothing is extracted
+
+
+def test_tiny_imagenet_c_zip_faults(tiny_c):
+    root = tiny_c / "Tiny-ImageNet-C" / "zoom"
+    file, load_zips = root / "3" / "n01.zip", ("tiny_imagenet_c", "zoom", 3, tiny_c)
+    whole = file.read_bytes()
+    broken = bytearray(whole)
+    broken[2000] ^= 255  # in the first member: its checksum is wrong
+    for content in (whole[:len(whole) // 2], broken, b""):
+        file.write_bytes(content)
+        refuses("3/n01.zip: unreadable.*replace", data.load_corrupted, *load_zips)
+    save_png(root / "small.png", np.zeros((32, 64, 3), np.uint8))
+    (root / "text.png").write_bytes(b"no image")
+    for member, says in (("small.png", r"n01.zip/x/small.png: width and height \(64, 32\)"),
+                         ("text.png", "n01.zip/x/text.png: unreadable")):
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.write(root / member, f"x/{member}")
+        refuses(says, data.load_corrupted, *load_zips)
+    zipfile.ZipFile(file, "w").close()
+    refuses("3/n01.zip: no images", data.load_corrupted, *load_zips)
+    file.unlink()
+    refuses("3/n01.zip: no images", data.load_corrupted, *load_zips)
+    file.write_bytes(whole)
+    (root / "3" / "n02.zip").unlink()
+    refuses("3/n02.zip: no images", data.load_corrupted, *load_zips)
+
+
+def test_corruption_kinds(tiny_c):
+    assert data.corruption_kinds("glyphs_c") == list(data.CORRUPTIONS)
+    for name in ("cifar10_c", "cifar100_c", "imagenet_c"):
+        assert data.corruption_kinds(name, tiny_c) == []
+    for file in ("CIFAR-100-C/saturate.npy", "CIFAR-100-C/fog.npy", "CIFAR-100-C/labels.npy",
+                 "CIFAR-100-C/shot_noise.npy", "Tiny-ImageNet-C/README"):
+        (tiny_c / file).parent.mkdir(exist_ok=True)
+        (tiny_c / file).write_text("")
+    assert data.corruption_kinds("cifar100_c", tiny_c) == ["shot_noise", "fog", "saturate"]
+    assert data.corruption_kinds("cifar10_c", str(tiny_c)) == []
+    for kind in ("zoom", "blur_7", "fog"):
+        save_png(tiny_c / "imagenet-c" / kind / "4" / "n01" / "a.png", np.zeros((9, 9), np.uint8))
+    (tiny_c / "Tiny-ImageNet-C" / "fog").mkdir()
+    assert data.corruption_kinds("imagenet_c", tiny_c) == ["blur_7", "fog", "zoom"]
+    assert data.corruption_kinds("tiny_imagenet_c", tiny_c) == ["fog", "zoom"]
+    assert len(data.load_corrupted("imagenet_c", "blur_7", 4, tiny_c)) == 1
+    refuses("'blur_7' is unknown", data.load_corrupted, "tiny_imagenet_c", "blur_7", 4, tiny_c)
 
 
 def test_folders(tmp_path):
@@ -641,6 +717,89 @@ def test_match_streamed(imagenet):
     matched = match(streamed, toy(3, (3, 32, 32)))
     assert matched.mean == (0.4, 0.5, 0.6) and len(matched) == 9
     refuses("image_size=8", match, streamed, toy())
+
+
+# ---- Features and toys ---------------------------------------------------------------------------
+
+
+def save_features(path, features, labels):
+    np.savez(path, features=np.asarray(features), labels=np.asarray(labels))
+    return path
+
+
+def test_feature_set_is_standardised_by_the_loader(tmp_path):
+    z = np.random.default_rng(0).normal((5, -300, 0), (2, 40, 0.01), (400, 3))
+    z = np.hstack([z, np.full((400, 1), 0.1)])  # a constant feature
+    train = data.feature_set(save_features(tmp_path / "z.train.npz", z, np.arange(400) % 6))
+    assert train.name == "z.train" and train.num_classes == 6 and train.shape == (4, 1, 1)
+    assert train.images.dtype == torch.float32 and train.labels.tolist()[4:8] == [4, 5, 0, 1]
+    assert np.array_equal(train.images[:, :, 0, 0], z.astype(np.float32))
+    assert train.mean == pytest.approx(z.mean(0)) and train.std[3] == 1
+    assert train.std[:3] == pytest.approx(z.std(0)[:3])
+    batch = next(Loader(train, 400).epoch()).images[:, :, 0, 0]
+    torch.testing.assert_close(batch.mean(0), torch.zeros(4), atol=1e-5, rtol=0)
+    std = torch.tensor([1.0, 1, 1, 0])
+    torch.testing.assert_close(batch.std(0, correction=0), std, atol=1e-5, rtol=0)
+    test = save_features(tmp_path / "test.npz", z[:5].astype(np.float16), np.arange(5, dtype="u1"))
+    test = data.feature_set(test, like=train)
+    assert (test.num_classes, test.mean, test.std) == (6, train.mean, train.std)
+    torch.testing.assert_close(next(Loader(test, 5).epoch()).images[:, :, 0, 0][:, :2],
+                               batch[:5, :2], atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("features, labels, says", [
+    (np.ones((3, 4)), [0, 1, 2], r"must be \[N, 2\], not \[3, 4\]"),
+    (np.ones((3, 2)), [0, 1, 3], "label 3 is not one of the 3 classes of train.*labelling"),
+    (np.ones((3, 2)), [0, 1, -1], "'labels' must be"),
+    (np.ones((3, 2)), [0.0, 1.0, 2.0], "'labels' must be"),
+    (np.ones((3, 2)), [0, 1], r"'labels' must be \[3\]"),
+    (np.ones((3, 2, 1)), [0, 1, 2], "'features' must be"),
+    (np.ones((0, 2)), np.zeros(0, int), "'features' must be"),
+    (np.full((3, 2), np.nan), [0, 1, 2], "NaN or infinity"),
+    (np.full((3, 2), "a"), [0, 1, 2], "must hold numbers"),
+])
+def test_features_that_do_not_fit(tmp_path, features, labels, says):
+    train = data.feature_set(save_features(tmp_path / "train.npz", np.eye(3, 2), [0, 1, 2]))
+    path = save_features(tmp_path / "odd.npz", features, labels)
+    refuses(f"odd.npz.*{says}", data.feature_set, path, like=train)
+
+
+def test_absent_features(tmp_path):
+    refuses("no file .*none.npz", data.feature_set, tmp_path / "none.npz")
+    np.savez(tmp_path / "z.npz", features=np.ones((3, 2)))
+    says = "z.npz has no array 'labels.*it needs features, labels"
+    refuses(says, data.feature_set, tmp_path / "z.npz")
+    assert data.read_features(tmp_path / "z.npz", 2).tolist() == [[1, 1]] * 3
+    refuses(r"\[N, 3\]", data.read_features, tmp_path / "z.npz", 3)
+
+
+def test_gaussian_ring():
+    x, y = data.gaussian_ring(4000)
+    assert x.dtype == torch.float32 and y.tolist() == [k for k in range(5) for _ in range(4000)]
+    at = 2 * np.pi / 5 * np.arange(5)
+    want = torch.tensor(5 * np.stack([np.cos(at), np.sin(at)], 1)).float()
+    groups = x.view(5, 4000, 2)
+    assert (groups.mean(1) - want).abs().max() < 0.07  # four standard errors
+    for group in groups:
+        assert (group.T.cov() - torch.eye(2)).abs().max() < 0.1
+    a, b, c = (data.gaussian_ring(9, seed)[0] for seed in (42, 42, 1))
+    assert torch.equal(a, b) and not torch.equal(a, c) and a.shape == (45, 2)
+    assert torch.equal(a, data.gaussian_ring(9)[0])
+
+
+def test_gapped_regression():
+    x, y = data.gapped_regression(6000)
+    assert x.dtype == y.dtype == torch.float32 and x.shape == y.shape == (6000,)
+    for part, low, high in zip(x.view(3, 2000), (-7, -0.7, 4.2), (-4.2, 1.75, 7)):
+        assert low <= part.min() < low + 0.02 and high - 0.02 < part.max() <= high
+        assert part.mean() == pytest.approx((low + high) / 2, abs=0.08)
+    noise = y - (x.sin() + (x / 5) ** 2)
+    assert noise.std() == pytest.approx(0.1, rel=0.04) and noise.mean().abs() < 0.005
+    a, b, c = (torch.stack(data.gapped_regression(20, seed)) for seed in (0, 0, 1))
+    assert torch.equal(a, b) and not (a == c).any()
+    assert ((a[0] < -4).sum(), (a[0] > 4).sum()) == (7, 6)
+    assert torch.equal(torch.stack(data.gapped_regression()),
+                       torch.stack(data.gapped_regression(60, 0)))
 
 
 def test_two_moons():
