@@ -82,12 +82,13 @@ PRESETS = {
     # paper: features of a frozen ViT, three hidden layers with batch norm
     "features": dict(model="mlp", batch_size=256, lr=0.2, epochs=100, shift="none"),
     "glyphs": dict(methods=["deep_ensemble", "forde_pca", "forde_identity"], members=4,
-                   model="resnet9", width=0.125, epochs=4, schedule="one_cycle", shift="computed",
-                   ood=["glyphs_letters"], shift_examples=250),
+                   model="resnet9", width=0.125, limit_train=4000, epochs=4, batch_size=64,
+                   schedule="one_cycle", shift="computed", ood=["glyphs_letters"],
+                   shift_examples=250),
     "numbers": dict(members=4, model="resnet9", width=0.25, epochs=8, schedule="one_cycle",
                     shift="none", ood=["glyphs_letters"]),
     "toy_regression": dict(methods=["deep_ensemble", "forde_identity"], members=16, model="mlp",
-                           hidden=[64, 64], norm=False, epochs=20, batch_size=60, lr=2e-3,
+                           hidden=[64, 64], norm=False, epochs=60, batch_size=60, lr=2e-4,
                            weight_decay=0.0, schedule="one_cycle", shift="none",
                            vectorise="vmap"),
     "toy_classification": dict(methods=["deep_ensemble", "forde_identity"], members=16,
@@ -1136,7 +1137,7 @@ def stein_step(chunks, batch, args, world, kernel, n_train):
             force = common.all_reduce(torch.stack([f[index] for f in forces]), world)
             if args.repulsion == "weight":
                 force = pulled(2 / bandwidth * k, stack) / n_train
-            grad = (torch.einsum("ij,j...->i...", k, score) - args.repulsion_coef * force) / m
+            grad = (torch.einsum("ij,j...->i...", k.to(score), score) - args.repulsion_coef * force) / m
         for group, g in zip(parameters, grad):
             group[index].grad = g
     return loss_sum, k.mean(), x.new_zeros(()), torch.cat(all_logits)
@@ -1224,8 +1225,9 @@ def train(nets, train_set, val_set, run, args, world):
                 log_probs = predict(nets, val_set, args, world)
                 values = predictive_metrics(log_probs, val_set.labels)
                 means |= {"val_nll": values["nll"], "val_accuracy": values["accuracy"]}
+            if train_set.num_classes > 1:
+                means["member_accuracy"] = logged["correct"].sum().item() / images
             run.log(epoch=epoch + 1, epochs=args.epochs, **means,
-                    member_accuracy=logged["correct"].sum().item() / images,
                     lr=lr_at(epoch * steps + steps - 1),
                     images_per_s=images * (1 - first / steps) / seconds, seconds=seconds)
             progress, signum = fresh(), signum or stop.asked(world)
@@ -1501,12 +1503,13 @@ def plot_toy_classification(plt, path, grid, panels, x, y):
     """Total and epistemic entropy over the plane: {method: (total, epistemic) [points]}."""
     figure, axes = plt.subplots(2, len(panels), figsize=(4.4 * len(panels), 7.4),
                                 constrained_layout=True, squeeze=False)
+    tops = np.max([[v.max() for v in values] for values in panels.values()], axis=0)
     for column, (method, values) in zip(axes.T, panels.items()):
-        for axis, name, v in zip(column, ("total", "epistemic"), values):
-            image = axis.pcolormesh(*grid, v.reshape(grid[0].shape), vmin=0)
+        for axis, name, v, top in zip(column, ("total", "epistemic"), values, tops):
+            image = axis.pcolormesh(*grid, v.reshape(grid[0].shape), vmin=0, vmax=top)
             figure.colorbar(image, ax=axis, label=f"{name} entropy (nats)")
             for c in range(5):
-                axis.plot(*x[y == c].T, ".", ms=3, color=COLOURS[c], mec="white", mew=0.2)
+                axis.plot(*x[y == c].T, ".", ms=5, color=COLOURS[c], mec="white", mew=0.4)
             axis.set(title=method.replace("_", " "), aspect="equal")
     save_figure(plt, figure, path)
 
@@ -1604,6 +1607,11 @@ def run_name(args) -> str:
     return args.name or f"{args.dataset}-{args.model}{width}-m{args.members}"
 
 
+def method_suffix(args, method) -> str:
+    single = len(args.methods) * args.runs == 1
+    return "" if args.name and single else f"-{method}-seed{args.seed}"
+
+
 def open_run(args, world, suffix, keys=TRAINING_OPTIONS):
     """The run directory of one ensemble, or of a comparison, whose results the options shape."""
     config = {k: getattr(args, k, None) for k in keys}
@@ -1619,9 +1627,9 @@ def make_ensemble(args, world, num_classes, shape):
     if args.repulsion == "feature":
         for net in nets[1:]:
             net.head.load_state_dict(nets[0].head.state_dict())
-    images = args.model != "mlp"
+    last = args.model != "mlp" and args.vectorise != "vmap"
     return nn.ModuleList(nets).to(
-        world.device, memory_format=torch.channels_last if images else torch.contiguous_format)
+        world.device, memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
 def trained_ensemble(sets, run, args, world):
@@ -1641,12 +1649,14 @@ def trained_ensemble(sets, run, args, world):
 def run_method(method, seed, sets, args, world) -> dict:
     """Train one method's ensemble (unless it is trained), evaluate it, write its results."""
     args = with_method(args, method, seed)
-    run = open_run(args, world, f"-{method}-seed{seed}")
+    run = open_run(args, world, method_suffix(args, method))
     nets = trained_ensemble(sets, run, args, world)
     clock = common.Stopwatch(world.device)
     metrics = evaluate(nets, sets, args, world)
     run.results(metrics, {"train_s": sum(row["seconds"] for row in run.history),
                           "evaluate_s": clock.seconds()})
+    run.say(f"{method}, seed {seed}: test accuracy {metrics['test/accuracy']:.4f}, NLL "
+            f"{metrics['test/nll']:.4f} nats\n")
     return metrics
 
 
@@ -1657,22 +1667,19 @@ def run_methods(args, world) -> dict:
         sets = load_sets(with_options(args, seed=seed), world)
         for method in args.methods:
             runs[method].append(run_method(method, seed, sets, args, world))
-            if world.is_main and not args.quiet and len(runs) * args.runs > 1:
-                print(f"\n{method}, seed {seed}\n"
-                      f"{format_results({method: runs[method][-1]}, sets)}\n", flush=True)
     summary = {method: {k: mean_of([values[k] for values in rows]) for k in rows[0]}
                for method, rows in runs.items()}
     flat = {f"{method}/{k}": v for method, values in summary.items() for k, v in values.items()}
     errors = {f"{method}/{k}": error_of([values[k] for values in rows])
               for method, rows in runs.items() for k in rows[0]}
     single = len(runs) * args.runs == 1
-    run = open_run(args, world, f"-{args.methods[0]}-seed{args.seed}" if single else
-                   f"-comparison-seed{args.seed}-runs{args.runs}",
-                   ("methods", "runs", *TRAINING_OPTIONS))
+    suffix = method_suffix(args, args.methods[0]) if single else \
+        f"-comparison-seed{args.seed}-runs{args.runs}"
+    run = open_run(args, world, suffix, ("methods", "runs", *TRAINING_OPTIONS))
     if not single:
         run.results(flat, {}, standard_error=errors, values=runs)
     if world.is_main:
-        print(f"\n{run_name(args)}, mean of {args.runs} run(s)\n\n"
+        print(f"{run_name(args)}, mean of {args.runs} run(s)\n\n"
               f"{format_results(summary, sets)}\n", flush=True)
         if args.plot and shift_of(next(iter(summary.values()))) and (plt := common.pyplot()):
             plot_shift(plt, run.directory / "shift.png", summary)
@@ -1711,7 +1718,7 @@ def run_toy(args, world) -> dict:
     metrics, panels = {}, {}
     for method in args.methods:
         options = with_method(args, method, args.seed)
-        run = open_run(options, world, f"-{method}-seed{args.seed}")
+        run = open_run(options, world, method_suffix(options, method))
         nets = trained_ensemble(sets, run, options, world)
         out = predict(nets, as_set(inputs, torch.zeros(len(inputs)).to(y.dtype)), options, world)
         if regression:
