@@ -37,7 +37,6 @@ Differs from the published code (github.com/AaltoPML/FoRDE, commit e8f9d74; JAX 
 """
 
 import argparse
-import contextlib
 import dataclasses
 import math
 from pathlib import Path
@@ -45,7 +44,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -221,6 +219,9 @@ def check_args(args):
             raise UserError(f"--update svgd is not for {bad[0]}; leave it at wgd")
         if args.prior == "empcov":
             raise UserError("--update svgd takes --prior isotropic only")
+    if args.compile and (args.vectorise != "two_pass" or args.update == "svgd"):
+        raise UserError("--compile needs --vectorise two_pass: a compiled network cannot be "
+                        "differentiated twice")
     if (args.dataset == "features") != bool(args.features):
         raise UserError("--dataset features and --features TRAIN.npz TEST.npz go together")
     if (args.dataset in (*TOYS, "features")) != (args.model == "mlp"):
@@ -283,23 +284,23 @@ class ConvolveBackward(torch.autograd.Function):
     """(dL/dx, dL/dw) of a convolution; dL/dx, linear in dL/dy and in w, is differentiable."""
 
     @staticmethod
-    def forward(ctx, grad, x, w, stride, padding, need_x, need_w):
-        ctx.set_materialize_grads(False)
-        grad = as_laid_out(grad, x)
-        ctx.save_for_backward(grad, w)
-        ctx.geometry = stride, padding
+    def forward(grad, x, w, stride, padding, need_x, need_w):
         return torch.ops.aten.convolution_backward(
-            grad, x, w, None, stride, padding, (1, 1), False, (0, 0), 1,
+            as_laid_out(grad, x), x, w, None, stride, padding, (1, 1), False, (0, 0), 1,
             (need_x, need_w, False))[:2]
 
     @staticmethod
+    def setup_context(ctx, inputs, _):
+        *tensors, ctx.stride, ctx.padding, _, _ = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
     def backward(ctx, v, _):
-        grad, w = ctx.saved_tensors
-        stride, padding = ctx.geometry
-        v = as_laid_out(v, grad)
-        w_grad = torch.ops.aten.convolution_backward(
-            grad, v, w, None, stride, padding, (1, 1), False, (0, 0), 1, (False, True, False))[1]
-        return F.conv2d(v, w, None, stride, padding), None, w_grad, None, None, None, None
+        grad, x, w = ctx.saved_tensors
+        v, geometry = as_laid_out(v, x), (ctx.stride, ctx.padding)
+        _, w_grad = ConvolveBackward.forward(grad, v, w, *geometry, False, True)
+        return F.conv2d(v, w, None, *geometry), None, w_grad, None, None, None, None
 
 
 class Conv2d(nn.Conv2d):
@@ -368,7 +369,7 @@ class Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, *_):
-        return *NormaliseBackward.apply(grad, *ctx.saved_tensors), None
+        return *NormaliseBackward.apply(grad, *ctx.saved_tensors)[:3], None
 
     @staticmethod
     def jvp(ctx, tangent, *_):  # the map from dL/dy to dL/dx is its own transpose
@@ -393,20 +394,21 @@ def normalise_backward(grad, x, w, mean, invstd):
 
 
 class NormaliseBackward(torch.autograd.Function):
-    """(dL/dx, dL/dw, dL/db) of `Normalise`; dL/dx is differentiable."""
+    """`normalise_backward`, of which dL/dx is differentiable."""
 
     @staticmethod
-    def forward(ctx, grad, x, w, mean, invstd):
-        ctx.set_materialize_grads(False)
-        grad = as_laid_out(grad, x)
-        *grads, mean_dot, mean_grad = normalise_backward(grad, x, w, mean, invstd)
-        ctx.save_for_backward(grad, x, w, mean, invstd, mean_dot, mean_grad)
-        return tuple(grads)
+    def forward(grad, x, w, mean, invstd):
+        return normalise_backward(as_laid_out(grad, x), x, w, mean, invstd)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*inputs, *output[3:])
 
     @staticmethod
     def backward(ctx, v, *_):
         grad, x, w, mean, invstd, dot, average = ctx.saved_tensors
-        v = as_laid_out(v, x)
+        grad, v = as_laid_out(grad, x), as_laid_out(v, x)
         # P is self-adjoint: <v, w/std P(grad)> = w <u, grad> with u = P(v)/std
         u, _, _, v_dot, v_average = normalise_backward(v, x, None, mean, invstd)
         zero, one = torch.zeros_like(mean), torch.ones_like(mean)
@@ -425,7 +427,7 @@ class NormaliseBackward(torch.autograd.Function):
 class BatchNorm(nn.Module):
     """Batch norm of [B, C] or [B, C, H, W], statistics of the global batch.
 
-    A training forward leaves them in `batch_statistics`; `track` moves the running ones, published:
+    `take_statistics` gives those of a training forward; `track` moves the running ones, published:
     the biased variance, and average_t = hidden_t / (1 - 0.9^t); else as torch does.
     """
 
@@ -450,18 +452,20 @@ class BatchNorm(nn.Module):
         elif self.fused:
             y, mean, invstd = Normalise.apply(maps, self.weight, self.bias, self.eps)
             self.batch_statistics = mean, invstd.pow(-2) - self.eps
-        elif dist.is_initialized():
-            mean = common.all_reduce_sum(maps.sum((0, 2, 3))) / self.count
+        else:  # PyTorch's own has a forward derivative whose gradient is wrong (seen in 2.14)
+            total = common.all_reduce_sum if dist.is_initialized() else nn.Identity()
+            mean = total(maps.sum((0, 2, 3))) / self.count
             centred = maps - by_channel(mean)
-            var = common.all_reduce_sum(centred.square().sum((0, 2, 3))) / self.count
+            var = total(centred.square().sum((0, 2, 3))) / self.count
             scale = self.weight * torch.rsqrt(var + self.eps)
             y = centred * by_channel(scale) + by_channel(self.bias)
             self.batch_statistics = mean, var
-        else:
-            y, mean, invstd = torch.native_batch_norm(maps, self.weight, self.bias, None, None,
-                                                      True, 0.0, self.eps)
-            self.batch_statistics = mean, invstd.pow(-2) - self.eps
         return y.view_as(x) if x.ndim == 2 else y
+
+    def take_statistics(self):
+        """(mean, variance) of the last training forward; none are left (they may be batched)."""
+        taken, self.batch_statistics = self.batch_statistics, None
+        return taken
 
     @torch.no_grad()
     def track(self, mean, var, count):
@@ -594,13 +598,18 @@ class Members(nn.Module):
     particles  what repels: "input_gradient", "logits", "features", or "none"
     """
 
-    def __init__(self, nets, vectorise="loop", particles="input_gradient", grad_of="logit"):
+    def __init__(self, nets, vectorise="loop", particles="input_gradient", grad_of="logit",
+                 compiled=False):
         super().__init__()
         self.nets, self.vectorise = nn.ModuleList(nets), vectorise
         self.particles, self.grad_of = particles, grad_of
         for layer in self.modules():
             if isinstance(layer, (Conv2d, BatchNorm)):
-                layer.fused = vectorise != "vmap"
+                layer.fused = vectorise != "vmap" and not compiled
+        if compiled and particles == "input_gradient":
+            self._shifted = torch.compile(self._shifted)
+        elif compiled:
+            self._score = torch.compile(self._score)
 
     @property
     def has_direction(self):
@@ -615,74 +624,67 @@ class Members(nn.Module):
         """
         self.active = self.particles if repel else "none"
         if self.vectorise == "vmap":
-            outputs, statistics = self._batched(x, y)
+            logits, particles, statistics = self._batched(x, y)
         else:
             if direction is not None:
                 outputs = [self._shifted(net, x, y, d) for net, d in zip(self.nets, direction)]
             else:
                 outputs = [self._single(net, x, y, torch.is_grad_enabled()) for net in self.nets]
-            outputs = [torch.stack(part) for part in zip(*outputs)]
-            statistics = [[(*n.batch_statistics, n.count) for n in norms_of(net)]
-                          for net in self.nets]
+            logits, particles, statistics = zip(*outputs)
+            logits, particles = torch.stack(logits), torch.stack(particles)
         if self.training:
+            counts = [norm.count for norm in norms_of(self.nets[0])]
             for net, rows in zip(self.nets, statistics):
-                for norm, (mean, var, count) in zip(norms_of(net), rows):
+                for norm, (mean, var), count in zip(norms_of(net), rows, counts):
                     norm.track(mean.detach(), var.detach(), count)
-        return outputs
+        return logits, particles
 
     def without_graph(self, x, y):
         """The same, detached, one member's activations at a time, statistics left alone."""
         self.active = self.particles
         if self.vectorise == "vmap":
-            outputs = self._batched(x, y)[0]
-        else:
-            outputs = [torch.stack(part) for part in zip(
-                *([t.detach() for t in self._single(net, x, y, False)] for net in self.nets))]
-        return [t.detach() for t in outputs]
+            logits, particles, _ = self._batched(x, y)
+            return logits.detach(), particles.detach()
+        outputs = ([t.detach() for t in self._single(net, x, y, False)[:2]] for net in self.nets)
+        return [torch.stack(part) for part in zip(*outputs)]
+
+    def _score(self, net, call, x, y):
+        """(sum of f_y, (logits, particles where they are no derivative, batch statistics))."""
+        logits, features = (widen(t) for t in call(x))
+        particles = {"logits": logits, "features": features}.get(self.active, logits[:, :0])
+        statistics = [norm.take_statistics() for norm in norms_of(net)]
+        return true_class_score(logits, y, self.grad_of).sum(), (logits, particles, statistics)
 
     def _single(self, net, x, y, create_graph):
         if self.active != "input_gradient":
             with torch.set_grad_enabled(create_graph):
-                logits, features = net(x)
-            return widen(logits), self._chosen(widen(logits), widen(features))
+                return self._score(net, net, x, y)[1]
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            logits = widen(net(x)[0])
-            score = true_class_score(logits, y, self.grad_of).sum()
+            score, (logits, _, statistics) = self._score(net, net, x, y)
             gradient, = torch.autograd.grad(score, x, create_graph=create_graph)
-        return logits, gradient.flatten(1)
-
-    def _chosen(self, logits, features):
-        return {"logits": logits, "features": features}.get(self.active, logits[:, :0])
+        return logits, gradient.flatten(1), statistics
 
     def _shifted(self, net, x, y, direction):
-        with forward_ad.dual_level():
-            direction = as_laid_out(direction.view(x.shape).to(x), x)
-            logits = widen(net(forward_ad.make_dual(x, direction))[0])
-            score = true_class_score(logits, y, self.grad_of)
-            change = forward_ad.unpack_dual(score).tangent
-            return forward_ad.unpack_dual(logits).primal, change.sum()
+        direction = as_laid_out(direction.view(x.shape).to(x), x)
+        _, change, (logits, _, statistics) = torch.func.jvp(
+            lambda x: self._score(net, net, x, y), (x,), (direction,), has_aux=True)
+        return logits, change, statistics
 
     def _batched(self, x, y):
-        parameters = {name: torch.stack([net.get_parameter(name) for net in self.nets])
-                      for name, _ in self.nets[0].named_parameters()}
         net = self.nets[0]
+        parameters = {name: torch.stack([member.get_parameter(name) for member in self.nets])
+                      for name, _ in net.named_parameters()}
 
         def score(x, parameters):
-            logits, features = torch.func.functional_call(net, parameters, (x,))
-            logits = widen(logits)
-            particles = self._chosen(logits, widen(features))
-            statistics = [n.batch_statistics for n in norms_of(net)]
-            return true_class_score(logits, y, self.grad_of).sum(), (logits, particles, statistics)
+            call = lambda x: torch.func.functional_call(net, parameters, (x,))
+            return self._score(net, call, x, y)
 
-        if self.active == "input_gradient":
-            score = torch.func.grad(score, has_aux=True)
+        gradient = self.active == "input_gradient"
+        score = torch.func.grad(score, has_aux=True) if gradient else score
         first, (logits, particles, statistics) = torch.func.vmap(score, (None, 0))(x, parameters)
-        if self.active == "input_gradient":
-            particles = first.flatten(2)
-        return (logits, particles), [
-            [(mean[i], var[i], norm.count) for norm, (mean, var) in zip(norms_of(net), statistics)]
-            for i in range(len(self.nets))]
+        rows = [[(mean[i], var[i]) for mean, var in statistics] for i in range(len(self.nets))]
+        return logits, first.flatten(2) if gradient else particles, rows
 
 
 def norms_of(net):
@@ -1184,10 +1186,12 @@ def train(nets, train_set, val_set, run, args, world):
     if args.prior == "empcov":
         precision = empcov_precision(second_moments(train_set, args, world, patches=True),
                                      args.empcov_eps)
+    if args.compile and world.size > 1:
+        raise UserError("--compile is for one process; leave it out")
     kernel, optimiser = make_kernel(args, world), make_optimiser(nets, args)
     particles = PARTICLES.get(args.repulsion, "none") if args.members > 1 else "none"
     size = 1 if args.update == "svgd" else args.chunk or args.members
-    chunks = [Members(nets[i:i + size], args.vectorise, particles, args.grad_of)
+    chunks = [Members(nets[i:i + size], args.vectorise, particles, args.grad_of, args.compile)
               for i in range(0, args.members, size)]
     loader = make_loader(train_set, args, world, train=True)
     steps = max(1, len(train_set) // args.batch_size)  # published: the last partial batch is left

@@ -1,10 +1,11 @@
-"""Ours against named peers, in one process, as ratios: python tests/bench.py [loader gaussians metrics spectral]
+"""Ours against named peers, in one process, as ratios: python tests/bench.py [NAME ...]
 
 Not a test: it asserts nothing. Each figure is the best of several repetitions, ours and the peer's in
 turn, since whatever else a machine does only adds time. Quote a ratio with the hardware beside it.
 """
 
 import argparse
+import multiprocessing
 import sys
 import time
 import warnings
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
 import data  # noqa: E402
 import ddu  # noqa: E402
+import forde  # noqa: E402
 
 
 def best_seconds(*functions, repeat=3):
@@ -161,9 +163,67 @@ def bench_spectral(batch_size=128):
               f"{1e3 * plain:.0f} ms; ratio {spectral / plain:.2f} (goal 1.3)")
 
 
+def forde_step(repulsion, members, batch_size, vectorise="loop", chunk=0, width=1.0, shape=(3, 32, 32)):
+    """A function that does one training step's gradients of an ensemble of ResNet-18."""
+    args = forde.parse_args(["--dataset", "cifar10", "--repulsion", repulsion, "--members", str(members), "--vectorise",
+                             vectorise, "--chunk", str(chunk), "--width", str(width)])
+    args = forde.with_method(args, args.methods[0], 1)
+    world = common.World()
+    nets = forde.make_ensemble(args, world, 10, shape).train()
+    for net in nets:
+        torch.nn.init.normal_(net.head.weight, std=0.05)
+    size = chunk or members
+    particles = forde.PARTICLES.get(repulsion, "none")
+    chunks = [forde.Members(nets[i:i + size], vectorise, particles) for i in range(0, members, size)]
+    x = torch.randn(batch_size, *shape).contiguous(memory_format=torch.channels_last)
+    batch = data.Batch(x, torch.arange(batch_size) % 10, torch.arange(batch_size), batch_size)
+    kernel = torch.randn(x[0].numel(), x[0].numel()) / x[0].numel() ** 0.5 if repulsion != "none" else None
+
+    def step():
+        nets.zero_grad()
+        forde.ensemble_step(chunks, batch, args, world, kernel, repulsion != "none")
+    return step
+
+
+def bench_forde(members=4, batch_size=32):
+    """A step of FoRDE-PCA over one of the deep ensemble, ResNet-18, 32x32x3, same members and batch."""
+    ways = [("deep ensemble", "none", "loop")] + [(f"FoRDE, {v}", "input_gradient", v)
+                                                  for v in ("loop", "two_pass", "vmap")]
+    steps = [forde_step(repulsion, members, batch_size, vectorise) for _, repulsion, vectorise in ways]
+    seconds = best_seconds(*steps, repeat=4)
+    for (name, *_), s in zip(ways, seconds):
+        print(f"forde: {name:<16} {members} members, {batch_size} images 3x32x32: {s:.2f} s a step; "
+              f"ratio to the deep ensemble {s / seconds[0]:.2f} (goal 2.5)")
+
+
+def forde_peak(members, chunk, queue):
+    """Peak memory of a process before and after one step, into `queue`: GB."""
+    def peak():  # of this process; getrusage would count its parent's too
+        line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024 / 1e9
+
+    step, before = forde_step("input_gradient", members, 32, chunk=chunk), peak()
+    step()
+    queue.put((before, peak()))
+
+
+def bench_forde_memory():
+    """Peak memory of a FoRDE step against M: one member at a time (flat), and all at once."""
+    context = multiprocessing.get_context("spawn")
+    for chunk in (1, 0):
+        for members in (2, 4, 8):
+            queue = context.Queue()
+            process = context.Process(target=forde_peak, args=(members, chunk, queue))
+            process.start()
+            before, peak = queue.get()
+            process.join()
+            print(f"forde: {'chunks of 1' if chunk else 'one chunk  '}, {members} members: {peak - before:.2f} GB more "
+                  f"than the {before:.2f} GB of the networks and libraries")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    names = ["loader", "gaussians", "metrics", "spectral"]
+    names = ["loader", "gaussians", "metrics", "spectral", "forde", "forde_memory"]
     parser.add_argument("which", nargs="*", metavar="{" + ",".join(names) + "}")
     chosen = parser.parse_args().which or names
     if unknown := sorted({*chosen} - {*names}):

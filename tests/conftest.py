@@ -4,6 +4,7 @@ Processes come from a fork server that has imported the scripts already: each is
 own, with its own signals, streams and exit status, but starts in a fraction of a second.
 """
 
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -29,7 +30,7 @@ from PIL import Image  # noqa: E402
 torch.set_num_threads(1)
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["pytest", "ddu"])
+SERVER.set_forkserver_preload(["pytest", "ddu", "forde"])
 
 
 class Child:
@@ -38,14 +39,14 @@ class Child:
     `rank`, `size`, `port`: the variables that torchrun would set, if size is given.
     """
 
-    def __init__(self, folder, function, *args, rank=0, size=None, port=None, argv0="ddu.py"):
+    def __init__(self, folder, function, *args, rank=0, size=None, port=None):
         self.out, self.err, self.result = (Path(folder) / f"{rank}.{k}"
                                            for k in ("out", "err", "result"))
         world = {} if size is None else {
             "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         streams = str(self.out), str(self.err), str(self.result)
-        work = (streams, world, argv0, function, args)
+        work = (streams, world, function, args)
         self.process = SERVER.Process(target=_in_child, args=work)
         self.process.start()
 
@@ -77,7 +78,7 @@ class Child:
         return pickle.loads(self.result.read_bytes())
 
 
-def _in_child(streams, world, argv0, function, args):
+def _in_child(streams, world, function, args):
     for path, number in zip(streams, (1, 2)):
         with open(path, "wb") as file:
             os.dup2(file.fileno(), number)
@@ -85,30 +86,58 @@ def _in_child(streams, world, argv0, function, args):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores it
     os.environ.update({k: str(v) for k, v in world.items()})
     torch.set_num_threads(1)
-    sys.argv = [argv0, *(str(a) for a in args)]
     value = function(*args)
     Path(streams[2]).write_bytes(pickle.dumps(value))
 
 
-def run_ddu(*argv):
-    """What `python ddu.py ARGV` does."""
+def run_script(name, argv):
+    """What `python NAME.py ARGV` does, in this process."""
     import common
-    import ddu
-    common.run_script(ddu.main)
+    sys.argv = [f"{name}.py", *(str(a) for a in argv)]
+    common.run_script(importlib.import_module(name).main)
 
 
-def run_ddu_in_float64(*argv):
-    """The same, the network in float64: what is left of a difference is not rounding."""
-    import ddu
-    make = ddu.make_network
+def in_float64(script, replace=setattr):
+    """Make the script's networks, and its batches where it has a make_loader, float64: what is left
+    of a difference is not rounding. `replace` sets an attribute (monkeypatch.setattr undoes it)."""
+    make, load = script.make_network, getattr(script, "make_loader", None)
 
     def make_wide(*args):
         net = make(*args).double()
-        net.register_forward_pre_hook(lambda _, inputs: (inputs[0].double(),))
+        if load is None:
+            net.register_forward_pre_hook(lambda _, inputs: (inputs[0].double(),))
         return net
 
-    ddu.make_network = make_wide
+    def load_wide(*args, **kwargs):
+        loader = load(*args, **kwargs)
+        epoch = loader.epoch
+        loader.epoch = lambda *a, **k: (
+            batch._replace(images=batch.images.double()) for batch in epoch(*a, **k))
+        return loader
+
+    replace(script, "make_network", make_wide)
+    if load is not None:
+        replace(script, "make_loader", load_wide)
+
+
+def run_ddu(*argv):
+    run_script("ddu", argv)
+
+
+def run_ddu_in_float64(*argv):
+    import ddu
+    in_float64(ddu)
     run_ddu(*argv)
+
+
+def run_forde(*argv):
+    run_script("forde", argv)
+
+
+def run_forde_in_float64(*argv):
+    import forde
+    in_float64(forde)
+    run_forde(*argv)
 
 
 def free_port():
@@ -132,6 +161,20 @@ def wait_for(condition, timeout=200, what="condition"):
         if time.monotonic() > end:
             pytest.fail(f"no {what} within {timeout} s")
         time.sleep(0.005)
+
+
+def refusal(folder, function, *argv, timeout=120):
+    """stderr of a start that must end with status 2 and one line, in a process."""
+    child = Child(folder, function, *argv)
+    child.process.join(timeout)
+    if child.process.is_alive():
+        child.process.kill()
+        pytest.fail(f"no error within {timeout} s: {child.stdout}")
+    err = child.stderr
+    assert "Traceback" not in err, err
+    assert child.status == 2 and err.count("\n") == 1, (child.status, err)
+    assert err.startswith(f"{function.__name__.removeprefix('run_')}.py: error: "), err
+    return err
 
 
 @pytest.fixture

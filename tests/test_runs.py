@@ -15,13 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, Child, free_port, run_ddu, run_ddu_in_float64, start_ranks, wait_for
+from conftest import (REPO, Child, free_port, refusal, run_ddu, run_ddu_in_float64, start_ranks,
+                      wait_for)
 from PIL import Image
 from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 
 import common
 import ddu
+import forde
 from common import UserError
 
 CPU = ["--device", "cpu"]
@@ -772,19 +774,7 @@ def test_active_learning_with_two_processes(tmp_path):
 @pytest.fixture
 def misuse(tmp_path):
     """misuse(*argv): stderr of a start that must end with status 2 and one line, in a process."""
-    def run(*argv, timeout=120):
-        child = Child(tmp_path, run_ddu, *argv)
-        child.process.join(timeout)
-        if child.process.is_alive():
-            child.process.kill()
-            pytest.fail(f"no error within {timeout} s: {child.stdout}")
-        err = child.stderr
-        assert "Traceback" not in err, err
-        assert child.status == 2 and err.count("\n") == 1, (child.status, err)
-        assert err.startswith("ddu.py: error: "), err
-        return err
-
-    return run
+    return lambda *argv, **kwargs: refusal(tmp_path, run_ddu, *argv, **kwargs)
 
 
 GLYPHS = ["--dataset", "glyphs", "--epochs", "1", "--limit-steps", "1"]
@@ -1073,20 +1063,22 @@ def readme_commands():
             for part in re.split(r"&&|;|\|", line)]
 
 
-def usage_commands():
-    """The commands of the Usage paragraph of ddu.py's docstring."""
-    usage = ddu.__doc__.split("Usage:")[1].split("\n\n")[0]
+def usage_commands(script):
+    """The commands of the Usage paragraph of a script's docstring."""
+    usage = script.__doc__.split("Usage:")[1].split("\n\n")[0]
     return [line.strip() for line in usage.replace("\\\n", " ").splitlines() if line.strip()]
 
 
-def parse_command(line):
-    """Parse what stands after ddu.py in a command line; None if the line does not run it."""
+def parse_command(line, scripts=(ddu, forde)):
+    """Parse what stands after the script's name in a command line; None if it runs no script."""
     words = shlex.split(line, comments=True)
     while words and "=" in words[0]:  # environment variables
         words = words[1:]
-    if "ddu.py" not in words or words[0] not in ("python", "torchrun"):
-        return None
-    return ddu.parse_args(words[words.index("ddu.py") + 1:])
+    for script in scripts:
+        name = f"{script.__name__}.py"
+        if name in words and words[0] in ("python", "torchrun"):
+            return script.parse_args(words[words.index(name) + 1:])
+    return None
 
 
 def test_help_and_the_common_options(capsys):
@@ -1110,7 +1102,7 @@ def test_published_flags_are_understood():
 
 
 def test_the_commands_of_the_docstring_parse():
-    parsed = [parse_command(line) for line in usage_commands()]
+    parsed = [parse_command(line) for line in usage_commands(ddu)]
     assert len(parsed) == 4 and all(parsed)
     assert [a.dataset for a in parsed] == ["dirty_glyphs", "cifar10", "dirty_glyphs", "cifar10"]
     paper = dict(model="wide_resnet", depth=28, width=1, sn=True, mod=True, coeff=3, epochs=350,
