@@ -233,8 +233,8 @@ def check_args(args):
         raise UserError("--eval-every needs a validation set; add --val-fraction 0.1")
     if args.shift == "published" and args.dataset not in ("cifar10", "cifar100", "tiny_imagenet"):
         raise UserError(f"--shift published is not for {args.dataset}; use computed or none")
-    if args.dataset in TOYS and args.shift != "none":
-        raise UserError(f"--shift {args.shift} is not for {args.dataset}; use none")
+    if args.dataset in TOYS and (args.shift != "none" or args.ood or args.runs > 1):
+        raise UserError(f"--shift, --ood and --runs are not for {args.dataset}; leave them out")
     website = args.tuned_formula == "website" and "forde_tuned" in args.methods
     if args.pca_components and website and args.alpha < 1:
         raise UserError("--tuned-formula website weights every direction; leave --pca-components "
@@ -846,16 +846,18 @@ def feature_directions(features, logits, y, head_weight, count=5, smallest=False
     """Projections [B, F, count] on the leading directions of the members' likelihood gradients.
 
     Per example: eigenvectors, in the span of the M gradients d log p(y|z_i) / dz_i, of their Gram
-    matrix [M, M] (Yashima et al. 2022). `smallest`: the published code's choice, apparently a slip.
+    matrix [M, M] (Yashima et al. 2022); 0 for those under 1e-6 of the largest eigenvalue, which are
+    rounding. `smallest`: the published code's choice, apparently a slip.
     """
     residual = F.one_hot(y, logits.shape[-1]) - logits.softmax(-1)
     v = (residual.to(features) @ head_weight).transpose(0, 1)  # [B, M, F]
     values, vectors = torch.linalg.eigh(v @ v.mT)
+    alive = values > values[:, -1:].clamp_min(1e-30) * 1e-6
+    values = torch.where(alive, values, torch.inf)
+    chosen = slice(None, count)
     if not smallest:
         values, vectors = values.flip(-1), vectors.flip(-1)
-    values, vectors = values[:, :count], vectors[..., :count]
-    alive = values > values.amax(-1, keepdim=True).clamp_min(1e-30) * 1e-6
-    return v.mT @ vectors * torch.where(alive, values, torch.inf).rsqrt()[:, None]
+    return v.mT @ vectors[..., chosen] * values[:, None, chosen].rsqrt()
 
 
 def feature_repulsion(features, directions, c, published=False) -> Tensor:
@@ -992,9 +994,9 @@ def principal_components(args, world) -> tuple[Tensor, Tensor]:
                                           "eigenvalues": values})
     state = common.load_checkpoint(path, world=world)
     if state["config"] != config or "eigenvectors" not in state:
-        there = ", ".join(f"{k} {v}" for k, v in state["config"].items() if v != config.get(k))
-        raise UserError(f"{path} is the basis of other data ({there or 'no basis'}); give another "
-                        "--pca FILE, or none to have it computed")
+        odd = [k for k, v in config.items() if v != state["config"].get(k)]
+        raise UserError(f"{path} is the basis of other data (another {', '.join(odd) or 'file'}); "
+                        "give another --pca FILE, or none to have it computed")
     keep = slice(None, args.pca_components or None)
     return state["eigenvectors"][:, keep], state["eigenvalues"][keep]
 
@@ -1122,7 +1124,8 @@ def stein_step(chunks, batch, args, world, kernel, n_train):
                 total += 0 if part is None else part
         if args.repulsion == "function":  # pulled back through this member's own Jacobian
             residual = gather_batch(torch.stack([
-                torch.autograd.grad(data_loss(f, y), f)[0]
+                torch.autograd.grad(data_loss(f, y, args.label_smoothing)
+                                    + cauchy_prior(f, args.cauchy), f)[0]
                 for f in own_rows(everyone, batch, world)[:, None].requires_grad_()])[:, 0], world)
             push = pulled(2 / bandwidth * k, everyone)[j]
             cotangent = (torch.einsum("j,jbk->bk", k[j], residual)
@@ -1302,21 +1305,19 @@ def predict(nets, dataset, args, world) -> Tensor:
     return common.gather_rows(rows, torch.cat(index), len(dataset), world).transpose(0, 1)
 
 
-def mean_log_probs(log_probs, temperature=1.0) -> Tensor:
+def mean_log_probs(log_probs) -> Tensor:
     """Log of the mean of the members' probabilities [N, K], float64, from [M, N, K]."""
-    log_probs = log_probs.double()
-    if temperature != 1:
-        log_probs = (log_probs / temperature).log_softmax(2)
-    return log_probs.logsumexp(0) - math.log(len(log_probs))
+    parts = [part.double().logsumexp(0) for part in log_probs.split(10_000, 1)]
+    return torch.cat(parts) - math.log(len(log_probs))
 
 
-def predictive_metrics(log_probs, labels, temperature=1.0) -> dict:
+def predictive_metrics(log_probs, labels) -> dict:
     """Metrics of the mixture of members, log_probs [M, N, K] (paper: all of them on the mean).
 
     nll_miss is the mean NLL over the ensemble's errors, None without errors. Uncertainties are in
     nats, with their population standard deviation over the set.
     """
-    mean = mean_log_probs(log_probs, temperature)
+    mean = mean_log_probs(log_probs)
     probs = mean.exp()
     wrong = probs.argmax(1) != labels
     values = {"accuracy": common.accuracy(probs, labels), "nll": common.nll(mean, labels),
@@ -1336,10 +1337,11 @@ def predictive_metrics(log_probs, labels, temperature=1.0) -> dict:
 
 def disagreement(log_probs) -> float:
     """Fraction of ordered pairs of members that predict another class, mean over examples."""
-    m, _, k = log_probs.shape
+    m, n, k = log_probs.shape
     if m == 1:
         return 0.0
-    votes = F.one_hot(log_probs.argmax(2), k).sum(0).double()
+    votes = torch.zeros(n, k, dtype=torch.float64)
+    votes.scatter_add_(1, log_probs.argmax(2).T, torch.ones(n, m, dtype=torch.float64))
     return 1 - ((votes * (votes - 1)).sum(1) / (m * (m - 1))).mean().item()
 
 
