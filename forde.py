@@ -623,13 +623,14 @@ class Members(nn.Module):
         `repel` is off.
         """
         self.active = self.particles if repel else "none"
+        parameters = [dict(net.named_parameters()) for net in self.nets]
         if self.vectorise == "vmap":
-            logits, particles, statistics = self._batched(x, y)
+            logits, particles, statistics = self._batched(parameters, x, y)
         else:
             if direction is not None:
-                outputs = [self._shifted(net, x, y, d) for net, d in zip(self.nets, direction)]
+                outputs = [self._shifted(p, x, y, d) for p, d in zip(parameters, direction)]
             else:
-                outputs = [self._single(net, x, y, torch.is_grad_enabled()) for net in self.nets]
+                outputs = [self._single(p, x, y, torch.is_grad_enabled()) for p in parameters]
             logits, particles, statistics = zip(*outputs)
             logits, particles = torch.stack(logits), torch.stack(particles)
         if self.training:
@@ -642,48 +643,47 @@ class Members(nn.Module):
     def without_graph(self, x, y):
         """The same, detached, one member's activations at a time, statistics left alone."""
         self.active = self.particles
+        parameters = [dict(net.named_parameters()) for net in self.nets]
         if self.vectorise == "vmap":
-            logits, particles, _ = self._batched(x, y)
+            logits, particles, _ = self._batched(parameters, x, y)
             return logits.detach(), particles.detach()
-        outputs = ([t.detach() for t in self._single(net, x, y, False)[:2]] for net in self.nets)
+        outputs = ([t.detach() for t in self._single(p, x, y, False)[:2]] for p in parameters)
         return [torch.stack(part) for part in zip(*outputs)]
 
-    def _score(self, net, call, x, y):
-        """(sum of f_y, (logits, particles where they are no derivative, batch statistics))."""
-        logits, features = (widen(t) for t in call(x))
+    def _score(self, parameters, x, y):
+        """(sum of f_y, (logits, particles where they are no derivative, batch statistics)).
+
+        One network with each member's parameters in turn: it is compiled once, not M times.
+        """
+        net = self.nets[0]
+        logits, features = (widen(t) for t in torch.func.functional_call(net, parameters, (x,)))
         particles = {"logits": logits, "features": features}.get(self.active, logits[:, :0])
         statistics = [norm.take_statistics() for norm in norms_of(net)]
         return true_class_score(logits, y, self.grad_of).sum(), (logits, particles, statistics)
 
-    def _single(self, net, x, y, create_graph):
+    def _single(self, parameters, x, y, create_graph):
         if self.active != "input_gradient":
             with torch.set_grad_enabled(create_graph):
-                return self._score(net, net, x, y)[1]
+                return self._score(parameters, x, y)[1]
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            score, (logits, _, statistics) = self._score(net, net, x, y)
+            score, (logits, _, statistics) = self._score(parameters, x, y)
             gradient, = torch.autograd.grad(score, x, create_graph=create_graph)
         return logits, gradient.flatten(1), statistics
 
-    def _shifted(self, net, x, y, direction):
+    def _shifted(self, parameters, x, y, direction):
         direction = as_laid_out(direction.view(x.shape).to(x), x)
         _, change, (logits, _, statistics) = torch.func.jvp(
-            lambda x: self._score(net, net, x, y), (x,), (direction,), has_aux=True)
+            lambda x: self._score(parameters, x, y), (x,), (direction,), has_aux=True)
         return logits, change, statistics
 
-    def _batched(self, x, y):
-        net = self.nets[0]
-        parameters = {name: torch.stack([member.get_parameter(name) for member in self.nets])
-                      for name, _ in net.named_parameters()}
-
-        def score(x, parameters):
-            call = lambda x: torch.func.functional_call(net, parameters, (x,))
-            return self._score(net, call, x, y)
-
+    def _batched(self, parameters, x, y):
+        stacked = {name: torch.stack([p[name] for p in parameters]) for name in parameters[0]}
         gradient = self.active == "input_gradient"
+        score = lambda x, p: self._score(p, x, y)
         score = torch.func.grad(score, has_aux=True) if gradient else score
-        first, (logits, particles, statistics) = torch.func.vmap(score, (None, 0))(x, parameters)
-        rows = [[(mean[i], var[i]) for mean, var in statistics] for i in range(len(self.nets))]
+        first, (logits, particles, statistics) = torch.func.vmap(score, (None, 0))(x, stacked)
+        rows = [[(mean[i], var[i]) for mean, var in statistics] for i in range(len(parameters))]
         return logits, first.flatten(2) if gradient else particles, rows
 
 

@@ -3,6 +3,7 @@ networks written out a second time, and every known mistake as a wrong oracle th
 
 import argparse
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -1362,3 +1363,22 @@ def test_stein_optimiser_does_not_decay_again(repulsion):
     forde.finish_gradients(nets, args, 50, None)  # nor is the repulsion of weights added again
     forde.make_optimiser(nets, args).step()
     assert all(torch.equal(p, q) for p, q in zip(nets.parameters(), before))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("particles", ["input_gradient", "none"])
+def test_compiled_gradients_are_the_eager_ones(particles):
+    args = options(model="mlp", hidden=[12, 12], members=2)
+    torch.manual_seed(0)
+    nets = [forde.make_network(args, CLASSES, (3, SIDE, SIDE)).double() for _ in range(2)]
+    for net in nets:
+        torch.nn.init.normal_(net.head.weight)
+    batch, results = make_batch(), []
+    direction = torch.randn(2, BATCH, DIM).double() if particles == "input_gradient" else None
+    for compiled in (False, True):
+        members = forde.Members(nets, "two_pass", particles, compiled=compiled).train()
+        members.zero_grad()
+        logits, change = members(batch.images, batch.labels, direction)
+        (logits.logsumexp(2).sum() + change.sum()).backward()
+        results.append(torch.cat([p.grad.flatten() for p in members.parameters()]))
+    assert results[0].norm() > 0 and relative(results[1], results[0]) < 1e-9
