@@ -229,6 +229,8 @@ def check_args(args):
                         "features and the toys, and they for mlp")
     if args.prior == "empcov" and args.model == "mlp":
         raise UserError("--prior empcov is a prior on convolutions; mlp has none")
+    if args.val_fraction and args.model == "mlp":
+        raise UserError("--val-fraction is for images; leave it out")
     if args.eval_every and not args.val_fraction:
         raise UserError("--eval-every needs a validation set; add --val-fraction 0.1")
     if args.shift == "published" and args.dataset not in ("cifar10", "cifar100", "tiny_imagenet"):
@@ -623,7 +625,7 @@ class Members(nn.Module):
         `repel` is off.
         """
         self.active = self.particles if repel else "none"
-        parameters = [dict(net.named_parameters()) for net in self.nets]
+        parameters = self._tensors()
         if self.vectorise == "vmap":
             logits, particles, statistics = self._batched(parameters, x, y)
         else:
@@ -643,12 +645,17 @@ class Members(nn.Module):
     def without_graph(self, x, y):
         """The same, detached, one member's activations at a time, statistics left alone."""
         self.active = self.particles
-        parameters = [dict(net.named_parameters()) for net in self.nets]
+        parameters = self._tensors()
         if self.vectorise == "vmap":
             logits, particles, _ = self._batched(parameters, x, y)
             return logits.detach(), particles.detach()
         outputs = ([t.detach() for t in self._single(p, x, y, False)[:2]] for p in parameters)
         return [torch.stack(part) for part in zip(*outputs)]
+
+    def _tensors(self):
+        """Each member's parameters, in eval mode its running statistics too, by name."""
+        return [dict(net.named_parameters()) | ({} if self.training else dict(net.named_buffers()))
+                for net in self.nets]
 
     def _score(self, parameters, x, y):
         """(sum of f_y, (logits, particles where they are no derivative, batch statistics)).
@@ -968,10 +975,10 @@ def second_moments(dataset, args, world, patches=False) -> Tensor:
 
 
 def principal_components(args, world) -> tuple[Tensor, Tensor]:
-    """Eigenvectors [D, R] and eigenvalues [R] of the whole training set, float32, from the file
-    beside the runs, or computed and kept there."""
+    """Eigenvectors [D, R] and eigenvalues [R] of the whole published training set, float32, from
+    the file beside the runs, or computed and kept there: the same for all seeds and limits."""
     with common.main_first(world):
-        whole = training_set(args, val_fraction=0.0)
+        whole = training_set(with_options(args, seed=1, val_fraction=0.0, limit_train=None))
     if isinstance(whole, data.StreamedSet):
         raise UserError(f"{args.dataset} does not fit in memory; use --kernel identity")
     config = common.to_json({"dataset": args.dataset, "images": len(whole), "shape": whole.shape,
@@ -1349,7 +1356,7 @@ def gradient_distance(nets, dataset, args, world) -> float:
     """Mean over pairs of members and examples of 1 - cos of their input gradients (eval mode)."""
     nets.eval()
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
-    m, members = len(nets), Members(nets, grad_of=args.grad_of)
+    m, members = len(nets), Members(nets, grad_of=args.grad_of).eval()
     for batch in make_loader(dataset, args, world, max(512, args.batch_size)).epoch():
         if not len(batch.labels):
             continue
@@ -1535,6 +1542,10 @@ def with_options(args, **changes):
 def with_method(args, method, seed):
     """The options of one method: its repulsion and kernel, and its published prior."""
     options = with_options(args, seed=seed, **METHODS[method])
+    if args.members == 1:  # ln 1 = 0 has no kernel
+        options.repulsion = "none"
+    if options.repulsion == "none":
+        options.update = "wgd"
     if options.cauchy is None:
         options.cauchy = {"function": 1e-6, "feature": 1e-3 if args.dataset == "cifar10" else 5e-3
                           }.get(options.repulsion, 0.0)
@@ -1554,15 +1565,14 @@ def toy_set(args):
                          classes, (0.0, 0.0), (1.0, 1.0))
 
 
-def training_set(args, val_fraction=None):
+def training_set(args):
     """The training set with the published pixel statistics."""
     if args.dataset in TOYS:
         return toy_set(args)
     if args.features:
         return evenly(data.feature_set(args.features[0]), args.limit_train)
-    fraction = args.val_fraction if val_fraction is None else val_fraction
     dataset = data.load(args.dataset, "train", args.data_dir, seed=args.seed,
-                        val_fraction=fraction, limit=args.limit_train)
+                        val_fraction=args.val_fraction, limit=args.limit_train)
     if args.dataset in STATISTICS:
         mean, std = STATISTICS[args.dataset]
         dataset = dataclasses.replace(dataset, mean=mean, std=std)
@@ -1583,8 +1593,10 @@ def load_sets(args, world) -> dict:
         like = training_set(args)
         test = load(args.features[1]) if args.features else load(args.dataset)
         val = None
-        if args.val_fraction and not args.features:
+        if args.val_fraction:
             val = load(args.dataset, "val", val_fraction=args.val_fraction)
+            if not len(val):
+                raise UserError(f"--val-fraction {args.val_fraction} leaves no image; raise it")
         ood = {Path(name.removeprefix("folder:")).stem: load(name) for name in args.ood}
     return {"train": like, "val": val, "test": test, "ood": ood,
             "shift": shifted_sets(args, test, like, world)}

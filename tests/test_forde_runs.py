@@ -25,7 +25,8 @@ import forde
 from common import UserError, World
 
 BASE = [*"--dataset glyphs --width 0.02 --members 3 --limit-train 76 -b 16 --epochs 2 --shift none "
-        "--diversity-examples 20 --no-plot --methods forde_identity --name run".split(), *CPU, "--ood"]
+        "--diversity-examples 20 --no-plot --methods forde_identity --name run".split(), *CPU,
+        "--ood"]
 PREDICTIVE = {"accuracy", "nll", "nll_miss", "ece15", "brier", "top2_accuracy", "top3_accuracy",
               "member_accuracy", "disagreement",
               *(f"{part}_{k}" for part in ("total", "aleatoric", "epistemic")
@@ -62,6 +63,24 @@ def refused(tmp_path, monkeypatch, capfd):
     return run
 
 
+def keep_few_tests(replace=setattr):
+    """Let forde.py test on a hundred images."""
+    load = forde.load_sets
+
+    def load_few(*args):
+        sets = load(*args)
+        return {**sets, "test": sets["test"].select(slice(0, None, 20))}
+
+    replace(forde, "load_sets", load_few)
+
+
+@pytest.fixture
+def few_tests():
+    with pytest.MonkeyPatch.context() as patch:
+        keep_few_tests(patch.setattr)
+        yield
+
+
 def folder_of(options):
     """The run directory of `small` options (the last of a repeated one counts)."""
     args = forde.parse_args([str(o) for o in options])
@@ -87,8 +106,8 @@ def distance_of_weights(a, b):
     """The largest relative difference of a tensor."""
     a, b = (weights_of(options) for options in (a, b))
     assert a.keys() == b.keys()
-    return max(((a[k].double() - b[k].double()).norm() / b[k].double().norm().clamp_min(1e-9)).item()
-               for k in a)
+    a, b = ({k: v.double() for k, v in weights.items()} for weights in (a, b))
+    return max(((a[k] - b[k]).norm() / b[k].norm().clamp_min(1e-3)).item() for k in a)
 
 
 def not_blank(path):
@@ -120,7 +139,7 @@ def assert_ranges(metrics, members):
     assert_finite(metrics)
     for key, value in metrics.items():
         kind = key.split("/")[1]
-        if kind.startswith(("accuracy", "top", "member_acc", "ece", "auroc", "aupr", "fpr", "disagr")):
+        if kind.startswith(("accuracy", "top", "member_", "ece", "au", "fpr", "disagree")):
             assert 0 <= value <= 1, key
         elif kind in ("total_mean", "aleatoric_mean"):
             assert 0 < value <= LN10 + 1e-6, key
@@ -272,6 +291,7 @@ def test_second_start_finishes_without_retraining(default_run, monkeypatch):
     assert strict_json(results)["timing"]["train_s"] > 0
 
 
+@pytest.mark.usefixtures("few_tests")
 def test_one_method_needs_no_comparison(small):
     metrics = forde.main(small)
     folder = folder_of(small)
@@ -284,6 +304,7 @@ def test_one_method_needs_no_comparison(small):
     assert forde.main(named) == metrics and equal_weights(named, small)
 
 
+@pytest.mark.usefixtures("few_tests")
 def test_quiet_and_one_line_an_epoch(small, capfd):
     forde.main(small)
     out, err = capfd.readouterr()
@@ -366,22 +387,14 @@ def test_metrics_of_perfect_predictions():
     p, y = drawn_predictions(skill=40.0)
     values = forde.predictive_metrics(torch.tensor(p).log(), torch.tensor(y))
     assert values["accuracy"] == 1 and values["nll_miss"] is None and values["disagreement"] == 0
-    two = forde.predictive_metrics(torch.tensor(p[..., :2] / p[..., :2].sum(2, keepdims=True)).log(),
-                                   torch.zeros(60, dtype=torch.long))
+    q = p[..., :2] / p[..., :2].sum(2, keepdims=True)
+    two = forde.predictive_metrics(torch.tensor(q).log(), torch.zeros(60, dtype=torch.long))
     assert "top2_accuracy" in two and "top3_accuracy" not in two
-
-
-def test_metrics_at_a_temperature():
-    p, y = drawn_predictions()
-    q = p ** (1 / 1.7)
-    right = brute_force(q / q.sum(2, keepdims=True), y)
-    values = forde.predictive_metrics(torch.tensor(p).log(), torch.tensor(y), 1.7)
-    assert_metrics(values, {k: right[k] for k in ("accuracy", "nll", "ece15", "brier")}, 1e-9)
 
 
 @pytest.fixture(scope="module")
 def evaluated(default_run):
-    """(metrics, nets, {set: (member probabilities, labels, set)}) of the default run's FoRDE-PCA."""
+    """(metrics, nets, {set: (member probabilities, labels, set)}) of the default forde_pca."""
     options, *_ = default_run
     seen, nets_of, real = {}, [], forde.predict
 
@@ -486,6 +499,9 @@ def test_gradient_distance_of_several_members(of):
     nets = torch.nn.ModuleList(forde.make_network(args, 10, (1, 28, 28)) for _ in range(4))
     for net in nets:
         torch.nn.init.normal_(net.head.weight)
+        for norm in forde.norms_of(net):  # each member has running statistics of its own
+            norm.running_mean.normal_(0, 0.3)
+            norm.running_var.uniform_(0.3, 3)
     some = data.load("glyphs", "test").select(slice(9))
     value = forde.gradient_distance(nets, some, args, World())
     right = slow_distance(nets, normalised(some), some.labels, of)
@@ -496,8 +512,8 @@ def test_gradient_distance_of_several_members(of):
 
 # ---- Stopped and resumed ------------------------------------------------------------------------
 
-LONG = ["--members", "2", "--limit-train", "165", "-b", "8", "--epochs", "3", "--methods", "forde_pca",
-        "--val-fraction", "0.02", "--eval-every", "1"]  # epochs of 20 steps
+LONG = ["--members", "2", "--limit-train", "165", "-b", "8", "--epochs", "3", "--methods",
+        "forde_pca", "--val-fraction", "0.02", "--eval-every", "1"]  # epochs of 20 steps
 
 
 @pytest.fixture(scope="module")
@@ -556,6 +572,7 @@ VARIANTS = [
     "--methods forde_tuned --repulse-every 2 --label-smoothing 0.1 --amp bf16"]
 
 
+@pytest.mark.usefixtures("few_tests")
 @pytest.mark.parametrize("more", VARIANTS)
 def test_every_method_goes_on_where_it_stopped(small, monkeypatch, more):
     """Stopped by SIGTERM in the second step of the second epoch."""
@@ -576,6 +593,7 @@ def test_every_method_goes_on_where_it_stopped(small, monkeypatch, more):
     assert_same_weights(folder_of(small) / "last.pt", folder_of(again) / "last.pt")
 
 
+@pytest.mark.usefixtures("few_tests")
 def test_stop_signal_in_the_last_step_is_not_swallowed(small, monkeypatch):
     real = forde.train_epoch
 
@@ -591,6 +609,7 @@ def test_stop_signal_in_the_last_step_is_not_swallowed(small, monkeypatch):
     assert epochs_done(folder_of(small)) == 2
 
 
+@pytest.mark.usefixtures("few_tests")
 def test_resume_never_trains_anew_and_is_repeatable(small):
     first = forde.main(small)
     path = folder_of(small) / "last.pt"
@@ -601,6 +620,7 @@ def test_resume_never_trains_anew_and_is_repeatable(small):
     assert forde.main([*small, "--resume", "never"]) == first
 
 
+@pytest.mark.usefixtures("few_tests")
 def test_resume_from_another_file(small, monkeypatch):
     metrics = forde.main(small)
     elsewhere = [*with_options(small, name="elsewhere"), "--resume",
@@ -611,6 +631,7 @@ def test_resume_from_another_file(small, monkeypatch):
     assert forde.main([*elsewhere, "--eval"]) == metrics
 
 
+@pytest.mark.usefixtures("few_tests")
 def test_save_interval_keeps_the_result(small, monkeypatch):
     small, saves, real = [*small, "--epochs", "3"], [], common.Run.save
     metrics = forde.main(small)
@@ -648,9 +669,15 @@ SPREAD = [
     "--methods weight_rde --update svgd"]
 
 
+def run_briefly(*argv):
+    keep_few_tests()
+    run_forde(*argv)
+
+
 def main_in_float64(*runs):
     """forde.main of several lists of options, one after the other, in one process group."""
     in_float64(forde)
+    keep_few_tests()
     for number, options in enumerate(runs):
         print(f"run {number}", flush=True)
         forde.main(options)
@@ -661,11 +688,12 @@ def spread(tmp_path_factory):
     """{what: (options of one process's run, of two processes' run)} and the two processes, done."""
     folder, pairs = tmp_path_factory.mktemp("spread"), {}
     for number, more in enumerate(SPREAD):
-        shared = [*BASE, "--augment", "--out-dir", str(folder), "--epochs", "1", "--limit-steps", "3",
-                  *more.split()]
+        shared = [*BASE, "--augment", "--out-dir", str(folder), "--epochs", "1", "--limit-steps",
+                  "3", *more.split()]
         pairs[more] = [with_options(shared, name=f"{name}{number}") for name in ("one", "two")]
     with pytest.MonkeyPatch.context() as patch:
         in_float64(forde, patch.setattr)
+        keep_few_tests(patch.setattr)
         for one, _ in pairs.values():
             forde.main(one)  # first: the other runs read the basis of the inputs that it leaves
     children = start_ranks(folder, 2, main_in_float64, *(two for _, two in pairs.values()))
@@ -698,7 +726,8 @@ def test_one_of_two_processes_prints(spread):
 
 def test_one_process_evaluates_the_run_of_two(small, tmp_path):
     small = [*small, "--methods", "forde_pca", "deep_ensemble", "--shift", "computed",
-             "--shift-examples", "5", "--epochs", "1", "--limit-steps", "2", "--plot"]
+             "--shift-examples", "5", "--epochs", "1", "--limit-steps", "2", "--plot", "--members",
+             "2"]
     finish(start_ranks(tmp_path, 2, run_forde, *small))
     root = folder_of(small).parent
     assert not_blank(root / "run-comparison-seed1-runs1" / "shift.png")
@@ -719,16 +748,17 @@ def test_one_process_evaluates_the_run_of_two(small, tmp_path):
 
 
 def test_stopped_with_two_processes_and_resumed(small, tmp_path):
-    small = [*small, *LONG, "--epochs", "2"]
+    small = [*small, "--members", "2", "--limit-train", "100", "-b", "8", "--methods",
+             "function_rde"]  # 12 steps an epoch
     calm, stopped = (with_options(small, name=name) for name in ("calm", "stopped"))
-    finish(start_ranks(tmp_path, 2, run_forde, *calm))
-    children = start_ranks(tmp_path, 2, run_forde, *stopped)
+    finish(start_ranks(tmp_path, 2, run_briefly, *calm))
+    children = start_ranks(tmp_path, 2, run_briefly, *stopped)
     wait_for(lambda: epochs_done(folder_of(stopped)) > 0 or not children[1].process.is_alive(),
              what="epoch")
     os.kill(children[1].process.pid, signal.SIGTERM)  # one of the two: both must stop
     finish(children, 128 + signal.SIGTERM)
     assert epochs_done(folder_of(stopped)) < 2
-    finish(start_ranks(tmp_path, 2, run_forde, *stopped))
+    finish(start_ranks(tmp_path, 2, run_briefly, *stopped))
     assert_same_weights(folder_of(calm) / "last.pt", folder_of(stopped) / "last.pt")
 
 
@@ -738,10 +768,10 @@ def test_two_machines_that_share_no_disk(small, tmp_path):
         return ["--out-dir", str(tmp_path / f"machine{rank}")]
 
     small = [*small, "--methods", "forde_pca", "--epochs", "1", "--limit-steps", "1"]
-    finish(start_ranks(tmp_path, 2, run_forde, *small, each=each))
+    finish(start_ranks(tmp_path, 2, run_briefly, *small, each=each))
     before = snapshot(tmp_path / "machine0" / "forde")
     assert "pca-glyphs-76.pt" in before and "run/last.pt" in before
-    finish(start_ranks(tmp_path, 2, run_forde, *small, "--eval", each=each))
+    finish(start_ranks(tmp_path, 2, run_briefly, *small, "--eval", each=each))
     after = snapshot(tmp_path / "machine0" / "forde")
     assert {k for k in before if before[k] != after[k]} <= {"run/results.json"}
     assert not (tmp_path / "machine1").exists()
@@ -770,6 +800,7 @@ def test_misuse_by_two_processes(small, tmp_path):
 # ---- Methods, networks, options -----------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("few_tests")
 def test_every_method(small):
     """All repel but the deep ensemble, and no two end alike."""
     metrics = forde.main([*small, "--limit-steps", "3", "--methods", *forde.METHODS])
@@ -833,7 +864,7 @@ def trained(tmp_path_factory):
     ("--methods deep_ensemble --vectorise vmap", "--methods deep_ensemble"),
     ("--methods deep_ensemble --update svgd", "--methods deep_ensemble")])
 def test_options_that_are_another_method(trained, a, b):
-    assert distance_of_weights(trained(a), trained(b)) < 1e-6
+    assert distance_of_weights(trained(a), trained(b)) < 1e-4
 
 
 @pytest.mark.parametrize("a, b", [
@@ -872,6 +903,7 @@ def test_vectorised_and_chunked_members_are_the_same(trained, method, more):
     assert a["repulsion_nats"] == pytest.approx(b["repulsion_nats"], rel=1e-6)
 
 
+@pytest.mark.usefixtures("few_tests")
 @pytest.mark.parametrize("model", ["resnet18", "resnet34", "preact_resnet18", "wrn_16_4"])
 def test_networks(small, model):
     metrics = forde.main([*small, "--model", model, "--members", "2", "--epochs", "1",
@@ -881,6 +913,7 @@ def test_networks(small, model):
     assert log_of(folder_of(small))[0]["repulsion_nats"] > 0
 
 
+@pytest.mark.usefixtures("few_tests")
 def test_bf16_keeps_weights_and_repulsion_wide(small):
     metrics = forde.main([*small, "--amp", "bf16", "--methods", "forde_pca"])
     assert_ranges(metrics, 3)
@@ -888,6 +921,7 @@ def test_bf16_keeps_weights_and_repulsion_wide(small):
     assert 0 < log_of(folder_of(small))[-1]["repulsion_nats"] < math.log(3) / 16
 
 
+@pytest.mark.usefixtures("few_tests")
 def test_last_partial_batch_is_left(small, monkeypatch):
     """76 images in batches of 16: four steps an epoch, whatever the last batch has."""
     rates, real = [], forde.learning_rate
@@ -899,6 +933,7 @@ def test_last_partial_batch_is_left(small, monkeypatch):
     assert weights_of(small)["0.norm.steps"] == 8
 
 
+@pytest.mark.usefixtures("few_tests")
 def test_fewer_images_than_a_batch(small):
     metrics = forde.main([*small, "--limit-train", "10"])
     assert weights_of(small)["0.norm.steps"] == 2
@@ -941,6 +976,7 @@ def test_validation_gives_a_temperature_and_log_entries(small, monkeypatch):
                    for k in forde.main(with_options([*small[:-6]], name="without")))
 
 
+@pytest.mark.usefixtures("few_tests")
 def test_evaluating_every_so_often_changes_no_weight(small):
     small = [*small, "--val-fraction", "0.02"]
     plain, watched = (with_options(small, name=name) for name in ("plain", "watched"))
@@ -948,6 +984,7 @@ def test_evaluating_every_so_often_changes_no_weight(small):
     assert equal_weights(plain, watched)
 
 
+@pytest.mark.usefixtures("few_tests")
 def test_runs(small):
     small = [*small, "--runs", "2", "--methods", "deep_ensemble", "forde_identity"]
     metrics = forde.main([*small, "--plot"])
@@ -973,6 +1010,7 @@ def test_runs(small):
         assert results["values"][method][1][key] == value
 
 
+@pytest.mark.usefixtures("few_tests")
 def test_basis_does_not_depend_on_what_ran_before(small, tmp_path):
     """--limit-train takes other images for another seed: their basis is another too."""
     small = [*small, "--methods", "forde_pca", "--seed", "2", "--epochs", "1"]
@@ -1050,14 +1088,17 @@ def test_features(features, tmp_path):
     assert forde.main([*features, "--methods", *methods, "--eval"]) == metrics
 
 
-def test_features_alone_and_by_two_processes(features, tmp_path):
-    metrics = forde.main([*features, "--methods", "forde_pca", "--limit-train", "100"])
+def test_features_of_few_rows_by_two_processes(features, tmp_path, monkeypatch):
+    features = [*features, "--methods", "forde_pca", "--limit-train", "100", "--epochs", "1"]
+    two = with_options(features, name="two")
+    in_float64(forde, monkeypatch.setattr)
+    metrics = forde.main(features)
     assert strict_json(folder_of(features) / "args.json")["limit_train"] == 100
-    two = with_options([*features, "--methods", "forde_pca", "--limit-train", "100"], name="two")
-    finish(start_ranks(tmp_path, 2, run_forde, *two))
-    assert distance_of_weights(features, two) < 1e-2
+    assert (folder_of(features).parent / "pca-train-100.pt").exists()
+    finish(start_ranks(tmp_path, 2, run_forde_in_float64, *two))
+    assert distance_of_weights(features, two) < 1e-9
     results = strict_json(folder_of(two) / "results.json")
-    assert_close_metrics(common.to_json(metrics), results["metrics"], 1e-2)
+    assert_close_metrics(common.to_json(metrics), results["metrics"], 1e-5)
 
 
 @pytest.mark.parametrize("toy", ["toy_regression", "toy_classification"])
@@ -1184,6 +1225,7 @@ def test_second_moments_are_in_the_order_of_the_network(centre):
     assert np.abs(np.cov(x.T) - x.T @ x / 29).max() > 0.01
 
 
+@pytest.mark.usefixtures("few_tests")
 def test_basis_is_written_once_and_read_again(small, monkeypatch):
     small, calls, real = [*small, "--methods", "forde_pca", "--epochs", "1"], [], \
         forde.second_moments
@@ -1192,7 +1234,7 @@ def test_basis_is_written_once_and_read_again(small, monkeypatch):
     path = folder_of(small).parent / "pca-glyphs-76.pt"
     before = path.read_bytes()
     for more in (["--methods", "forde_tuned"], ["--pca-components", "3"], ["--augment"]):
-        forde.main([*with_options(small, name="".join(more)), *more])
+        forde.main([*with_options(small, name=more[-1].strip("-")), *more])
     assert len(calls) == 1 and path.read_bytes() == before
     forde.main([*with_options(small, name="centred"), "--centre-pca"])
     assert len(calls) == 2
@@ -1214,16 +1256,18 @@ def test_a_basis_that_does_not_fit_is_refused(small, refused, tmp_path, what):
     if what == "damaged":
         path.write_bytes(b"no basis")
     elif what != "absent":
-        other = {"other data": ["--dataset", "numbers"], "other size": ["--limit-train", "70"],
-                 "checkpoint": []}[what]
+        other = ["--limit-train", "70"] if what == "other size" else []
         forde.main([*small, *other, "--out-dir", str(tmp_path / "other")])
         made = tmp_path / "other" / "forde"
         path = made / "run" / "last.pt" if what == "checkpoint" else next(made.glob("pca-*"))
+    if what == "other data":
+        state = torch.load(path, weights_only=True)
+        torch.save({**state, "config": {**state["config"], "dataset": "numbers"}}, path)
     err = refused(*small, "--pca", str(path), writes=["runs/forde/run/args.json"])
     assert str(path) in err
     if "other" in what:
         assert "--pca" in err
-        assert ("dataset numbers" if what == "other data" else "images 70") in err
+        assert ("dataset" if what == "other data" else "images") in err
 
 
 # ---- Bad input ----------------------------------------------------------------------------------
@@ -1259,9 +1303,12 @@ def test_a_basis_that_does_not_fit_is_refused(small, refused, tmp_path, what):
     ("--dataset features --features nowhere.npz nowhere.npz", "nowhere.npz"),
     ("--model mlp", "--model mlp"),
     ("--dataset toy_regression --model resnet9", "--model resnet9"),
-    ("--dataset toy_regression --shift computed", "--shift computed"),
+    ("--dataset toy_regression --shift computed", "--shift"),
     ("--dataset toy_regression --prior empcov --shift none", "--prior empcov"),
     ("--methods forde_tuned --tuned-formula website --pca-components 5", "--pca-components"),
+    ("--compile", "--compile"),
+    ("--compile --vectorise vmap", "--compile"),
+    ("--compile --vectorise two_pass --update svgd", "--compile"),
     ("--eval-every 1", "--val-fraction"),
     ("--eval-every -1 --val-fraction 0.1", "--eval-every -1"),
     ("--val-fraction 1", "--val-fraction 1"),
@@ -1414,6 +1461,7 @@ def test_out_dir_that_is_a_file(small, refused, tmp_path):
                                       *methods)
 
 
+@pytest.mark.usefixtures("few_tests")
 @pytest.mark.parametrize("method", ["deep_ensemble", "forde_identity", "weight_rde"])
 def test_a_diverging_run_stops_and_keeps_the_last_good_checkpoint(small, refused, method):
     options = [*small, "--lr", "1e12", "--schedule", "published", "--epochs", "9", "--limit-steps",
@@ -1432,6 +1480,7 @@ def test_a_diverging_run_stops_and_keeps_the_last_good_checkpoint(small, refused
     assert message in refused(*options)  # and again: nothing was lost or changed
 
 
+@pytest.mark.usefixtures("few_tests")
 def test_a_non_finite_loss_names_step_loss_and_learning_rate(small, monkeypatch):
     real, calls = forde.data_loss, []
 
@@ -1495,7 +1544,8 @@ def test_the_commands_of_the_docstring_parse():
 
 def test_presets_are_the_published_settings():
     parse = lambda text: vars(forde.parse_args(text.split()))
-    assert dict(alpha=0.2, model="resnet18", epochs=300).items() <= parse("--dataset cifar10").items()
+    cifar10 = dict(alpha=0.2, model="resnet18", epochs=300, ood=["svhn", "cifar100"])
+    assert cifar10.items() <= parse("--dataset cifar10").items()
     tiny = dict(model="preact_resnet18", epochs=150, lr_ratio=0.001, members=10, augment=True)
     assert tiny.items() <= parse("--dataset tiny_imagenet").items()
     cauchy = lambda dataset, method: forde.with_method(
@@ -1503,4 +1553,4 @@ def test_presets_are_the_published_settings():
     assert [cauchy(d, "feature_rde") for d in ("cifar10", "cifar100", "tiny_imagenet")] == \
         [1e-3, 5e-3, 5e-3]
     assert cauchy("cifar10", "function_rde") == 1e-6 and cauchy("cifar10", "forde_pca") == 0
-    assert parse("--weight-decay 0.5 --members 7")["members"] == 7
+    assert parse("--dataset cifar100 --members 7 --alpha 0.1")["members"] == 7
