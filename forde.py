@@ -1507,7 +1507,7 @@ def plot_toy_regression(plt, path, grid, predictions, x, y):
         axis.fill_between(grid, mean - 2 * std, mean + 2 * std, color=COLOURS[5], alpha=0.3, lw=0)
         axis.plot(grid, mean, color=COLOURS[0], lw=2)
         axis.plot(x, y, ".", ms=4, color="black")
-        axis.set(title=method.replace("_", " "), xlabel="x", ylim=(-4, 4))
+        axis.set(title=method.replace("_", " "), xlabel="x", ylim=(y.min() - 2, y.max() + 2))
     axes[0, 0].set_ylabel("y: members, mean, two standard deviations")
     save_figure(plt, figure, path)
 
