@@ -1036,6 +1036,17 @@ def pyplot():
     return pyplot
 
 
+def save_figure(plt, figure, path):
+    """Write a figure and free it."""
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def with_options(args, **changes):
+    """A copy of parsed arguments with some changed."""
+    return argparse.Namespace(**{**vars(args), **changes})
+
+
 def run_script(main):
     """Run main(); a UserError is one line and exit status 2, a requested stop 128 + signal."""
     status = 0

@@ -1113,7 +1113,7 @@ def plot_uncertainty(plt, path, outputs, sets, threshold, entropy_threshold):
     middle.set(xlabel="log density (lower ones at the left edge)", ylabel="fraction of the set")
     right.set(xlabel="log density", ylabel="softmax entropy (nats)", ylim=(-0.2 * top, 1.2 * top))
     left.legend(frameon=False)
-    save_figure(plt, figure, path)
+    common.save_figure(plt, figure, path)
 
 
 def plot_reliability(plt, path, outputs, temperature):
@@ -1133,7 +1133,7 @@ def plot_reliability(plt, path, outputs, temperature):
                  title=f"T = {t:.2f}, ECE {100 * common.ece(probs, outputs.labels):.2f} %")
     axes[0].set_ylabel("accuracy")
     axes[0].legend(loc="upper left")
-    save_figure(plt, figure, path)
+    common.save_figure(plt, figure, path)
 
 
 def plot_shift(plt, path, metrics):
@@ -1150,7 +1150,7 @@ def plot_shift(plt, path, metrics):
     right.set(xlabel="severity", xticks=range(1, 6), ylim=(0, 1))
     left.legend(frameon=False)
     right.legend(frameon=False)
-    save_figure(plt, figure, path)
+    common.save_figure(plt, figure, path)
 
 
 def plot_two_moons(plt, path, x, y, grid, panels):
@@ -1163,7 +1163,7 @@ def plot_two_moons(plt, path, x, y, grid, panels):
         for c in (0, 1):
             axis.plot(*x[y == c][::2].T.numpy(), ".", ms=2, color=COLOURS[1 + c])
         axis.set(title=title, xlim=(-2.5, 3.5), ylim=(-3, 3))
-    save_figure(plt, figure, path)
+    common.save_figure(plt, figure, path)
 
 
 def plot_active_learning(plt, path, curves, labels, ylabel="test accuracy %"):
@@ -1178,19 +1178,10 @@ def plot_active_learning(plt, path, curves, labels, ylabel="test accuracy %"):
             axis.fill_between(labels, mean - error, mean + error, color=colour, alpha=0.25, lw=0)
     axis.set(xlabel="labelled examples", ylabel=ylabel)
     axis.legend(frameon=False)
-    save_figure(plt, figure, path)
-
-
-def save_figure(plt, figure, path):
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    common.save_figure(plt, figure, path)
 
 
 # ---- Main ---------------------------------------------------------------------------------------
-
-
-def with_options(args, **changes):
-    return argparse.Namespace(**{**vars(args), **changes})
 
 
 def load_sets(args, world) -> dict:
@@ -1278,7 +1269,7 @@ def run_networks(args, world) -> dict:
     """--runs times --ensemble networks, seeds from --seed on, and what they are together."""
     several, runs = args.runs * args.ensemble > 1, []
     for first in range(args.seed, args.seed + args.runs * args.ensemble, args.ensemble):
-        members = [run_network(with_options(args, seed=seed), world, several)
+        members = [run_network(common.with_options(args, seed=seed), world, several)
                    for seed in range(first, first + args.ensemble)]
         sets = members[0][2]
         together = evaluate_ensemble([m[:2] for m in members], sets) if args.ensemble > 1 else None
@@ -1474,7 +1465,7 @@ def active_learning_results(run, pool, ambiguous, sizes, args, world) -> dict:
 def pool_entropy(pool, args, world) -> Tensor:
     """Softmax entropy [P] of the pool under --trained-model, a last.pt that a dirty run wrote."""
     state = common.load_checkpoint(args.trained_model)
-    options = with_options(args, **{**state["config"], "batch_size": args.batch_size})
+    options = common.with_options(args, **{**state["config"], "batch_size": args.batch_size})
     net = make_network(options, pool.num_classes, pool.shape)
     try:
         net.load_state_dict(state["model"])
@@ -1531,7 +1522,7 @@ def run_two_moons(args, world) -> dict:
     points_set = data.ImageSet("two_moons", x[:, :, None, None], y, 2, (0.0, 0.0), (1.0, 1.0))
 
     def fit(seed, sn, epochs):
-        options = with_options(args, seed=seed, sn=sn, epochs=epochs)
+        options = common.with_options(args, seed=seed, sn=sn, epochs=epochs)
         common.seed_all(seed)
         net = nn.Sequential(nn.Flatten(), make_network(options, 2, (2, 1, 1)))
         run = open_run(options, world, f"-seed{seed}")

@@ -140,7 +140,8 @@ def parse_args(argv=None):
     add("--augment", action=flag, help="random crop and flip (default: on for CIFAR, TinyImageNet)")
     add("--val-fraction", type=float, default=0.0, help="of the training set, for a temperature "
         "and --eval-every (published: 0)")
-    add("--eval-every", type=int, default=0, metavar="E", help="epochs between validations; 0: none")
+    add("--eval-every", type=int, default=0, metavar="E",
+        help="epochs between validations; 0: none")
     add("--limit-train", type=int, metavar="N", help="train on N images, evenly spaced")
     add("--grad-of", choices=["logit", "logprob"], default="logit",
         help="f_y: the raw logit of the true class (published), or its log-probability")
@@ -158,7 +159,8 @@ def parse_args(argv=None):
         "on first use and kept beside the runs)")
     add("--centre-pca", action=flag, default=False, help="centre by pixel, as the paper's text "
         "says (published: by channel)")
-    add("--pca-components", type=int, default=0, metavar="R", help="leading components kept; 0: all")
+    add("--pca-components", type=int, default=0, metavar="R",
+        help="leading components kept; 0: all")
     add("--vectorise", choices=["loop", "vmap", "two_pass"], help="members one by one (default), "
         "as one batched network, or with forward-mode instead of second derivatives")
     add("--chunk", type=int, default=0, metavar="C", help="members whose activations are in memory "
@@ -835,7 +837,7 @@ def pulled(weights, p) -> Tensor:
 
 @torch.no_grad()
 def rbf_repulsion(points) -> tuple[Tensor, list]:
-    """(sum_i ln sum_j K_ij, its gradients, second argument and bandwidth constant), WGD in KDE form:
+    """(sum_i ln sum_j K_ij, its gradients with the second argument and the bandwidth constant):
 
     minus sum_j (2/h) K_ij (p_i - p_j) / sum_j K_ij, for each tensor p [M, ...] of `points`.
     """
@@ -845,7 +847,7 @@ def rbf_repulsion(points) -> tuple[Tensor, list]:
 
 
 def cauchy_prior(z, c) -> Tensor:
-    """Minus the log prior up to a constant, sum ln(1 + c z^2): heavy tails on outputs or features."""
+    """Minus the log prior up to a constant, sum ln(1 + c z^2), on outputs or features."""
     return (c * z.square()).log1p().sum()
 
 
@@ -882,7 +884,7 @@ def feature_repulsion(features, directions, c, published=False) -> Tensor:
 
 
 def local_independence(g, eps=1e-24) -> Tensor:
-    """LIT (Ross et al. 2018): mean over pairs and examples of cos^2 between g_i and g_j [M, B, D]."""
+    """LIT (Ross et al. 2018): mean over pairs and examples of cos^2(g_i, g_j), g [M, B, D]."""
     n, _ = unit_rows(g, eps)
     cosines = torch.einsum("ibd,jbd->ijb", n, n)
     squares = cosines.square().sum((0, 1)) - cosines.diagonal().square().sum(1)
@@ -978,7 +980,7 @@ def principal_components(args, world) -> tuple[Tensor, Tensor]:
     """Eigenvectors [D, R] and eigenvalues [R] of the whole published training set, float32, from
     the file beside the runs, or computed and kept there: the same for all seeds and limits."""
     with common.main_first(world):
-        whole = training_set(with_options(args, seed=1, val_fraction=0.0, limit_train=None))
+        whole = training_set(common.with_options(args, seed=1, val_fraction=0.0, limit_train=None))
     if isinstance(whole, data.StreamedSet):
         raise UserError(f"{args.dataset} does not fit in memory; use --kernel identity")
     config = common.to_json({"dataset": args.dataset, "images": len(whole), "shape": whole.shape,
@@ -1064,7 +1066,7 @@ def unwrapped(chunk):
 
 
 def ensemble_step(chunks, batch, args, world, kernel, repel):
-    """Gradients of sum_i CE_i + coef R, chunk by chunk; (CE sum of this process, R, median, logits).
+    """Gradients of sum_i CE_i + coef R; returns (CE sum of this process, R, median, logits).
 
     One chunk keeps its graph from the particles to the force and back. Several, and two_pass, have
     the particles without a graph first, so that one chunk's activations are in memory at a time.
@@ -1149,7 +1151,8 @@ def stein_step(chunks, batch, args, world, kernel, n_train):
             force = common.all_reduce(torch.stack([f[index] for f in forces]), world)
             if args.repulsion == "weight":
                 force = pulled(2 / bandwidth * k, stack) / n_train
-            grad = (torch.einsum("ij,j...->i...", k.to(score), score) - args.repulsion_coef * force) / m
+            mixed = torch.einsum("ij,j...->i...", k.to(score), score)
+            grad = (mixed - args.repulsion_coef * force) / m
         for group, g in zip(parameters, grad):
             group[index].grad = g
     return loss_sum, k.mean(), x.new_zeros(()), torch.cat(all_logits)
@@ -1407,7 +1410,7 @@ def prefixed(name, values):
 
 
 def evaluate_shift(nets, sets, args, world) -> dict:
-    """Metrics by severity, all kinds of corruption pooled (cA, cNLL, cECE: their means), and by kind.
+    """Metrics by severity, all kinds pooled (cA, cNLL, cECE: their means), and by kind.
 
     Pooled ECE is not the mean over kinds, which is there too as ece15_by_kind.
     """
@@ -1445,7 +1448,7 @@ def shift_of(metrics):
 
 
 def format_results(methods, sets) -> str:
-    """The table that a run prints, {method: metrics}: clean, then by severity; and OOD detection."""
+    """The table that a run prints, {method: metrics}: clean, by severity; then OOD detection."""
     first = next(iter(methods.values()))
     shift, rows = shift_of(first), []
     columns = ["test"] + [f"{shift}_s{s}" for s in range(1, 6)] * (shift is not None)
@@ -1460,8 +1463,8 @@ def format_results(methods, sets) -> str:
             if shift:
                 values.append(metrics.get(f"{shift}/{key}"))
             if any(v is not None for v in values):
-                rows.append([f"{label}  {method}", *(None if v is None else f"{scale * v:.{digits}f}"
-                                                     for v in values)])
+                cells = (None if v is None else f"{scale * v:.{digits}f}" for v in values)
+                rows.append([f"{label}  {method}", *cells])
     header = ["", *columns[:1], *(f"s{s}" for s in range(1, len(columns)))]
     text = common.format_table(header + [f"{shift}"] * (shift is not None), rows)
     detection = [[f"{name} from test", method, *(f"{metrics[f'{name}/auroc_{score}']:.4f}"
@@ -1494,7 +1497,7 @@ def plot_shift(plt, path, methods):
                                   "1 - cos of input gradients")):
         axis.set(xlabel=f"severity ({name}; 0: clean)", ylabel=label, xticks=range(6))
     axes[0].legend(frameon=False)
-    save_figure(plt, figure, path)
+    common.save_figure(plt, figure, path)
 
 
 def plot_toy_regression(plt, path, grid, predictions, x, y):
@@ -1509,7 +1512,7 @@ def plot_toy_regression(plt, path, grid, predictions, x, y):
         axis.plot(x, y, ".", ms=4, color="black")
         axis.set(title=method.replace("_", " "), xlabel="x", ylim=(y.min() - 2, y.max() + 2))
     axes[0, 0].set_ylabel("y: members, mean, two standard deviations")
-    save_figure(plt, figure, path)
+    common.save_figure(plt, figure, path)
 
 
 def plot_toy_classification(plt, path, grid, panels, x, y):
@@ -1524,24 +1527,15 @@ def plot_toy_classification(plt, path, grid, panels, x, y):
             for c in range(5):
                 axis.plot(*x[y == c].T, ".", ms=5, color=COLOURS[c], mec="white", mew=0.4)
             axis.set(title=method.replace("_", " "), aspect="equal")
-    save_figure(plt, figure, path)
-
-
-def save_figure(plt, figure, path):
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    common.save_figure(plt, figure, path)
 
 
 # ---- Main ---------------------------------------------------------------------------------------
 
 
-def with_options(args, **changes):
-    return argparse.Namespace(**{**vars(args), **changes})
-
-
 def with_method(args, method, seed):
     """The options of one method: its repulsion and kernel, and its published prior."""
-    options = with_options(args, seed=seed, **METHODS[method])
+    options = common.with_options(args, seed=seed, **METHODS[method])
     if args.members == 1:  # ln 1 = 0 has no kernel
         options.repulsion = "none"
     if options.repulsion == "none":
@@ -1580,8 +1574,8 @@ def training_set(args):
 
 
 def load_sets(args, world) -> dict:
-    """All sets of a run, before anything is trained: train, val or None, test, OOD sets by name, and
-    `shift`: (name, kinds, function of kind and severity)."""
+    """All sets of a run, before anything is trained: train, val or None, test, OOD sets by name,
+    and `shift`: (name, kinds, function of kind and severity)."""
     def load(name, split="test", **changes):
         if name.endswith(".npz"):
             return data.feature_set(name, like)
@@ -1682,7 +1676,7 @@ def run_methods(args, world) -> dict:
     """Every method with every seed; a comparison of means where there are several."""
     runs = {method: [] for method in args.methods}
     for seed in range(args.seed, args.seed + args.runs):
-        sets = load_sets(with_options(args, seed=seed), world)
+        sets = load_sets(common.with_options(args, seed=seed), world)
         for method in args.methods:
             runs[method].append(run_method(method, seed, sets, args, world))
     summary = {method: {k: mean_of([values[k] for values in rows]) for k in rows[0]}

@@ -30,7 +30,7 @@ from PIL import Image  # noqa: E402
 torch.set_num_threads(1)
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["pytest", "ddu", "forde"])
+SERVER.set_forkserver_preload(["pytest", "ddu", "forde", "gbnn2d"])
 
 
 class Child:
@@ -138,6 +138,16 @@ def run_forde_in_float64(*argv):
     import forde
     in_float64(forde)
     run_forde(*argv)
+
+
+def run_gbnn2d(*argv):
+    run_script("gbnn2d", argv)
+
+
+def run_gbnn2d_in_float64(*argv):
+    import gbnn2d
+    in_float64(gbnn2d)
+    run_gbnn2d(*argv)
 
 
 def free_port():
