@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import Child, run_gbnn2d, run_gbnn2d_in_float64, start_ranks, wait_for
 from PIL import Image
-from test_runs import snapshot, strict_json
+from test_runs import parse_command, snapshot, strict_json, usage_commands
 
 import common
 import gbnn2d
@@ -174,3 +174,11 @@ def test_changed_options_name_themselves(small, refused):
 def test_a_file_that_is_no_export(small, refused, tmp_path):
     gbnn2d.main([*small, "--stage", "det"])
     assert "--export" in refused(*small, "--load", folder(small) / "det" / "last.pt")
+
+
+def test_the_commands_of_the_docstring_parse():
+    parsed = [parse_command(line, (gbnn2d,)) for line in usage_commands(gbnn2d)]
+    assert [a.dataset for a in parsed] == ["glyphs", "cifar100", "glyphs", "imagenet"]
+    published = dict(model="resnet18", width=1, tau_w=0.2, grad_frac=0.01, tau_d=3.873e-4, mc=40,
+                     min_cluster=20, epochs=200, batch_size=128, lr=0.1)
+    assert published.items() <= vars(parsed[1]).items()
