@@ -280,8 +280,9 @@ class Convolve(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        both = ctx.needs_input_grad[0], not torch.is_grad_enabled()
-        return *ConvolveBackward.apply(grad, x, w, *ctx.geometry, *both), None, None
+        need_x, need_w = ctx.needs_input_grad[:2]
+        need_w = need_w and not torch.is_grad_enabled()
+        return *ConvolveBackward.apply(grad, x, w, *ctx.geometry, need_x, need_w), None, None
 
     @staticmethod
     def jvp(ctx, tangent, w_tangent, *_):
@@ -651,7 +652,7 @@ class Members(nn.Module):
     def without_graph(self, x, y):
         """The same, detached, one member's activations at a time, statistics left alone."""
         self.active = self.particles
-        parameters = self._tensors()
+        parameters = [{name: t.detach() for name, t in row.items()} for row in self._tensors()]
         if self.vectorise == "vmap":
             logits, particles, _ = self._batched(parameters, x, y)
             return logits.detach(), particles.detach()
