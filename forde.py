@@ -20,7 +20,7 @@ Usage:
       forde.py --dataset cifar100                          # two machines, R = 0 and 1
 
 Expected:
-  glyphs, n = 3 seeds, mean +- standard error, two CPU cores, about four minutes each: accuracy 99.73
+  glyphs, n = 3 seeds, mean +- standard error, one CPU thread, four minutes each: accuracy 99.73
     +- 0.04 % (deep ensemble), 99.77 +- 0.02 % (FoRDE-PCA), 99.78 +- 0.02 % (identity); NLL under
     corruption 0.831 +- 0.069, 0.813 +- 0.069, 0.836 +- 0.061 nats: no clear difference.
   cifar100: not measured. The paper has, for ten members: NLL 0.70, 0.71, 0.70 nats, accuracy 81.8,
