@@ -1052,7 +1052,9 @@ def build_codes(module, train_set, args, world) -> dict:
             mean = mean.index_add_(0, members, gradient[inliers]) / \
                 torch.bincount(members, minlength=len(mean)).clamp_min(1)
             distances = nearest_distances(mixture)
-            tau_d = args.tau_d if args.tau_d is not None else distances.quantile(0.05).item()
+            tau_d = args.tau_d
+            if tau_d is None:  # a little more: the quantile can be a pair's own distance
+                tau_d = distances.quantile(0.05).item() * (1 + 1e-6)
             mixture, _, _ = merge_mixture(mixture, mean.double(), tau_d, args.tau_g, args.tau_v)
             mixture = Mixture(*(t.to(mu.device) for t in mixture))
         mixture, assigned = compact(x, cells, mixture, shift, scale)
