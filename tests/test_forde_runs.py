@@ -963,7 +963,8 @@ def test_validation_gives_a_temperature_and_log_entries(small, monkeypatch):
     for temperature in (t / 1.05, t, t * 1.05):
         q = p.mean(0)**(1 / temperature)
         losses.append(-np.log(q / q.sum(1, keepdims=True))[np.arange(300), y].mean())
-    assert t > 0 and t != 1 and losses[1] == min(losses)
+    assert 0 < t < 1e3 + 1 and t != 1
+    assert losses[1] == min(losses[:2] if t == 1e3 else losses)  # 1e3 is where the search ends
     test, labels, _ = seen[2000]
     q = test.mean(0)**(1 / t)
     right = brute_force((q / q.sum(1, keepdims=True))[None], labels)
