@@ -65,8 +65,8 @@ PRESETS = {
                   lr_final=1e-2, warm_up=0.2, ood=["fashion_mnist"]),
     "fashion_mnist": dict(model="lenet", epochs=10, stoch_epochs=5, final_epochs=5, lr=0.05,
                           lr_mu=1e-4, lr_final=1e-2, warm_up=0.2, ood=["mnist"]),
-    "glyphs": dict(width=0.25, epochs=3, stoch_epochs=2, final_epochs=2, lr_mu=1e-4, lr_rho=3e-2,
-                   lr_final=1e-2, warm_up=0.2, tau_d=None, mc=10, ood=["glyphs_letters"]),
+    "glyphs": dict(width=0.125, epochs=3, stoch_epochs=2, final_epochs=4, lr_mu=1e-4, lr_rho=2e-2,
+                   lr_final=0.1, warm_up=0.2, tau_d=None, mc=20, ood=["glyphs_letters"]),
 }
 STAGES = ("det", "stoch", "gmm", "final")
 # The options that shape each stage's result, those of the earlier stages included.
@@ -141,6 +141,8 @@ def parse_args(argv=None):
     add("--ood", nargs="*", metavar="NAME", help="out-of-distribution sets, also folder:PATH")
     add("--export", metavar="FILE", help="write the compressed network")
     add("--load", metavar="FILE", help="evaluate a compressed network that --export wrote")
+    add("--compare-draws", action="store_true", help="evaluate the last stage by all three draws")
+    add("--runs", type=int, default=1, help="repeat with the next seeds; mean and standard error")
     add("--save-interval", type=int, default=1, help="epochs between checkpoints")
     return check_args(common.resolve_arguments(parser.parse_args(argv), PRESETS, "glyphs"))
 
@@ -151,7 +153,7 @@ def check_args(args):
         args.augment = args.dataset in ("cifar10", "cifar100", "svhn", "imagenet")
     args.eval = args.eval or args.stage == "eval"
     args.stage = "final" if args.stage in ("all", "eval") else args.stage
-    for key in ("mc", "bins", "save_interval", "em_iterations", "bn_batches"):
+    for key in ("mc", "bins", "save_interval", "em_iterations", "bn_batches", "runs"):
         if getattr(args, key) < 1:
             raise UserError(f"--{key.replace('_', '-')} {getattr(args, key)}: must be at least 1")
     for key, low, high in (
@@ -165,6 +167,8 @@ def check_args(args):
         value = getattr(args, key)
         if value is not None and not low <= value <= high:
             raise UserError(f"--{key.replace('_', '-')} {value}: must lie in [{low}, {high}]")
+    if args.runs > 1 and (args.export or args.load):
+        raise UserError("--export and --load are for one run; leave out --runs")
     if args.compile:
         raise UserError("--compile is not for networks whose weights are drawn; leave it out")
     if args.model == "wide_resnet" and (args.depth < 10 or args.depth % 6 != 4):
@@ -284,7 +288,7 @@ NETWORKS = {"lenet": LeNet, "resnet18": ResNet, "resnet50": ResNet, "wide_resnet
 def make_network(args, num_classes, shape):
     """The deterministic network of `args` for inputs of `shape` (C, H, W)."""
     if args.model.startswith("torchvision/"):
-        return torchvision_network(args.model.split("/", 1)[1], args.weights)
+        return torchvision_network(args.model.split("/", 1)[1], args.weights, num_classes, shape)
     if args.model not in NETWORKS:
         raise UserError(f"--model {args.model}: use one of {', '.join(NETWORKS)}, torchvision/NAME")
     if args.model == "lenet" and tuple(shape[1:]) != (28, 28):
@@ -294,17 +298,23 @@ def make_network(args, num_classes, shape):
                                 bottleneck=args.model == "resnet50")
 
 
-def torchvision_network(name, weights):
-    """A pretrained classifier of torchvision."""
+def torchvision_network(name, weights, num_classes, shape):
+    """A pretrained classifier of torchvision, or one with the state dict of the file `weights`."""
+    option = f"--model torchvision/{name} --weights {weights}"
     try:
         if weights == "DEFAULT":
-            return torchvision.models.get_model(name, weights="DEFAULT")
-        net = torchvision.models.get_model(name, weights=None)
-        net.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
-        return net
-    except Exception as error:  # unknown names, failed downloads, other files: many types
-        raise UserError(f"--model torchvision/{name} --weights {weights}: "
-                        f"{common.one_line(error)}") from None
+            net = torchvision.models.get_model(name, weights="DEFAULT")
+        else:
+            net = torchvision.models.get_model(name, weights=None, num_classes=num_classes)
+            net.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
+        with torch.no_grad():
+            outputs = net.eval()(torch.zeros(1, *shape))
+    except Exception as error:  # unknown names, failed downloads, other files and shapes
+        raise UserError(f"{option}: {common.one_line(error)}") from None
+    if outputs.shape != (1, num_classes):
+        raise UserError(f"{option}: outputs of shape {tuple(outputs.shape)} for {num_classes} "
+                        "classes; use a classifier of this data set")
+    return net
 
 
 class Layout:
@@ -323,6 +333,12 @@ class Layout:
         if not self.size:
             raise UserError("the network has no convolution or linear layer to cover")
         self.names = {name for name, _, _ in self.entries}
+        self.rest = [name for name in net.state_dict() if name not in self.names]
+
+    def describe(self) -> str:
+        """What is covered, and what is kept whole."""
+        return (f"{len(self.entries)} layers with {self.size:,} weights are shared; kept whole: "
+                f"{', '.join(self.rest) or 'nothing'}")
 
     def flatten(self, tensors) -> Tensor:
         """[N] from {name: tensor}."""
@@ -478,20 +494,6 @@ def plane_kl(shift, shape) -> Tensor:
     return unit_kl(shift, shape[:, ::2]) + 0.5 * shape[:, 1].square().sum()
 
 
-def mahalanobis(x, centres, covariances) -> Tensor:
-    """(x - c)^T S^-1 (x - c) [...] of x [..., 2], centres [..., 2], covariances [..., 3]."""
-    u, v = (x - centres).unbind(-1)
-    a, b, d = covariances.unbind(-1)
-    return (d * u * u - 2 * b * u * v + a * v * v) / (a * d - b * b)
-
-
-def log_density(x, centres, covariances) -> Tensor:
-    """log N(x; c, S) [...], arguments as `mahalanobis`."""
-    a, b, d = covariances.unbind(-1)
-    log_det = (a * d - b * b).log()
-    return -0.5 * (mahalanobis(x, centres, covariances) + log_det) - math.log(2 * math.pi)
-
-
 def outlier_mask(mu, gradient, tau_w=0.2, fraction=0.01) -> Tensor:
     """Weights that keep their own Gaussian: |mu| > tau_w, or |gradient| among the largest.
 
@@ -506,12 +508,14 @@ def outlier_mask(mu, gradient, tau_w=0.2, fraction=0.01) -> Tensor:
 
 
 class Cells(NamedTuple):
-    """Points binned on a grid, without loss of their moments: all float64, standardised."""
+    """Points z = (x - shift) / scale binned on a grid, without loss of their moments; float64."""
 
     count: Tensor    # [C]
     mean: Tensor     # [C, 2]
-    scatter: Tensor  # [C, 3], mean of (x - cell mean)(x - cell mean)^T
+    scatter: Tensor  # [C, 3], mean of (z - cell mean)(z - cell mean)^T
     index: Tensor    # [N] int32, the cell of each point
+    shift: Tensor    # [2]
+    scale: Tensor    # [2]
 
 
 def standardise(x) -> tuple[Tensor, Tensor]:
@@ -521,10 +525,11 @@ def standardise(x) -> tuple[Tensor, Tensor]:
     return x.mean(0), torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
-def bin_points(x, shift, scale, bins=1024, tail=1e-4, chunk=2**20) -> Cells:
+def bin_points(x, bins=1024, tail=1e-4, chunk=2**20) -> Cells:
     """Cells of points [N, 2]: a grid between the quantiles `tail` and 1 - tail of each axis, the
     points outside in its edge cells, by their true sums. Streams: `chunk` points at a time."""
-    sample = x[torch.linspace(0, len(x) - 1, min(len(x), 200_000), device=x.device).long()].double()
+    shift, scale = standardise(x)
+    sample = x[::max(1, len(x) // 200_000)].double()
     low, high = ((sample - shift) / scale).quantile(torch.tensor([tail, 1 - tail]).to(sample), 0)
     step = (high - low).clamp_min(1e-12) / bins
     sums = torch.zeros(6, bins * bins, dtype=torch.float64, device=x.device)
@@ -545,7 +550,7 @@ def bin_points(x, shift, scale, bins=1024, tail=1e-4, chunk=2**20) -> Cells:
     u, v, uu, uv, vv = (t / count for t in (u, v, uu, uv, vv))
     middle = low + (torch.stack([used // bins, used % bins], 1) + 0.5) * step
     scatter = torch.stack([uu - u * u, uv - u * v, vv - v * v], 1)
-    return Cells(count, middle + torch.stack([u, v], 1), scatter, number[index.long()])
+    return Cells(count, middle + torch.stack([u, v], 1), scatter, number[index], shift, scale)
 
 
 def nearest(x, centres, k, chunk=2**14) -> Tensor:
@@ -565,17 +570,14 @@ def kmeans_plus_plus(cells, k, generator, sample=100_000) -> Tensor:
         few = torch.multinomial(count.cpu(), sample, generator=generator).to(count.device)
         count, mean = count[few], mean[few]
     draws = torch.rand(k, generator=generator, dtype=torch.float64).to(count.device)
-    centres, distance = torch.empty(k, 2, dtype=torch.float64, device=count.device), None
-    for i in range(k):
-        weight = count if distance is None else count * distance
-        if i and float(weight.sum()) == 0:
-            return centres[:i]  # fewer distinct points than centres
-        total = weight.cumsum(0)
-        chosen = torch.searchsorted(total, draws[i] * total[-1]).clamp_max(len(count) - 1)
-        centres[i] = mean[chosen]
-        own = (mean - centres[i]).square().sum(1)
-        distance = own if distance is None else torch.minimum(distance, own)
-    return centres
+    u, v = mean.T.contiguous()
+    distance, chosen = torch.ones_like(u), []
+    for draw in draws:
+        total = (count * distance).cumsum(0)
+        chosen.append(torch.searchsorted(total, draw * total[-1]).clamp_max(len(u) - 1))
+        own = (u - u[chosen[-1]]).square_().add_((v - v[chosen[-1]]).square_())
+        distance = own if len(chosen) == 1 else torch.minimum(distance, own, out=distance)
+    return mean[torch.stack(chosen)].unique(dim=0)  # fewer where points are fewer
 
 
 class Mixture(NamedTuple):
@@ -596,20 +598,42 @@ def kmeans(cells, centres, iterations=15) -> Tensor:
     return centres
 
 
+def natural_parameters(mixture) -> tuple[Tensor, Tensor]:
+    """(theta [K, 6], peak [K]): log pi_k N(x; c_k, S_k) = theta_k . (1, u, v, uu, uv, vv) for
+    x = (u, v), and what this is at x = c_k."""
+    (a, b, d), (u, v) = mixture.covariances.unbind(1), mixture.centres.unbind(1)
+    det = a * d - b * b
+    p, q, r = d / det, -b / det, a / det  # the precision matrix
+    peak = mixture.weights.log() - 0.5 * det.log() - math.log(2 * math.pi)
+    y, z = p * u + q * v, q * u + r * v
+    return torch.stack([peak - 0.5 * (u * y + v * z), y, z, -0.5 * p, -q, -0.5 * r], 1), peak
+
+
+def monomials(x, scatter=0.0) -> Tensor:
+    """(1, u, v, uu, uv, vv) [..., 6] of x = (u, v) [..., 2]: expected ones, with a scatter."""
+    u, v = x.unbind(-1)
+    products = torch.stack([u * u, u * v, v * v], -1) + scatter
+    return torch.cat([torch.ones_like(u)[..., None], x, products], -1)
+
+
+def log_joint(theta, features, candidates, chunk=2**11) -> Tensor:
+    """theta_k . features_n [n, J] of n points for their `candidates` k [n, J]."""
+    return torch.cat([torch.bmm(theta[k], f[:, :, None])[:, :, 0]  # chunks stay in the cache
+                      for k, f in zip(candidates.split(chunk), features.split(chunk))])
+
+
 def mixture_of(cells, neighbours, responsibility, k, reg) -> Mixture:
-    """M-step: the mixture of k components from responsibilities [C, J] for `neighbours` [C, J]."""
-    flat, share = neighbours.flatten(), (responsibility * cells.count[:, None]).flatten()
-    j = neighbours.shape[1]
-    add = lambda values: values.new_zeros(k, *values.shape[1:]).index_add_(0, flat, values)
-    mass = add(share)
-    safe = mass.clamp_min(1e-300)
-    centres = add(share[:, None] * cells.mean.repeat_interleave(j, 0)) / safe[:, None]
-    offset = cells.mean.repeat_interleave(j, 0) - centres[flat]
-    u, v = offset.unbind(1)
-    outer = torch.stack([u * u, u * v, v * v], 1) + cells.scatter.repeat_interleave(j, 0)
-    covariances = add(share[:, None] * outer) / safe[:, None]
-    covariances = covariances + covariances.new_tensor([reg, 0.0, reg])
-    return Mixture(mass / mass.sum(), centres, covariances)
+    """M-step: the mixture of k components from responsibilities [C, J] for `neighbours` [C, J].
+
+    Moments about zero are safe in float64: axes are standardised, and `reg` is far above rounding.
+    """
+    flat = neighbours.flatten()
+    weighted = monomials(cells.mean, cells.scatter) * cells.count[:, None]
+    mass, u, v, uu, uv, vv = (torch.bincount(flat, (responsibility * column[:, None]).flatten(), k)
+                              for column in weighted.T)
+    u, v, uu, uv, vv = (t / mass.clamp_min(1e-300) for t in (u, v, uu, uv, vv))
+    covariances = torch.stack([uu - u * u + reg, uv - u * v, vv - v * v + reg], 1)
+    return Mixture(mass / mass.sum(), torch.stack([u, v], 1), covariances)
 
 
 def expectation(cells, mixture, neighbours) -> tuple[Tensor, Tensor]:
@@ -617,14 +641,9 @@ def expectation(cells, mixture, neighbours) -> tuple[Tensor, Tensor]:
 
     A cell's points share its responsibilities; its scatter enters the expected log density exactly.
     """
-    centres, covariances = mixture.centres[neighbours], mixture.covariances[neighbours]
-    joint = log_density(cells.mean[:, None], centres, covariances) \
-        + mixture.weights[neighbours].log()
-    a, b, d = covariances.unbind(-1)
-    s00, s01, s11 = cells.scatter[:, None].unbind(-1)
-    joint = joint - 0.5 * (d * s00 - 2 * b * s01 + a * s11) / (a * d - b * b)
-    total = joint.logsumexp(1)
-    return (joint - total[:, None]).exp(), (cells.count @ total) / cells.count.sum()
+    joint = log_joint(natural_parameters(mixture)[0], monomials(cells.mean, cells.scatter),
+                      neighbours)
+    return joint.softmax(1), (cells.count @ joint.logsumexp(1)) / cells.count.sum()
 
 
 def fit_mixture(cells, start, iterations=50, neighbours=16, reg=1e-6, tolerance=1e-5, refresh=5):
@@ -656,10 +675,21 @@ def without_empty(mixture, least=0.0) -> Mixture:
     return Mixture(weights / weights.sum(), centres, covariances)
 
 
-def restore(mixture, shift, scale) -> Mixture:
-    """A mixture on standardised axes in the units of the weights."""
-    product = torch.stack([scale[0] ** 2, scale[0] * scale[1], scale[1] ** 2])
-    return Mixture(mixture.weights, mixture.centres * scale + shift, mixture.covariances * product)
+def learn_mixture(x, k, generator, kind="em", iterations=30, bins=1024):
+    """(mixture of at most k Gaussians of points [N, 2] in their own units, cells of the points,
+    log-likelihoods): k-means++ and Lloyd's iterations on the cells, then EM, or none (kind
+    "kmeans", published): each cell's nearest centre, with the covariance of what is there."""
+    cells = bin_points(x, bins)
+    start = kmeans(cells, kmeans_plus_plus(cells, k, generator))
+    if kind == "em":
+        mixture, history = fit_mixture(cells, start, iterations)
+    else:
+        near, history = nearest(cells.mean, start, 1), []
+        mixture = without_empty(mixture_of(cells, near, torch.ones_like(near, dtype=torch.float64),
+                                           len(start), 1e-6))
+    product = torch.stack([cells.scale[0] ** 2, cells.scale.prod(), cells.scale[1] ** 2])
+    return Mixture(mixture.weights, mixture.centres * cells.scale + cells.shift,
+                   mixture.covariances * product), cells, history
 
 
 class Assignment(NamedTuple):
@@ -673,31 +703,42 @@ class Assignment(NamedTuple):
 
 def assign(x, mixture, candidates) -> Assignment:
     """The two components of highest pi_k N(x; c_k, S_k) among `candidates` [n, J], x [n, 2]."""
-    x = x.to(mixture.centres)
-    own = log_density(x[:, None], mixture.centres[candidates], mixture.covariances[candidates])
-    joint = own + mixture.weights[candidates].log()
-    if joint.shape[1] == 1:
-        label, alpha = candidates[:, 0], torch.ones_like(x[:, 0])
-        second = label
-    else:
-        best, which = joint.topk(2)
-        label, second = candidates.gather(1, which).unbind(1)
-        alpha = (best[:, 0] - best[:, 1]).sigmoid()
-    squared = mahalanobis(x, mixture.centres[label], mixture.covariances[label])
-    return Assignment(label, second, alpha, squared)
+    theta, peak = natural_parameters(mixture)
+    joint = log_joint(theta, monomials(x.to(theta)), candidates)
+    best, first = joint.max(1, keepdim=True)
+    label = candidates.gather(1, first)[:, 0]
+    squared = (2 * (peak[label] - best[:, 0])).clamp_min(0)  # log N falls by d^2 / 2
+    rest, second = joint.scatter(1, first, -math.inf).max(1, keepdim=True)
+    return Assignment(label, candidates.gather(1, second)[:, 0], (best - rest).sigmoid()[:, 0],
+                      squared)
 
 
-def assign_all(x, cells, mixture, shift, scale, candidates=4, chunk=2**20) -> Assignment:
-    """`assign` for all points, streamed: the candidates are those of the point's cell."""
-    z = Mixture(mixture.weights, (mixture.centres - shift) / scale, mixture.covariances /
-                torch.stack([scale[0] ** 2, scale[0] * scale[1], scale[1] ** 2]))
+class Sharing(NamedTuple):
+    """The assignment of N points, and of those at the rim of their component (ellipse points)."""
+
+    label: Tensor   # int16 [N]
+    rim: Tensor     # int64 [n], the points outside their component's ellipse
+    second: Tensor  # int64 [n], their next component
+    alpha: Tensor   # float64 [n], the share of their first
+
+
+def assign_all(x, cells, mixture, level=0.95, candidates=4, chunk=2**17) -> Sharing:
+    """`assign` for all points [N, 2], streamed: the candidates are those of the point's cell."""
+    if len(mixture.weights) > 32767:
+        raise ValueError(f"{len(mixture.weights)} components do not fit in int16 labels")
+    z = Mixture(mixture.weights, (mixture.centres - cells.shift) / cells.scale, mixture.covariances
+                / torch.stack([cells.scale[0] ** 2, cells.scale.prod(), cells.scale[1] ** 2]))
     near = nearest(cells.mean, z.centres, 16)
-    joint = log_density(cells.mean[:, None], z.centres[near], z.covariances[near]) \
-        + z.weights[near].log()
+    joint = log_joint(natural_parameters(z)[0], monomials(cells.mean), near)
     near = near.gather(1, joint.topk(min(candidates, near.shape[1])).indices)
-    parts = [assign(x[i:i + chunk], mixture, near[cells.index[i:i + chunk].long()])
-             for i in range(0, len(x), chunk)]
-    return Assignment(*(torch.cat(part) for part in zip(*parts)))
+    label, rim = torch.empty(len(x), dtype=torch.int16, device=x.device), []
+    for i in range(0, len(x), chunk):
+        part = (x[i:i + chunk].double() - cells.shift) / cells.scale
+        own = assign(part, z, near[cells.index[i:i + chunk]])
+        label[i:i + chunk] = own.label.short()
+        rows = (own.squared > chi_square_quantile(level)).nonzero().flatten()
+        rim.append((rows + i, own.second[rows], own.alpha[rows]))
+    return Sharing(label, *(torch.cat(columns) for columns in zip(*rim)))
 
 
 def chi_square_quantile(level=0.95) -> float:
@@ -940,7 +981,7 @@ LOGGED = ("loss", "kl", "correct")  # by step: mean cross entropy, KL / n_train,
 def train_epoch(model, module, stage, optimiser, loader, epoch, steps, rate, kl_weight, progress,
                 stop, args, world):
     """Steps progress["step"] to `steps` of an epoch; fewer if a stop is asked for."""
-    model.train()
+    set_training(model, stage)
     share, n_train = float(world.is_main), len(loader.dataset)
     logged = {k: share * progress[k].to(world.device) for k in LOGGED}
     batches = common.progress(loader.epoch(epoch, start=progress["step"]), steps - progress["step"],
@@ -966,6 +1007,15 @@ def train_epoch(model, module, stage, optimiser, loader, epoch, steps, rate, kl_
         if signum := stop.asked(world, step):
             break
     return step + 1, signum, {k: common.all_reduce(t, world).cpu() for k, t in logged.items()}
+
+
+def set_training(model, stage):
+    """Training mode; in the last stage batch norm keeps the running statistics that predictions
+    use: a batch's own would hide how the draws shift activations."""
+    model.train()
+    for module in model.modules() if stage == "final" else ():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
 
 
 def gradient_magnitude(module, train_set, args, world) -> Tensor:
@@ -1021,25 +1071,18 @@ def build_codes(module, train_set, args, world) -> dict:
     if len(inliers) < 2:
         raise UserError(f"only {len(inliers)} of {len(mu)} weights are inliers; raise --tau-w or "
                         "lower --grad-frac")
+    if k0 > len(inliers):
+        raise UserError(f"--k0 {k0}: there are only {len(inliers)} inliers among {len(mu)} weights")
     x = points[inliers]
-    shift, scale = standardise(x)
-    cells = bin_points(x, shift, scale, args.bins)
-    start = kmeans(cells, kmeans_plus_plus(cells, k0, generator))
-    if args.gmm == "kmeans":
-        near = nearest(cells.mean, start, 1)
-        mixture = without_empty(mixture_of(cells, near, torch.ones_like(near, dtype=torch.float64),
-                                           len(start), 1e-6))
-        history = []
-    else:
-        mixture, history = fit_mixture(cells, start, args.em_iterations)
-    mixture = restore(mixture, shift, scale)
-    assigned = assign_all(x, cells, mixture, shift, scale)
-    counts = torch.bincount(assigned.label, minlength=len(mixture.weights))
+    mixture, cells, history = learn_mixture(x, k0, generator, args.gmm, args.em_iterations,
+                                            args.bins)
+    labels = assign_all(x, cells, mixture).label.int()
+    counts = torch.bincount(labels, minlength=len(mixture.weights))
     small = counts <= args.min_cluster
     if small.all():
         raise UserError(f"no component has more than --min-cluster {args.min_cluster} members; "
                         "lower it, or --k0")
-    dissolved = small[assigned.label]
+    dissolved = small[labels]
     outlier[inliers[dissolved]] = True
     inliers, x = inliers[~dissolved], x[~dissolved]
     cells = cells._replace(index=cells.index[~dissolved])
@@ -1057,20 +1100,20 @@ def build_codes(module, train_set, args, world) -> dict:
                 tau_d = distances.quantile(0.05).item() * (1 + 1e-6)
             mixture, _, _ = merge_mixture(mixture, mean.double(), tau_d, args.tau_g, args.tau_v)
             mixture = Mixture(*(t.to(mu.device) for t in mixture))
-        mixture, assigned = compact(x, cells, mixture, shift, scale)
-        members = assigned.label
-        codes[name] = make_code(points, outlier, inliers, mixture, assigned, args.chi2_level)
+        mixture, sharing = compact(x, cells, mixture, args.chi2_level)
+        members = sharing.label.int()
+        codes[name] = make_code(points, outlier, inliers, mixture, sharing)
     codes["report"] = {"k0": k0, "tau_d": tau_d, "em_log_likelihood": history}
     return codes
 
 
-def compact(x, cells, mixture, shift, scale):
-    """(mixture, assignment) in which every component has a member and labels are 0..K-1."""
+def compact(x, cells, mixture, level):
+    """(mixture, sharing) in which every component has a member and labels are 0..K-1."""
     while True:
-        assigned = assign_all(x, cells, mixture, shift, scale)
-        used = torch.bincount(assigned.label, minlength=len(mixture.weights)) > 0
+        sharing = assign_all(x, cells, mixture, level)
+        used = torch.bincount(sharing.label.int(), minlength=len(mixture.weights)) > 0
         if used.all():
-            return mixture, assigned
+            return mixture, sharing
         mixture = Mixture(*(t[used] for t in mixture))
         mixture = mixture._replace(weights=mixture.weights / mixture.weights.sum())
 
@@ -1084,17 +1127,16 @@ def nearest_distances(mixture) -> Tensor:
     return wasserstein(*own, mixture.centres[near], mixture.covariances[near]).min(1).values
 
 
-def make_code(points, outlier, inliers, mixture, assigned, level) -> dict:
+def make_code(points, outlier, inliers, mixture, sharing) -> dict:
     """Labels, outliers, ellipse points and Gaussians of a network, on the CPU."""
     labels = torch.full((len(points),), -1, dtype=torch.int16, device=points.device)
-    labels[inliers] = assigned.label.short()
-    rim = assigned.squared > chi_square_quantile(level)
+    labels[inliers] = sharing.label
     rows = outlier.nonzero().flatten()
     code = {"labels": labels, "outliers": rows, "outlier_mu": points[rows, 0],
-            "outlier_sigma": points[rows, 1], "ellipse": inliers[rim],
-            "ellipse_second": assigned.second[rim].short(),
-            "ellipse_alpha": assigned.alpha[rim].float(), "centres": mixture.centres.float(),
-            "factors": cholesky(mixture.covariances).float(), "mixture": list(mixture)}
+            "outlier_sigma": points[rows, 1], "ellipse": inliers[sharing.rim],
+            "ellipse_second": sharing.second.short(), "ellipse_alpha": sharing.alpha.float(),
+            "centres": mixture.centres.float(), "factors": cholesky(mixture.covariances).float(),
+            "mixture": list(mixture)}
     return {k: [t.cpu() for t in v] if k == "mixture" else v.cpu() for k, v in code.items()}
 
 
@@ -1175,7 +1217,7 @@ def evaluate(module, sets, args, world) -> dict:
     return metrics
 
 
-def compression_report(shared, code=None) -> dict:
+def compression_report(shared) -> dict:
     """Counts, and bytes by part of the compressed network, with ratios to both baselines."""
     n, outliers, k = shared.layout.size, len(shared.outliers), len(shared.centres)
     ellipses = len(shared.ellipse)
@@ -1193,8 +1235,8 @@ def compression_report(shared, code=None) -> dict:
             "compression/bytes_ratio_deterministic": total / (4 * n + plain)}
 
 
-def quantisation_errors(shared, mu) -> dict:
-    """RMS of mu_i minus the mean of the shared draw, by layer."""
+def layer_report(shared, mu) -> dict:
+    """By layer: RMS of mu_i minus the mean of the shared draw, and the share of outliers."""
     with torch.no_grad():
         centres, _, outlier_mu, _ = shared.current()
         mean, alpha = centres[:, 0].index_select(0, shared.index), shared.ellipse_alpha
@@ -1202,27 +1244,34 @@ def quantisation_errors(shared, mu) -> dict:
         blended = alpha * mean[shared.ellipse] + (1 - alpha) * second
         mean = mean.index_copy(0, shared.ellipse, blended)
         mean = mean.index_copy(0, shared.outliers, outlier_mu)
-        layers = shared.layout.split((mu.to(mean) - mean).square())
-    return {f"quantisation/{name}": v.mean().sqrt().item() for name, v in layers.items()}
+        errors = shared.layout.split((mu.to(mean) - mean).square())
+        outliers = shared.layout.split((shared.labels < 0).double())
+    return {f"quantisation/{name}": v.mean().sqrt().item() for name, v in errors.items()} | \
+        {f"outlier_share/{name}": v.mean().item() for name, v in outliers.items()}
 
 
-def format_results(stages, sets, report) -> str:
-    """The table that a run prints: {stage: metrics}, then what the network weighs."""
+def format_results(metrics, ood) -> str:
+    """The table that a run prints, of `<stage>/<metric>`, then what the network weighs."""
     header = ["stage", "accuracy %", "NLL nats", "ECE15 %", "Brier", "NLL of mean logits",
-              *(f"AUROC {name}" for name in sets["ood"])]
-    rows = [[stage, f"{100 * m['accuracy']:.2f}", f"{m['nll']:.4f}", f"{100 * m['ece15']:.2f}",
-             f"{m['brier']:.4f}", f"{m['nll_logits']:.4f}",
-             *(f"{m[f'{name}_auroc_entropy']:.4f}" for name in sets["ood"])]
-            for stage, m in stages.items()]
+              *(f"AUROC {name}" for name in ood)]
+    stages = [k.removesuffix("/accuracy") for k in metrics if k.endswith("/accuracy")]
+    rows = [[stage, f"{100 * metrics[f'{stage}/accuracy']:.2f}", f"{metrics[f'{stage}/nll']:.4f}",
+             f"{100 * metrics[f'{stage}/ece15']:.2f}", f"{metrics[f'{stage}/brier']:.4f}",
+             f"{metrics[f'{stage}/nll_logits']:.4f}",
+             *(f"{metrics[f'{stage}/{name}_auroc_entropy']:.4f}" for name in ood)]
+            for stage in stages]
     text = common.format_table(header, rows)
-    if report:
-        parts = [[k.split("bytes_")[1].replace("_", " "), f"{v:,}"] for k, v in report.items()
-                 if "/bytes_" in k and "ratio" not in k]
-        counts = ", ".join(f"{v:,} {k.split('/')[1]}" for k, v in report.items() if "counts" in k)
-        text += f"\n\n{counts}\n\n" + common.format_table(
-            ["bytes", "compressed"], [*parts, ["total", f"{report['compression/bytes']:,}"]])
-        text += (f"\n{100 * report['compression/bytes_ratio_mean_field']:.1f} % of the mean-field "
-                 f"network, {100 * report['compression/bytes_ratio_deterministic']:.1f} % of the "
+    if "compression/bytes" in metrics:
+        parts = {k.split("bytes_")[1]: v for k, v in metrics.items()
+                 if k.startswith("compression/bytes_") and "ratio" not in k}
+        rows = [[k.replace("_", " "), f"{v:,.0f}"] for k, v in parts.items() if k != "file"]
+        rows += [["total", f"{metrics['compression/bytes']:,.0f}"]]
+        rows += [["file", f"{parts['file']:,.0f}"]] if "file" in parts else []
+        counts = ", ".join(f"{v:,.0f} {k.split('/')[1]}" for k, v in metrics.items()
+                           if k.startswith("counts/"))
+        text += (f"\n\n{counts}\n\n{common.format_table(['bytes', 'compressed'], rows)}\n"
+                 f"{100 * metrics['compression/bytes_ratio_mean_field']:.1f} % of the mean-field "
+                 f"network, {100 * metrics['compression/bytes_ratio_deterministic']:.1f} % of the "
                  "deterministic one")
     return text
 
@@ -1361,8 +1410,16 @@ def run_name(args) -> str:
 
 
 def open_run(args, world, stage):
-    """The run directory of a stage; its options are those of the stages up to it."""
+    """The run directory of a stage; its options are those of the stages up to it.
+
+    --resume PATH is another run's directory: its stages are read where they exist."""
     keys = [k for s in STAGES[:STAGES.index(stage) + 1] for k in STAGE_OPTIONS[s]]
+    if args.resume not in ("auto", "never"):
+        other = Path(args.resume) / stage / "last.pt"
+        if not other.exists() and stage == "det":
+            raise UserError(f"--resume {args.resume}: no {other}; give the directory of a run, "
+                            "which holds its stages")
+        args = common.with_options(args, resume=str(other) if other.exists() else "auto")
     return common.Run(args, "gbnn2d", f"{run_name(args)}/{stage}",
                       {k: getattr(args, k) for k in keys}, world)
 
@@ -1404,77 +1461,101 @@ def codes_of(module, sets, args, world) -> dict:
 
 
 def run_stages(args, world) -> dict:
-    """All stages up to --stage, the metrics of each, and the compressed network."""
+    """All stages up to --stage of one seed: the metrics of each, and the compressed network."""
     common.seed_all(args.seed)
-    sets = load_sets(args, world)
+    clock, sets, last = common.Stopwatch(world.device), load_sets(args, world), args.stage
     none = lambda steps: lambda step: 0.0
+    metrics, field, codes, shared = {}, None, None, None
+
+    def measure(stage, module):
+        metrics.update({f"{stage}/{k}": v for k, v in evaluate(module, sets, args, world).items()})
+
     net = make_network(args, sets["train"].num_classes, sets["train"].shape)
-    if not args.model.startswith("torchvision/"):
-        finish(net, "det", args.epochs, none, sets, args, world)
-    net.to(world.device, memory_format=torch.channels_last)
-    stages = {"det": evaluate(net, sets, args, world)}
-    last, modules = STAGES.index(args.stage), {}
     layout = Layout(net, args.keep_layers)
-    if last >= 1:
+    if args.model.startswith("torchvision/"):
+        if world.is_main and not args.quiet:
+            print(layout.describe(), flush=True)
+        net.to(world.device, memory_format=torch.channels_last)
+    else:
+        finish(net, "det", args.epochs, none, sets, args, world)
+    measure("det", net)
+    if last != "det":
         field = MeanField(copy_of(net, args, sets), layout, args)
         rising = lambda steps: lambda step: args.stoch_kl * min(
             1.0, (step + 1) / max(1.0, args.kl_warm_up * steps))
         finish(field, "stoch", args.stoch_epochs, rising, sets, args, world)
-        stages["stoch"] = evaluate(field, sets, args, world)
-    report = {}
-    if last >= 2:
+        measure("stoch", field)
+    if last in ("gmm", "final"):
         codes = codes_of(field, sets, args, world)
         for name in ("clustered", "merged"):
             shared = Shared(copy_of(field.net, args, sets), layout, codes[name], args.draw,
                             args.blend).to(world.device, memory_format=torch.channels_last)
             refresh_batch_norm(shared, sets["train"], args, world)
-            stages[name] = evaluate(shared, sets, args, world)
-            modules[name] = shared
-    if last >= 3:
-        if not args.train_bn:
-            for parameter in shared.net.parameters():
-                parameter.requires_grad_(False)
+            measure(name, shared)
+    if last == "final":
+        for parameter in shared.net.parameters() if not args.train_bn else ():
+            parameter.requires_grad_(False)
         finish(shared, "final", args.final_epochs, lambda steps: lambda step: args.beta, sets, args,
                world)
-        refresh_batch_norm(shared, sets["train"], args, world)
-        stages["final"] = evaluate(shared, sets, args, world)
-    if last >= 2:
-        report = compression_report(shared) | quantisation_errors(shared, field.mu)
-    return summarise(net, stages, modules, report, sets, args, world,
-                     field if last >= 1 else None, codes if last >= 2 else None)
-
-
-def summarise(net, stages, modules, report, sets, args, world, field, codes) -> dict:
-    """results.json of the run, the table, the export and the pictures."""
-    shared = modules.get("merged")
-    export = Path(args.export) if args.export else None
-    if shared is not None and world.is_main:
-        own = open_run(args, world, args.stage).directory.parent / "compressed.pt"
-        for path in (own, export) if export else (own,):
-            export_shared(path, shared, args, sets["train"].num_classes, sets["train"].shape)
-        report["compression/bytes_file"] = own.stat().st_size
-    metrics = {f"{stage}/{k}": v for stage, values in stages.items() for k, v in values.items()}
-    metrics |= {k: v for k, v in report.items()}
-    run = common.Run(args, "gbnn2d", run_name(args), open_run(args, world, args.stage).config,
-                     world)
-    run.results(metrics, {})
+        measure("final", shared)
+        for mode in ("hier", "shared", "perweight") if args.compare_draws else ():
+            shared.draw_mode = mode
+            measure(f"final_{mode}", shared)
+        shared.draw_mode = args.draw
+    if shared is not None:
+        metrics |= compression_report(shared) | layer_report(shared, field.mu)
+        if world.is_main:
+            metrics["compression/bytes_file"] = export_all(shared, sets, args, world)
+    run = common.Run(args, "gbnn2d", run_name(args), open_run(args, world, last).config, world)
+    run.results(metrics, {"seconds": clock.seconds()})
     if world.is_main:
-        print(f"\n{run_name(args)}\n\n{format_results(stages, sets, report)}\n", flush=True)
+        print(f"\n{run_name(args)}\n\n{format_results(metrics, sets['ood'])}\n", flush=True)
         if args.plot and shared is not None and (plt := common.pyplot()):
-            points = torch.stack([field.mu, field.sigma], 1).detach().cpu()
-            plot_plane(plt, run.directory / "plane.png", points,
-                       {k: codes[k] for k in ("clustered", "merged")})
-            mixture = Mixture(*codes["clustered"]["mixture"])
-            distances = nearest_distances(mixture)
-            middle = max(distances.median().item(), 1e-12)
-            curve = [(t, len(merge_mixture(mixture, torch.zeros(len(mixture.weights)), t, math.inf,
-                                           args.tau_v)[0].weights))
-                     for t in middle * np.geomspace(0.05, 20, 12)]
-            prediction = predict(shared, sets["test"], args, world, args.mc)
-            plot_weights(plt, run.directory / "weights.png", points[:, 0], shared.cpu(), curve,
-                         prediction, sets["test"].labels)
+            draw_pictures(plt, run.directory, shared, field, codes, sets, args, world)
             run.say(f"pictures in {run.directory}")
     return metrics
+
+
+def export_all(shared, sets, args, world) -> int:
+    """Write the compressed network into the run's directory, and to --export; its bytes."""
+    own = open_run(args, world, args.stage).directory.parent / "compressed.pt"
+    for path in (own, Path(args.export)) if args.export else (own,):
+        export_shared(path, shared, args, sets["train"].num_classes, sets["train"].shape)
+    return own.stat().st_size
+
+
+def draw_pictures(plt, directory, shared, field, codes, sets, args, world):
+    """plane.png and weights.png."""
+    points = torch.stack([field.mu, field.sigma], 1).detach().cpu()
+    plot_plane(plt, directory / "plane.png", points, {k: codes[k] for k in ("clustered", "merged")})
+    mixture = Mixture(*codes["clustered"]["mixture"])
+    middle = max(nearest_distances(mixture).median().item(), 1e-12)
+    gradient = torch.zeros(len(mixture.weights))
+    curve = [(t, len(merge_mixture(mixture, gradient, t, math.inf, args.tau_v)[0].weights))
+             for t in middle * np.geomspace(0.05, 20, 12)]
+    alone = common.World(device=world.device)  # the main process predicts without the others
+    prediction = predict(shared, sets["test"], args, alone, args.mc)
+    plot_weights(plt, directory / "weights.png", points[:, 0], shared, curve, prediction,
+                 sets["test"].labels)
+
+
+def run_seeds(args, world) -> dict:
+    """--runs times all stages, with the next seeds, and their means."""
+    several = lambda seed: common.with_options(
+        args, seed=seed, name=args.name and f"{args.name}-seed{seed}")
+    runs = [run_stages(several(seed) if args.runs > 1 else args, world)
+            for seed in range(args.seed, args.seed + args.runs)]
+    if args.runs == 1:
+        return runs[0]
+    values = {k: [run[k] for run in runs] for k in runs[0]}
+    means = {k: float(np.mean(v)) for k, v in values.items()}
+    run = common.Run(args, "gbnn2d", f"{run_name(args)}-runs{args.runs}",
+                     open_run(args, world, args.stage).config, world)
+    run.results(means, {}, standard_error={k: common.standard_error(v) for k, v in values.items()},
+                values=runs)
+    run.say(f"mean of {args.runs} runs\n\n" + format_results(
+        means, [Path(name.removeprefix("folder:")).name for name in args.ood]))
+    return means
 
 
 def run_loaded(args, world) -> dict:
@@ -1485,9 +1566,10 @@ def run_loaded(args, world) -> dict:
     if sets["train"].num_classes != num_classes or tuple(sets["train"].shape) != shape:
         raise UserError(f"--load {args.load}: a network for {num_classes} classes of {shape}")
     shared.to(world.device, memory_format=torch.channels_last)
-    metrics = evaluate(shared, sets, args, world)
+    metrics = {f"loaded/{k}": v for k, v in evaluate(shared, sets, args, world).items()}
+    metrics |= compression_report(shared)
     if world.is_main:
-        print(format_results({"loaded": metrics}, sets, compression_report(shared)))
+        print(format_results(metrics, sets["ood"]))
     return metrics
 
 
@@ -1495,7 +1577,7 @@ def main(argv=None) -> dict:
     args = parse_args(argv)
     world = common.start_world(args.device)
     common.check_batch(args, world)
-    return run_loaded(args, world) if args.load else run_stages(args, world)
+    return run_loaded(args, world) if args.load else run_seeds(args, world)
 
 
 if __name__ == "__main__":

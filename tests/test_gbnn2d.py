@@ -47,7 +47,7 @@ def cloud(n=3000):
 def exact_cells(x):
     """Every point its own cell: EM without binning."""
     return gbnn2d.Cells(torch.ones(len(x)).double(), x, torch.zeros(len(x), 3).double(),
-                        torch.arange(len(x)).int())
+                        torch.arange(len(x)).int(), torch.zeros(2).double(), torch.ones(2).double())
 
 
 # ---- Sigma, outliers ----------------------------------------------------------------------------
@@ -74,13 +74,27 @@ def test_outliers_are_large_in_magnitude():
 # ---- Gaussians in the plane ---------------------------------------------------------------------
 
 
-def test_density_and_mahalanobis_are_scipys():
+def squared_distance(x, centres, covariances):
+    """(x - c)^T S^-1 (x - c), by a solver."""
+    return torch.stack([d @ torch.linalg.solve(torch.from_numpy(matrix(s)), d)
+                        for d, s in zip(x - centres, covariances)])
+
+
+def test_joint_density_and_distance_are_scipys():
     x, c, s = torch.randn(20, 2).double(), torch.randn(20, 2).double(), random_covariances(20)
-    right = [stats.multivariate_normal(c[i], matrix(s[i])).logpdf(x[i]) for i in range(20)]
-    np.testing.assert_allclose(gbnn2d.log_density(x, c, s), right, rtol=1e-10)
-    squared = [(x[i] - c[i]).numpy() @ np.linalg.solve(matrix(s[i]), (x[i] - c[i]).numpy())
-               for i in range(20)]
-    np.testing.assert_allclose(gbnn2d.mahalanobis(x, c, s), squared, rtol=1e-10)
+    weights = torch.rand(20).double()
+    mixture = gbnn2d.Mixture(weights / weights.sum(), c, s)
+    right = np.stack([stats.multivariate_normal(c[k], matrix(s[k])).logpdf(x)
+                      + math.log(mixture.weights[k]) for k in range(20)], 1)
+    theta, peak = gbnn2d.natural_parameters(mixture)
+    everyone = torch.arange(20).expand(20, 20)
+    np.testing.assert_allclose(gbnn2d.log_joint(theta, gbnn2d.monomials(x), everyone, chunk=7),
+                               right, rtol=1e-9)
+    np.testing.assert_allclose(2 * (peak - torch.from_numpy(right).diagonal()),
+                               squared_distance(x, c, s), rtol=1e-9)
+    label = gbnn2d.assign(x, mixture, everyone).label
+    np.testing.assert_allclose(gbnn2d.assign(x, mixture, everyone).squared,
+                               squared_distance(x, c[label], s[label]), rtol=1e-9)
 
 
 def test_quantile_is_chi_square_of_two():
@@ -123,9 +137,8 @@ def test_wasserstein_is_the_general_formula():
 def test_cells_keep_all_moments():
     x = torch.cat([torch.randn(5000, 2).double(), 50 * torch.randn(20, 2).double()])
     x = x * torch.tensor([1e-2, 1e-5]) + torch.tensor([0.1, 1e-3])
-    shift, scale = gbnn2d.standardise(x)
-    cells = gbnn2d.bin_points(x, shift, scale, bins=16, chunk=999)
-    z = (x - shift) / scale
+    cells = gbnn2d.bin_points(x, bins=16, chunk=999)
+    z = (x - cells.shift) / cells.scale
     assert cells.count.sum() == len(x)
     for c in (0, len(cells.count) // 2, len(cells.count) - 1):
         own = z[cells.index == c]
@@ -166,35 +179,33 @@ def test_em_with_counts_is_em_of_repeated_points():
 
 def test_binned_em_is_close_to_exact_em():
     x, _, _ = cloud(20_000)
-    shift, scale = gbnn2d.standardise(x)
-    start = (x[[0, 1, 2]] - shift) / scale
-    cells = gbnn2d.bin_points(x, shift, scale, bins=256)
+    cells = gbnn2d.bin_points(x, bins=256)
+    start = (x[[0, 1, 2]] - cells.shift) / cells.scale
     _, binned = gbnn2d.fit_mixture(cells, start, 30)
-    _, exact = gbnn2d.fit_mixture(exact_cells((x - shift) / scale), start, 30)
+    _, exact = gbnn2d.fit_mixture(exact_cells((x - cells.shift) / cells.scale), start, 30)
     assert len(cells.count) < 15_000 and abs(binned[-1] - exact[-1]) < 1e-4
 
 
 def test_mixture_is_in_the_units_of_the_weights():
     x, _, true = cloud()
     x = x * torch.tensor([1e-2, 1e-6]) + torch.tensor([0.2, 1e-3])  # a fixed reg would swamp this
-    shift, scale = gbnn2d.standardise(x)
-    cells = gbnn2d.bin_points(x, shift, scale)
-    seeds = gbnn2d.kmeans_plus_plus(cells, 3, torch.Generator().manual_seed(0))
-    start = gbnn2d.kmeans(cells, seeds)
-    mixture = gbnn2d.restore(gbnn2d.fit_mixture(cells, start)[0], shift, scale)
+    mixture, cells, _ = gbnn2d.learn_mixture(x, 3, torch.Generator().manual_seed(0))
     order = mixture.centres[:, 0].argsort()
     right = true.centres[true.centres[:, 0].argsort()] * torch.tensor([1e-2, 1e-6])
     np.testing.assert_allclose(mixture.centres[order] - torch.tensor([0.2, 1e-3]).double(), right,
                                atol=2e-3)
     assert mixture.weights.sum().item() == pytest.approx(1, abs=1e-12)
-    assigned = gbnn2d.assign_all(x, cells, mixture, shift, scale)
-    outside = (assigned.squared > gbnn2d.chi_square_quantile()).double().mean().item()
-    assert 0.03 < outside < 0.07
+    sharing = gbnn2d.assign_all(x, cells, mixture)
+    assert 0.03 < len(sharing.rim) / len(x) < 0.07
+    assigned = gbnn2d.assign(x, mixture, torch.arange(3).expand(len(x), 3))  # not streamed
+    assert torch.equal(sharing.label.long(), assigned.label)
+    assert torch.equal(sharing.rim, (assigned.squared > -2 * math.log(0.05)).nonzero()[:, 0])
+    np.testing.assert_allclose(sharing.alpha, assigned.alpha[sharing.rim], rtol=1e-6)
 
 
 def test_outside_fraction_of_the_generating_component():
     x, label, true = cloud(15_000)
-    squared = gbnn2d.mahalanobis(x, true.centres[label], true.covariances[label])
+    squared = gbnn2d.assign(x, true, label[:, None]).squared
     assert (squared > gbnn2d.chi_square_quantile()).double().mean().item() == pytest.approx(
         0.05, abs=3 * math.sqrt(0.05 * 0.95 / 15_000))
 
@@ -479,13 +490,13 @@ def test_a_code_is_whole():
     points, mixture = torch.cat([cloud(900)[0], 9 * torch.ones(30, 2).double()]), cloud(3)[2]
     outlier = torch.arange(930) >= 900
     inliers = (~outlier).nonzero().flatten()
-    assigned = gbnn2d.assign(points[inliers], mixture, torch.arange(3).expand(900, 3))
-    code = gbnn2d.make_code(points, outlier, inliers, mixture, assigned, 0.95)
+    sharing = gbnn2d.assign_all(points[inliers], gbnn2d.bin_points(points[inliers]), mixture)
+    code = gbnn2d.make_code(points, outlier, inliers, mixture, sharing)
     labels = code["labels"].long()
     assert (labels == -1).sum() == len(code["outliers"]) == 30 and labels.dtype == torch.int64
     assert not set(code["ellipse"].tolist()) & set(code["outliers"].tolist())
     s = gbnn2d.covariances_of(code["factors"].double())
-    squared = gbnn2d.mahalanobis(points, code["centres"].double()[labels], s[labels])
+    squared = squared_distance(points, code["centres"].double()[labels], s[labels])
     rim = (squared > gbnn2d.chi_square_quantile()) & ~outlier
     assert set(rim.nonzero().flatten().tolist()) == set(code["ellipse"].tolist()) != set()
 

@@ -89,8 +89,8 @@ def test_all_stages_leave_their_files_and_eval_repeats_them(small, capfd):
     assert kept == {p: p.read_bytes() for p in kept}
     capfd.readouterr()
     loaded = gbnn2d.main(["--load", str(root / "compressed.pt"), *small[8:]])
-    assert loaded["nll"] == pytest.approx(metrics["final/nll"], abs=1e-6)
-    assert loaded["accuracy"] == metrics["final/accuracy"]
+    assert loaded["loaded/nll"] == pytest.approx(metrics["final/nll"], abs=1e-6)
+    assert loaded["loaded/accuracy"] == metrics["final/accuracy"]
 
 
 def test_the_last_stage_learns(small):
