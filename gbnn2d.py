@@ -55,18 +55,19 @@ PRESETS = {
     # published: stage 0 SGD 0.1, Nesterov 0.9, decay 5e-4, cosine, 200 epochs of batches of 128;
     # stage 1 learning rates 1e-5 for mu, 1e-3 for rho; stage 2 Adam, batches of 256
     "": dict(model="resnet18", width=1.0, epochs=200, stoch_epochs=20, final_epochs=20, lr=0.1,
-             lr_mu=1e-5, lr_rho=1e-3, lr_final=1e-2, warm_up=0.0, batch_size=128, tau_w=0.2,
-             grad_frac=0.01, tau_d=3.873e-4, mc=30, amp="off", compile=False, ood=["svhn"]),
+             weight_decay=5e-4, lr_mu=1e-5, lr_rho=1e-3, lr_final=0.1, warm_up=0.0, batch_size=128,
+             tau_w=0.2, grad_frac=0.01, tau_d=3.873e-4, mc=30, amp="off", compile=False,
+             ood=["svhn"]),
     "cifar10": dict(mc=60, ood=["svhn", "cifar100"]),
     "cifar100": dict(mc=40),
     "svhn": dict(ood=["cifar10"]),
     "imagenet": dict(mc=30, epochs=90, batch_size=256, weight_decay=1e-4, ood=["imagenet_o"]),
     "mnist": dict(model="lenet", epochs=10, stoch_epochs=5, final_epochs=5, lr=0.05, lr_mu=1e-4,
-                  lr_final=1e-2, warm_up=0.2, ood=["fashion_mnist"]),
+                  warm_up=0.2, tau_d="auto", ood=["fashion_mnist"]),
     "fashion_mnist": dict(model="lenet", epochs=10, stoch_epochs=5, final_epochs=5, lr=0.05,
-                          lr_mu=1e-4, lr_final=1e-2, warm_up=0.2, ood=["mnist"]),
+                          lr_mu=1e-4, warm_up=0.2, tau_d="auto", ood=["mnist"]),
     "glyphs": dict(width=0.125, epochs=3, stoch_epochs=2, final_epochs=4, lr_mu=1e-4, lr_rho=2e-2,
-                   lr_final=0.1, warm_up=0.2, tau_d=None, mc=20, ood=["glyphs_letters"]),
+                   warm_up=0.2, tau_d="auto", mc=20, ood=["glyphs_letters"]),
 }
 STAGES = ("det", "stoch", "gmm", "final")
 # The options that shape each stage's result, those of the earlier stages included.
@@ -99,7 +100,7 @@ def parse_args(argv=None):
     add("--lr-final", type=float, help="last stage: learning rate of what is shared and of "
         "outliers, in units of their own spread; batch norm and biases keep --lr-mu")
     add("--momentum", type=float, default=0.9, help="of stage 0, Nesterov (published: 0.9)")
-    add("--weight-decay", type=float, default=5e-4, help="of stage 0 (published: 5e-4)")
+    add("--weight-decay", type=float, help="of stage 0 (published: 5e-4)")
     add("--warm-up", type=float, help="share of each stage's steps with a rising learning rate")
     add("--augment", action=flag, help="reflected crop and flip (default: on for CIFAR, SVHN)")
     add("--sigma-init", type=float, default=0.01, help="initial sigma over the layer's weight RMS")
@@ -123,8 +124,9 @@ def parse_args(argv=None):
     add("--em-iterations", type=int, default=30, help="at most")
     add("--bins", type=int, default=1024, help="of the histogram that EM works on, a side")
     add("--chi2-level", type=float, default=0.95, help="weights outside this ellipse are blended")
-    add("--tau-d", type=float, help="W2 below which components merge, not squared (published: "
-        "3.873e-4; unset on small data: the 5 %% quantile of nearest-neighbour distances)")
+    add("--tau-d", type=lambda t: t if t == "auto" else float(t), metavar="{auto,W2}",
+        help="W2 below which components merge, not squared (published: 3.873e-4; auto: the 5 %% "
+        "quantile of the components' distances from their nearest)")
     add("--tau-g", type=float, default=math.inf, help="largest difference of gradient magnitudes")
     add("--tau-v", type=float, default=1e-3, help="largest difference of variances")
     add("--bn-batches", type=int, default=50, help="training batches that refresh batch norm "
@@ -165,7 +167,7 @@ def check_args(args):
             ("min_cluster", 0, math.inf), ("chi2_level", 1e-6, 1 - 1e-12), ("tau_g", 0, math.inf),
             ("tau_v", 0, math.inf), ("beta", 0, math.inf), ("tau_d", 0, math.inf)):
         value = getattr(args, key)
-        if value is not None and not low <= value <= high:
+        if value != "auto" and not low <= value <= high:
             raise UserError(f"--{key.replace('_', '-')} {value}: must lie in [{low}, {high}]")
     if args.runs > 1 and (args.export or args.load):
         raise UserError("--export and --load are for one run; leave out --runs")
@@ -1096,7 +1098,7 @@ def build_codes(module, train_set, args, world) -> dict:
                 torch.bincount(members, minlength=len(mean)).clamp_min(1)
             distances = nearest_distances(mixture)
             tau_d = args.tau_d
-            if tau_d is None:  # a little more: the quantile can be a pair's own distance
+            if tau_d == "auto":  # a little more: the quantile can be a pair's own distance
                 tau_d = distances.quantile(0.05).item() * (1 + 1e-6)
             mixture, _, _ = merge_mixture(mixture, mean.double(), tau_d, args.tau_g, args.tau_v)
             mixture = Mixture(*(t.to(mu.device) for t in mixture))

@@ -5,6 +5,7 @@ turn, since whatever else a machine does only adds time. Quote a ratio with the 
 """
 
 import argparse
+import math
 import multiprocessing
 import sys
 import time
@@ -12,9 +13,11 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import ot
 import torch
 from PIL import Image
 from sklearn import metrics as sk
+from sklearn.mixture import GaussianMixture
 from torchmetrics.functional import classification as tm
 from torchvision import transforms as T
 
@@ -23,6 +26,7 @@ import common  # noqa: E402
 import data  # noqa: E402
 import ddu  # noqa: E402
 import forde  # noqa: E402
+import gbnn2d  # noqa: E402
 
 
 def best_seconds(*functions, repeat=3):
@@ -196,34 +200,174 @@ def bench_forde(members=4, batch_size=32):
               f"ratio to the deep ensemble {s / seconds[0]:.2f} (goal 2.5)")
 
 
-def forde_peak(members, chunk, queue):
-    """Peak memory of a process before and after one step, into `queue`: GB."""
-    def peak():  # of this process; getrusage would count its parent's too
-        line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024 / 1e9
+def process_peak_gb():
+    """Peak memory of this process; getrusage would count its parent's too."""
+    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024 / 1e9
 
-    step, before = forde_step("input_gradient", members, 32, chunk=chunk), peak()
+
+def in_own_process(function, *args):
+    """What function(queue, *args) puts into its queue, in a fresh process."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=function, args=(queue, *args))
+    process.start()
+    result = queue.get()
+    process.join()
+    return result
+
+
+def forde_peak(queue, members, chunk):
+    """Peak memory of a process before and after one step, into `queue`: GB."""
+    step, before = forde_step("input_gradient", members, 32, chunk=chunk), process_peak_gb()
     step()
-    queue.put((before, peak()))
+    queue.put((before, process_peak_gb()))
 
 
 def bench_forde_memory():
     """Peak memory of a FoRDE step against M: one member at a time (flat), and all at once."""
-    context = multiprocessing.get_context("spawn")
     for chunk in (1, 0):
         for members in (2, 4, 8):
-            queue = context.Queue()
-            process = context.Process(target=forde_peak, args=(members, chunk, queue))
-            process.start()
-            before, peak = queue.get()
-            process.join()
+            before, peak = in_own_process(forde_peak, members, chunk)
             print(f"forde: {'chunks of 1' if chunk else 'one chunk  '}, {members} members: {peak - before:.2f} GB more "
                   f"than the {before:.2f} GB of the networks and libraries")
 
 
+def like_weights(n):
+    """Points (mu, sigma) [n, 2] float32 as a network's: heavy tails, sigma grows with |mu|."""
+    generator = torch.Generator().manual_seed(0)
+    mu = torch.randn(n, generator=generator).mul_(0.02).mul_(torch.randn(n, generator=generator).abs_().sqrt_())
+    sigma = torch.randn(n, generator=generator).mul_(0.3).exp_().mul_(3e-3).add_(mu.abs(), alpha=0.1)
+    return torch.stack([mu, sigma], 1)
+
+
+def bench_mixture(n=1_000_000):
+    """EM on a million points against scikit-learn's, from the same start, as many iterations."""
+    x = like_weights(n)
+    cells = gbnn2d.bin_points(x)
+    z = ((x.double() - cells.shift) / cells.scale).numpy()
+    for k, iterations in ((64, 10), (512, 4)):
+        start = gbnn2d.kmeans(cells, gbnn2d.kmeans_plus_plus(cells, k, torch.Generator().manual_seed(0)))
+        near = gbnn2d.nearest(cells.mean, start, 1)
+        first = gbnn2d.mixture_of(cells, near, torch.ones_like(near, dtype=torch.float64), len(start), 1e-6)
+        a, b, d = first.covariances.T
+        precisions = torch.stack([d, -b, -b, a], 1).div((a * d - b * b)[:, None]).reshape(-1, 2, 2)
+        peer = GaussianMixture(len(start), reg_covar=1e-6, max_iter=iterations, tol=0, weights_init=first.weights,
+                               means_init=first.centres, precisions_init=precisions, init_params="random")
+
+        def ours():
+            return gbnn2d.fit_mixture(gbnn2d.bin_points(x), start, iterations, tolerance=-math.inf)[0]
+
+        ours_s, = best_seconds(ours)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            begin = time.perf_counter()
+            peer.fit(z)
+            peer_s = time.perf_counter() - begin
+        theirs, mixture = peer.score(z), ours()
+        peer.weights_, peer.means_ = mixture.weights.numpy(), mixture.centres.numpy()
+        a, b, d = mixture.covariances.T
+        root = (d - b * b / a).rsqrt()  # precision = U U^T, U upper triangular, as scikit-learn keeps it
+        peer.precisions_cholesky_ = torch.stack([a.rsqrt(), -b / a * root, torch.zeros_like(a), root],
+                                                1).reshape(-1, 2, 2).numpy()
+        print(f"mixture: EM, {n:,} points, K = {len(start)}, {iterations} iterations: {ours_s:.2f} s with the binning, "
+              f"scikit-learn {peer_s:.1f} s; ratio {peer_s / ours_s:.0f} (goal 20), log-likelihood of all points "
+              f"{peer.score(z):.6f} and {theirs:.6f} nats a point, difference {peer.score(z) - theirs:.1e} (goal 1e-4)")
+
+
+def mixture_seconds(queue, n, k):
+    """Seconds of k-means++ and EM, of the labels of all points, of merging; peak memory in GB."""
+    x, before, laps = like_weights(n), process_peak_gb(), [time.perf_counter()]
+    lap = lambda: laps.append(time.perf_counter())
+    mixture, cells, _ = gbnn2d.learn_mixture(x, k, torch.Generator().manual_seed(0))
+    lap()
+    gbnn2d.assign_all(x, cells, mixture)
+    lap()
+    tau_d = gbnn2d.nearest_distances(mixture).quantile(0.05).item()
+    merged = gbnn2d.merge_mixture(mixture, torch.zeros(len(mixture.weights)), tau_d)[0]
+    lap()
+    queue.put(([b - a for a, b in zip(laps, laps[1:])], before, process_peak_gb(), len(cells.count),
+               len(mixture.weights), len(merged.weights)))
+
+
+def bench_mixture_scale(k=6000):
+    """The whole mixture as N grows to WRN-28-10's 36.5 million weights."""
+    for n in (1_000_000, 10_000_000, 36_518_832):
+        seconds, before, peak, cells, components, merged = in_own_process(mixture_seconds, n, k)
+        print(f"mixture: N = {n:,}, K0 = {k}: {sum(seconds):.1f} s (learning {seconds[0]:.1f}, labels {seconds[1]:.1f}, "
+              f"merging {components} to {merged} {seconds[2]:.2f}), {cells:,} cells, peak memory {peak:.2f} GB, "
+              f"{before:.2f} of it before (libraries, points); goal 30 s, 3 GiB")
+
+
+def bench_wasserstein(k=6000, neighbours=8, peer_pairs=2000):
+    """W2 of all candidate pairs of K components, against POT pair by pair."""
+    x = like_weights(200_000).double()
+    generator = torch.Generator().manual_seed(0)
+    centres = x[torch.randperm(len(x), generator=generator)[:k]]
+    factors = 1e-4 * torch.randn(k, 3, generator=generator).double()
+    covariances = gbnn2d.covariances_of(factors) + 1e-9 * torch.tensor([1.0, 0.0, 1.0])
+    j = gbnn2d.nearest(centres, centres, neighbours + 1)[:, 1:].flatten()
+    i = torch.arange(k).repeat_interleave(neighbours)
+    full = covariances[:, [0, 1, 1, 2]].reshape(-1, 2, 2).numpy()
+    means = centres.numpy()
+
+    def ours():
+        return gbnn2d.wasserstein(centres[i], covariances[i], centres[j], covariances[j])
+
+    def peer():
+        return [ot.gaussian.bures_wasserstein_distance(means[a], means[b], full[a], full[b])
+                for a, b in zip(i[:peer_pairs].tolist(), j[:peer_pairs].tolist())]
+
+    difference = np.abs(ours()[:peer_pairs].numpy() / np.array(peer()) - 1).max()
+    ours_s, peer_s = best_seconds(ours, peer)
+    ours_us, peer_us = 1e6 * ours_s / len(i), 1e6 * peer_s / peer_pairs
+    print(f"wasserstein: {len(i):,} pairs {1e3 * ours_s:.1f} ms, {ours_us:.2f} us a pair, POT {peer_us:.0f} us a pair "
+          f"({peer_pairs:,} pairs); ratio {peer_us / ours_us:.0f} (goal 100), largest relative difference {difference:.0e}")
+
+
+def bench_shared(batch_size=128):
+    """A step of the last stage over a deterministic one, same network and batch."""
+    world = common.World()
+    for width, shape, size in ((0.125, (1, 28, 28), batch_size), (0.25, (3, 32, 32), batch_size),
+                               (1.0, (3, 32, 32), batch_size)):
+        args = gbnn2d.parse_args(["--dataset", "cifar10", "--width", str(width)])
+        net = gbnn2d.make_network(args, 10, shape)
+        layout = gbnn2d.Layout(net)
+        field = gbnn2d.MeanField(net, layout, args)
+        points = torch.stack([field.mu, field.sigma], 1).detach()
+        outlier = gbnn2d.outlier_mask(points[:, 0], torch.randn(layout.size))
+        mixture, cells, _ = gbnn2d.learn_mixture(points[~outlier], min(2048, layout.size // 500),
+                                                 torch.Generator().manual_seed(0))
+        mixture, sharing = gbnn2d.compact(points[~outlier], cells, mixture, args.chi2_level)
+        code = gbnn2d.make_code(points, outlier, (~outlier).nonzero().flatten(), mixture, sharing)
+        shared = gbnn2d.Shared(gbnn2d.make_network(args, 10, shape), layout, code)
+        x = torch.randn(size, *shape).contiguous(memory_format=torch.channels_last)
+        labels = torch.arange(size) % 10
+
+        def step_of(module, stage):
+            module.to(memory_format=torch.channels_last)
+            for parameter in module.parameters():
+                parameter.requires_grad_(stage == "det" or parameter.requires_grad)
+            optimiser = gbnn2d.make_optimiser(module, stage, args)
+            gbnn2d.set_training(module, stage)
+
+            def step():
+                optimiser.zero_grad(set_to_none=True)
+                loss = torch.nn.functional.cross_entropy(module(x), labels)
+                (loss if stage == "det" else loss + module.kl() / 50_000).backward()
+                optimiser.step()
+            return step
+
+        plain, ours = best_seconds(step_of(gbnn2d.make_network(args, 10, shape), "det"), step_of(shared, "final"),
+                                   repeat=5)
+        print(f"shared: ResNet-18, width {width:g}, {size} images {shape}, {layout.size:,} weights: {1e3 * ours:.0f} ms a "
+              f"step of the last stage, deterministic {1e3 * plain:.0f} ms; ratio {ours / plain:.2f} (goal 1.5)")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    names = ["loader", "gaussians", "metrics", "spectral", "forde", "forde_memory"]
+    names = ["loader", "gaussians", "metrics", "spectral", "forde", "forde_memory", "mixture", "mixture_scale",
+             "wasserstein", "shared"]
     parser.add_argument("which", nargs="*", metavar="{" + ",".join(names) + "}")
     chosen = parser.parse_args().which or names
     if unknown := sorted({*chosen} - {*names}):

@@ -95,7 +95,7 @@ def test_all_stages_leave_their_files_and_eval_repeats_them(small, capfd):
 
 def test_the_last_stage_learns(small):
     """What the published trainer cannot: the loss of the shared network falls."""
-    small = [*small, "--final-epochs", "4", "--lr-final", "0.05", "--tau-d", "1e-2", "--epochs",
+    small = [*small, "--final-epochs", "12", "--lr-final", "0.05", "--tau-d", "1e-2", "--epochs",
              "4", "--limit-steps", "12"]
     metrics = gbnn2d.main(small)
     assert metrics["final/nll"] < metrics["merged/nll"]
