@@ -39,6 +39,8 @@ DATASETS = {
     "dirty_glyphs": "embedded: 8,000 rows of glyphs, 8,000 of glyphs_ambiguous; 4,000 test",
     "glyphs_letters": "embedded, OOD: letters that do not look like digits; 10,000 / 2,000",
     "numbers": "embedded: the numbers 000-999, 1000 classes, 28x28x1; 30,000 / 5,000",
+    "numbers_letters": "embedded, OOD: three letters as numbers has digits; 30,000 / 5,000",
+    "numbers_ambiguous": "embedded: blends of two numbers, label distribution known; 5,000 / 2,000",
     "mnist": "MNIST, 60,000 / 10,000",
     "fashion_mnist": "Fashion-MNIST, 60,000 / 10,000",
     "kmnist": "Kuzushiji-MNIST, 60,000 / 10,000",
@@ -974,7 +976,8 @@ class _Augmented(Dataset):
 # ---- Embedded sets -------------------------------------------------------------------------------
 
 DIGITS, LETTERS = "0123456789", "ACEFHKMNPRTUVWXY"  # no letter that a warped digit resembles
-EMBEDDED = ("glyphs", "glyphs_ambiguous", "dirty_glyphs", "glyphs_letters", "numbers")
+EMBEDDED = ("glyphs", "glyphs_ambiguous", "dirty_glyphs", "glyphs_letters", "numbers",
+            "numbers_letters", "numbers_ambiguous")
 
 
 @lru_cache(maxsize=None)
@@ -985,7 +988,8 @@ def _embedded(name, training):
         dataset = concat(name, clean.select(slice(8000)), ambiguous.select(slice(8000)))
     else:
         draw = {"glyphs": _glyphs, "glyphs_ambiguous": _blends, "glyphs_letters": _letters,
-                "numbers": _numbers}[name]
+                "numbers": _numbers, "numbers_letters": _words,
+                "numbers_ambiguous": _number_blends}[name]
         images, labels, k, *rest = draw(training, _generator(2102, EMBEDDED.index(name), training))
         dataset = ImageSet(name, images, labels, k, (0.0,), (1.0,), *rest)
     if not training:
@@ -1054,11 +1058,37 @@ def _letters(training, generator):
     return _print(ink, generator), labels, len(LETTERS)
 
 
-def _numbers(training, generator):
+NUMBERS = [f"{k:03d}" for k in range(1000)]
+WORDS = ["".join(LETTERS[4 * k // 16**place % 16] for place in (2, 1, 0)) for k in range(1000)]
+
+
+def _numbers(training, generator, texts=NUMBERS):
     labels = _balanced(30000 if training else 5000, 1000, generator)
-    templates = _templates([f"{k:03d}" for k in range(1000)], 27, (0, 1))
-    ink = _draw(templates, labels, generator, 7.0, 0.15, (0.95, 1.05), shift=0.06, bend=0.02)
+    ink = _draw(_templates(texts, 27, (0, 1)), labels, generator, 7.0, 0.15, (0.95, 1.05),
+                shift=0.06, bend=0.02)
     return _print(ink, generator), labels, 1000
+
+
+def _words(training, generator):
+    """Three letters as `numbers` has digits."""
+    return _numbers(training, generator, WORDS)
+
+
+def _number_blends(training, generator):
+    """Two numbers over each other, the first with the share w (.35-.65) of the ink, its label with
+    probability w."""
+    n = 5000 if training else 2000
+    first = _balanced(n, 1000, generator)
+    second = (first + torch.randint(1, 1000, (n,), generator=generator)) % 1000
+    w = 0.35 + 0.3 * torch.rand(n, 1, generator=generator)
+    templates, share = _templates(NUMBERS, 27, (0, 1)), w[:, :, None, None]
+    a, b = (_draw(templates, label, generator, 7.0, 0.15, (0.95, 1.05), 0.06, 0.02)
+            for label in (first, second))
+    ink = (share * a + (1 - share) * b) / torch.maximum(share, 1 - share)
+    probs = torch.zeros(n, 1000).scatter_(1, first[:, None], w)
+    probs.scatter_(1, second[:, None], 1 - w)
+    sampled = torch.rand(n, generator=generator) < w[:, 0]
+    return _print(ink.clamp_(0, 1), generator), torch.where(sampled, first, second), 1000, probs
 
 
 def _blends(training, generator):

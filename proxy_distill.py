@@ -1,0 +1,1215 @@
+"""Ensemble distribution distillation with proxy-Dirichlet targets, at a thousand classes.
+
+Ryabinin, Malinin, Gales, "Scaling Ensemble Distribution Distillation to Many Classes with Proxy
+Targets", NeurIPS 2021, arXiv:2105.06987. Method:
+
+  1. Train M networks; p_m are their predictions, pi = (1/M) sum_m p_m.
+  2. Their spread, RMI = (1/M) sum_m KL(pi || p_m), gives the precision of a Dirichlet with mean pi:
+     beta_0 = (K - 1) / (2 RMI), the proxy of the ensemble (Stirling's approximation).
+  3. A student with Dirichlet parameters alpha = exp(z) + 1 minimises the REVERSE Kullback-Leibler
+     divergence KL(Dir(alpha) || Dir(pi beta_0 + 1)), divided by beta_0: each class weighs as much
+     as the ensemble believes in it, so that a thousand unlikely classes do not drown one likely.
+  4. The student predicts softmax(z); alpha tells data uncertainty from the ensemble's disagreement.
+
+Usage:
+  python proxy_distill.py                    # numbers (1000 classes), the whole story, two cores
+  torchrun --nproc_per_node 8 proxy_distill.py --dataset imagenet --method distill --members 10
+  python proxy_distill.py --eval             # the table again, from the checkpoints
+  torchrun --nnodes 2 --nproc_per_node 8 --node_rank R --master_addr HOST --master_port 29500 \
+      proxy_distill.py --dataset imagenet --method base --seed 3   # two machines, R = 0 and 1
+
+Expected:
+  not measured
+
+Differs from the published code (github.com/yandex-research/proxy-dirichlet-distillation):
+  - The default loss is the paper's, rkl_proxy. The published ImageNet command has --loss proxy, the
+    forward KL, whose gradient comes from the unlikely classes (K / 3 times the likely one's).
+  - Offsets are 1 by default, and stored with the student; predictions never take them.
+  - The published reverse KL counts the target's smoothing twice: its optimum has precision beta_0 +
+    2 K. That is kept (--rkl-target published); --rkl-target paper has beta_0 + K.
+  - The gradient is the closed form, right where autograd of the textbook form is noise; teachers'
+    statistics are float64 and RMI >= 0 (there, identical members give negative precisions).
+  - An ensemble's proxy is scored with the number of classes (there: the number of members), EPKL is
+    a mean over pairs (there: a sum), RMI = EPKL - MI (there: the sum less MI).
+  - PRR shares ties and is null without errors; metrics are over all processes, on all examples.
+  - MIMO's members are averaged as probabilities (--mimo-average logits: as published).
+"""
+
+import argparse
+import hashlib
+import math
+import os
+import re
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy import stats
+from torch import Tensor, nn
+
+import common
+import data
+from common import UserError
+
+# ---- Arguments ----------------------------------------------------------------------------------
+
+LOSSES = ("forward_kl", "dirichlet_likelihood", "proxy", "rkl_proxy")
+PRESETS = {
+    # published: ResNet-50, SGD 0.1 per 256 images, Nesterov 0.9, decay 1e-4, /10 at 30, 60, 80 of
+    # 90 epochs; 8 GPUs with 256 images each; members 120 epochs, students 90, MIMO 150
+    "": dict(model="resnet50", width=1.0, student_width=1.0, members=10, epochs=90, base_epochs=120,
+             mimo_epochs=150, batch_size=2048, lr=0.8, base_lr=0.8, mimo_lr=1.6, opt="sgd",
+             weight_decay=1e-4, schedule="step", warm_up=0.0, losses=["forward_kl", "rkl_proxy"],
+             mimo=False, amp="off", compile=False, shift="none", shift_examples=0,
+             cache_teachers=False, ood=[]),
+    "imagenet": dict(ood=["imagenet_o", "imagenet_a", "imagenet_r"], shift="published", mimo=True),
+    "tiny_imagenet": dict(model="resnet18", batch_size=256, lr=0.1, base_lr=0.1, mimo_lr=0.1,
+                          shift="published"),
+    "cifar100": dict(model="resnet18", batch_size=128, lr=0.1, base_lr=0.1, mimo_lr=0.1,
+                     weight_decay=5e-4, ood=["svhn"], shift="published"),
+    "cifar10": dict(model="resnet18", batch_size=128, lr=0.1, base_lr=0.1, mimo_lr=0.1,
+                    weight_decay=5e-4, ood=["svhn", "cifar100"], shift="published"),
+    "numbers": dict(model="convnet", width=0.25, student_width=0.125, members=5, epochs=6,
+                    base_epochs=3, mimo_epochs=8, batch_size=128, lr=3e-3, base_lr=3e-3,
+                    mimo_lr=3e-3, opt="adam", schedule="cosine", warm_up=0.2, losses=list(LOSSES),
+                    cache_teachers=True, shift="computed", shift_examples=100,
+                    ood=["numbers_letters", "numbers_ambiguous"]),
+}
+# The options that shape a network, by what it is; they guard its checkpoint.
+COMMON_OPTIONS = ("dataset", "model", "batch_size", "opt", "momentum", "weight_decay", "no_decay",
+                  "schedule", "warm_up", "augment", "label_smoothing", "amp", "limit_steps",
+                  "limit_train")
+OPTIONS = {"base": ("width", "base_epochs", "base_lr"),
+           "mimo": ("width", "mimo_epochs", "mimo_lr", "mimo_members", "repetition_probability",
+                    "batch_repetitions"),
+           "distill": ("student_width", "epochs", "lr", "model_offset", "target_offset",
+                       "rkl_target", "max_precision", "temperature", "anneal_epochs")}
+
+
+def parse_args(argv=None):
+    parser = common.Parser(prog="proxy_distill.py", description=__doc__.split("\n")[0],
+                           epilog="Details, equations and differences: the top of this file.")
+    common.add_common_arguments(parser, [d for d in PRESETS if d])
+    add, flag = parser.add_argument, argparse.BooleanOptionalAction
+    add("--method", choices=["all", "base", "mimo", "distill"], default="all",
+        help="all: members, students, table, what is done is kept; base: the member of --seed; "
+        "distill: a student of --loss, from members that exist")
+    add("--loss", choices=LOSSES, default="rkl_proxy", help="of --method distill: forward_kl "
+        "(EnD), dirichlet_likelihood (EnD2), proxy (forward KL to it), rkl_proxy (the paper's)")
+    add("--losses", nargs="*", choices=LOSSES, help="students of --method all")
+    add("--mimo", action=flag, help="--method all: a MIMO network too")
+    add("--model", help="resnet50, resnet18 (3x3 stem for images up to 64 pixels), convnet")
+    add("--student-width", type=float, help="as --width, of the student")
+    add("--members", type=int, help="M, of seeds --seed, --seed + 1, ... (paper: 10)")
+    add("--ensemble-paths", "--ensemble_paths", nargs="*", metavar="FILE", help="members from "
+        "state dicts: ours, torchvision's, or the published Lightning checkpoints")
+    add("--base-epochs", type=int, help="of a member (paper: 120); --epochs is of a student (90)")
+    add("--mimo-epochs", type=int, help="of a MIMO network (published: 150)")
+    add("--base-lr", type=float, help="of a member (published: 0.1 per 256 images)")
+    add("--mimo-lr", type=float, help="of a MIMO network (published: from the nominal batch)")
+    add("--opt", choices=["sgd", "adam"], help="sgd with Nesterov momentum, or Adam")
+    add("--momentum", type=float, default=0.9, help="of sgd")
+    add("--weight-decay", "--weight_decay", "--wd", type=float, help="published: 1e-4")
+    add("--no-decay", choices=["published", "norms", "none"], default="published",
+        help="without decay: norms inside residual blocks (published), all norms and biases")
+    add("--schedule", choices=["step", "cosine"], help="step: /10 at 30, 60, 80 of 90 epochs")
+    add("--warm-up", type=float, help="share of the steps with a rising learning rate")
+    add("--label-smoothing", type=float, default=0.0, help="of members and MIMO (published: 0)")
+    add("--augment", action=flag, help="crop and flip (default: on, but for embedded sets)")
+    add("--model-offset", "--model_offset", type=float, default=1.0, help="alpha = exp(z) + this "
+        "(paper: 1; the published code's default: 0)")
+    add("--target-offset", "--target_offset", type=float, default=1.0, help="added to the proxy")
+    add("--rkl-target", choices=["published", "paper"], default="published", help="precision of "
+        "the reverse KL's target: beta_0 + 2 K, or beta_0 + K (with --target-offset 1)")
+    add("--max-precision", type=float, default=math.inf, help="cap of beta_0 (1e4 to 1e6 keep the "
+        "scale of the logits near that of a classifier)")
+    add("--temperature", type=float, default=1.0, help="of dirichlet_likelihood, first half of "
+        "--anneal-epochs; then linear to 1")
+    add("--anneal-epochs", type=int, default=0, help="0: no annealing (EnD2: 60 of 90)")
+    add("--cache-teachers", action=flag, help="keep the members' statistics of every training "
+        "image in a file: for views that do not change (--no-augment)")
+    add("--mimo-members", "--ensemble_size", type=int, default=2, help="subnetworks of MIMO")
+    add("--repetition-probability", "--repetition_probability", type=float, default=0.6,
+        help="share of MIMO's rows in which all subnetworks see one image")
+    add("--batch-repetitions", "--batch_repetitions", type=int, default=2, help="of MIMO")
+    add("--mimo-average", choices=["probs", "logits"], default="probs", help="published: logits")
+    add("--ood", nargs="*", metavar="NAME", help="out-of-distribution sets, also folder:PATH")
+    add("--shift", choices=["none", "computed", "published"], help="also evaluate the corrupted "
+        "test set, by severity: computed, or the CIFAR-C or ImageNet-C files")
+    add("--shift-examples", type=int, metavar="N", help="test images a corruption; 0: all")
+    add("--limit-train", type=int, metavar="N", help="train on N images, evenly spaced")
+    add("--published-json", metavar="FILE", help="also write the published layout of metrics")
+    add("--save-interval", type=int, default=1, help="epochs between checkpoints")
+    return check_args(common.resolve_arguments(parser.parse_args(argv), PRESETS, "numbers"))
+
+
+def check_args(args):
+    """Fill what depends on other options; refuse what cannot work, before anything is loaded."""
+    if args.augment is None:
+        args.augment = args.dataset not in data.EMBEDDED
+    if args.ensemble_paths:
+        args.members = len(args.ensemble_paths)
+    for key in ("members", "mimo_members", "batch_repetitions", "save_interval"):
+        if getattr(args, key) < 1:
+            raise UserError(f"--{key.replace('_', '-')} {getattr(args, key)}: must be at least 1")
+    if args.members < 2 and args.method in ("all", "distill"):
+        raise UserError(f"--members {args.members}: an ensemble has at least 2")
+    for key, low, high in (
+            ("base_epochs", 0, math.inf), ("mimo_epochs", 0, math.inf), ("base_lr", 0, math.inf),
+            ("mimo_lr", 0, math.inf), ("momentum", 0, 0.999), ("weight_decay", 0, math.inf),
+            ("warm_up", 0, 0.9), ("label_smoothing", 0, 0.999), ("model_offset", 0, math.inf),
+            ("target_offset", 0, math.inf), ("max_precision", 1e-6, math.inf),
+            ("temperature", 1, math.inf), ("anneal_epochs", 0, math.inf),
+            ("repetition_probability", 0, 1), ("shift_examples", 0, math.inf),
+            ("student_width", 0.01, math.inf), ("limit_train", 1, math.inf)):
+        value = getattr(args, key)
+        if value is not None and not low <= value <= high:
+            raise UserError(f"--{key.replace('_', '-')} {value}: must lie in [{low}, {high}]")
+    if args.cache_teachers and args.augment:
+        raise UserError("--cache-teachers: augmented views change with every epoch; add "
+                        "--no-augment")
+    if args.temperature > 1 and (args.cache_teachers or not args.anneal_epochs):
+        raise UserError("--temperature goes with --anneal-epochs and --no-cache-teachers")
+    return args
+
+
+# ---- Model --------------------------------------------------------------------------------------
+
+
+def widen(t):
+    """bf16 as float32; float32 and float64 as they are."""
+    return t.float() if t.dtype == torch.bfloat16 else t
+
+
+class Classifier(nn.Module):
+    """Features and a linear head, computed in float32 even under autocast: logits reach ln 8e9.
+
+    With `mimo` E > 1: E images stacked as channels in, E predictions [B, E, K] out.
+    """
+
+    def __init__(self, num_classes, mimo):
+        super().__init__()
+        self.num_classes, self.mimo = num_classes, mimo
+
+    def forward(self, x):
+        features = self.features(x)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = self.fc(widen(features))
+        return logits if self.mimo == 1 else logits.view(len(x), self.mimo, self.num_classes)
+
+
+class ConvNet(Classifier):
+    """Three convolutions and a linear layer, without global pooling: positions are kept."""
+
+    def __init__(self, num_classes, in_channels, size, width=1.0, mimo=1, **_):
+        super().__init__(num_classes, mimo)
+        c, layers, c_in = max(1, round(32 * width)), [], in_channels * mimo
+        for c_out in (c, 2 * c, 4 * c):
+            layers += [nn.Conv2d(c_in, c_out, 3, 1, 1, bias=False), nn.BatchNorm2d(c_out),
+                       nn.ReLU(), nn.MaxPool2d(2)]
+            c_in = c_out
+        self.layers = nn.Sequential(*layers, nn.Flatten())
+        self.fc = nn.Linear(c_in * (size // 8) ** 2, num_classes * mimo)
+
+    def features(self, x):
+        return self.layers(x)
+
+
+class Block(nn.Module):
+    """A residual block: basic (3x3, 3x3), or bottleneck (1x1, 3x3 with the stride, 1x1).
+
+    Named as torchvision's, whose state dicts fit; the last norm starts at zero (published).
+    """
+
+    def __init__(self, c_in, c, stride, bottleneck):
+        super().__init__()
+        c_out = 4 * c if bottleneck else c
+        shape = [(c_in, c, 1, 1), (c, c, 3, stride), (c, c_out, 1, 1)] if bottleneck else \
+                [(c_in, c, 3, stride), (c, c, 3, 1)]
+        for i, (a, b, kernel, step) in enumerate(shape, 1):
+            self.add_module(f"conv{i}", nn.Conv2d(a, b, kernel, step, kernel // 2, bias=False))
+            self.add_module(f"bn{i}", nn.BatchNorm2d(b))
+        self.depth, self.downsample = len(shape), None
+        nn.init.zeros_(getattr(self, f"bn{self.depth}").weight)
+        # subsampled, then 1x1: on CPUs PyTorch 2.14's strided 1x1, channels last, writes out of
+        # bounds in the backward pass
+        self.subsample = nn.AvgPool2d(1, stride) if stride > 1 else nn.Identity()
+        if stride != 1 or c_in != c_out:
+            self.downsample = nn.Sequential(nn.Conv2d(c_in, c_out, 1, bias=False),
+                                            nn.BatchNorm2d(c_out))
+
+    def forward(self, x):
+        h = x
+        for i in range(1, self.depth + 1):
+            h = getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(F.relu(h) if i > 1 else h))
+        return F.relu(h + (x if self.downsample is None else self.downsample(self.subsample(x))))
+
+
+class ResNet(Classifier):
+    """ResNet-18 or -50; images of more than 64 pixels take ImageNet's stem (7x7, max pool)."""
+
+    def __init__(self, num_classes, in_channels, size, width=1.0, mimo=1, bottleneck=False):
+        super().__init__(num_classes, mimo)
+        c_in = c_stem = max(1, round(64 * width))
+        large = size > 64
+        self.conv1 = nn.Conv2d(in_channels * mimo, c_in, *((7, 2, 3) if large else (3, 1, 1)),
+                               bias=False)
+        self.bn1 = nn.BatchNorm2d(c_in)
+        self.maxpool = nn.MaxPool2d(3, 2, 1) if large else nn.Identity()
+        for group, count in enumerate((3, 4, 6, 3) if bottleneck else (2, 2, 2, 2)):
+            blocks, c = [], c_stem * 2**group
+            for i in range(count):
+                blocks.append(Block(c_in, c, 2 if group and not i else 1, bottleneck))
+                c_in = 4 * c if bottleneck else c
+            self.add_module(f"layer{group + 1}", nn.Sequential(*blocks))
+        self.fc = nn.Linear(c_in, num_classes * mimo)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def features(self, x):
+        x = self.maxpool(F.relu(self.bn1(self.conv1(x))))
+        return self.layer4(self.layer3(self.layer2(self.layer1(x)))).mean((2, 3))
+
+
+def make_network(args, num_classes, shape, width, mimo=1):
+    """A network for inputs of `shape` (C, H, W)."""
+    networks = {"convnet": ConvNet, "resnet18": ResNet, "resnet50": ResNet}
+    if args.model not in networks:
+        raise UserError(f"--model {args.model}: use one of {', '.join(networks)}")
+    more = {} if args.model == "convnet" else {"bottleneck": args.model == "resnet50"}
+    return networks[args.model](num_classes, in_channels=shape[0], size=shape[-1], width=width,
+                                mimo=mimo, **more)
+
+
+def read_member(path, net):
+    """Load a state dict (plain, ours, or a Lightning checkpoint's) into `net`."""
+    if not Path(path).is_file():
+        raise UserError(f"--ensemble-paths: no file {path}")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # TorchScript archives, pickled code, damaged files: many types
+        raise UserError(f"{path}: not a file of plain tensors ({common.one_line(error)}); save the "
+                        "member's state_dict() with torch.save") from None
+    for key in ("state_dict", "model"):
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    own = net.state_dict()
+    first = next(iter(own))
+    prefix = next((k.removesuffix(first) for k in state if k.endswith(first)), "")
+    state = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+    differing = sorted(k for k in {*own, *state}
+                       if k not in own or k not in state or own[k].shape != state[k].shape)
+    if differing:
+        there = tuple(state[differing[0]].shape) if differing[0] in state else "nothing"
+        here = tuple(own[differing[0]].shape) if differing[0] in own else "nothing"
+        raise UserError(f"{path}: {len(differing)} tensors do not fit, {differing[0]} first: "
+                        f"{there} there, {here} in --model; check --model, --width and the classes")
+    net.load_state_dict(state)
+    return net
+
+
+# ---- Method -------------------------------------------------------------------------------------
+# B rows, M members, K classes; z student logits [B, K]; all statistics and losses are float64.
+
+EPS = 2.0**-23  # published code: in the precision, so that agreeing members have a finite one
+
+
+class Ensemble(NamedTuple):
+    """What the losses and measures need of M predictions p_m [B, K]: sums over members."""
+
+    log_probs: Tensor  # [B, K] ln pi, pi = (1/M) sum_m p_m
+    mean_log: Tensor   # [B, K] (1/M) sum_m ln p_m
+    data: Tensor       # [B] (1/M) sum_m H(p_m), nats
+    rmi: Tensor        # [B] (1/M) sum_m KL(pi || p_m), nats
+
+
+def ensemble_statistics(logits_of_members, temperature=1.0) -> Ensemble:
+    """Statistics of members' logits [B, K], an iterable: one member in memory at a time."""
+    log_sum, mean_log, data_nats, m = None, 0.0, 0.0, 0
+    for logits in logits_of_members:
+        log_p = (logits.double() / temperature).log_softmax(-1)
+        log_sum = log_p if log_sum is None else torch.logaddexp(log_sum, log_p)
+        mean_log, data_nats, m = mean_log + log_p, data_nats - (log_p.exp() * log_p).sum(-1), m + 1
+    log_pi, mean_log = log_sum - math.log(m), mean_log / m
+    rmi = (log_pi.exp() * (log_pi - mean_log)).sum(-1).clamp_min(0)
+    return Ensemble(log_pi, mean_log, data_nats / m, rmi)
+
+
+def proxy_precision(ensemble, most=math.inf) -> Tensor:
+    """beta_0 = (K - 1) / (2 RMI) [B]: a Dirichlet of mean pi and large concentrations has the RMI
+    (K - 1) / (2 beta_0)."""
+    k = ensemble.log_probs.shape[-1]
+    return ((k - 1) / (2 * ensemble.rmi + EPS)).clamp_max(most)
+
+
+def forward_kl_loss(logits, ensemble) -> Tensor:
+    """EnD: KL(pi || softmax(z)) [B]."""
+    log_q = logits.double().log_softmax(-1)
+    return (ensemble.log_probs.exp() * (ensemble.log_probs - log_q)).sum(-1)
+
+
+def dirichlet_likelihood_loss(logits, ensemble, offset=1.0, temperature=1.0) -> Tensor:
+    """EnD2: -(1/M) sum_m ln Dir(p_m; alpha) [B], alpha = exp(z / T) + offset, times T^2.
+
+    `ensemble`: of logits divided by T. differs: no 2^-23 inside the logarithm of p_m."""
+    alpha = (logits.double() / temperature).exp() + offset
+    value = torch.lgamma(alpha).sum(-1) - torch.lgamma(alpha.sum(-1)) \
+        - ((alpha - 1) * ensemble.mean_log).sum(-1)
+    return temperature**2 * value
+
+
+def proxy_loss(logits, ensemble, precision, model_offset=1.0, target_offset=1.0) -> Tensor:
+    """KL(Dir(pi beta_0 + t) || Dir(exp(z) + m)) [B], the forward divergence (published command)."""
+    alpha = logits.double().exp() + model_offset
+    beta = ensemble.log_probs.exp() * precision[:, None] + target_offset
+    alpha_0, beta_0 = alpha.sum(-1), beta.sum(-1)
+    spread = torch.digamma(beta) - torch.digamma(beta_0)[:, None]
+    return torch.lgamma(beta_0) - torch.lgamma(beta).sum(-1) + torch.lgamma(alpha).sum(-1) \
+        - torch.lgamma(alpha_0) + ((beta - alpha) * spread).sum(-1)
+
+
+def rkl_proxy_loss(logits, ensemble, precision, model_offset=1.0, target_offset=1.0,
+                   target="published", value=True) -> Tensor:
+    """KL(Dir(exp(z) + m) || Dir(pi b + 1)) / b [B], up to a constant: the paper's loss.
+
+    target "published": b = beta_0 + K t, which counts the smoothing t twice, as the published code;
+    "paper": b = beta_0 + K (t - 1), so that t = 1 has the paper's target pi beta_0 + 1. Without
+    `value` the rows are 0 and their gradient right, in a third of the time.
+    """
+    k = logits.shape[-1]
+    b = precision + k * (target_offset if target == "published" else target_offset - 1)
+    return ReverseKL.apply(logits, ensemble.log_probs, b, model_offset, value)
+
+
+class ReverseKL(torch.autograd.Function):
+    """L = -sum_k pi_k (psi(alpha_k) - psi(alpha_0)) - h(alpha) / b with its closed-form gradient.
+
+    h is the entropy of Dir(alpha). alpha = e + m with e = exp(z), and
+
+        dL/dz_k = e_k { [psi1(alpha_k) (alpha_k - 1) - psi1(alpha_0) (alpha_0 - K)] / b
+                        + psi1(alpha_0) - pi_k psi1(alpha_k) }.
+
+    Value and gradient are written with x psi1(x) - 1 and with what Stirling leaves of lnGamma and
+    psi, so that nothing cancels however large alpha is: autograd is noise from z = 30 on.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, log_pi, b, offset, value):
+        e, pi, k = logits.double().exp(), log_pi.exp(), logits.shape[-1]
+        alpha = e + offset
+        alpha_0 = alpha.sum(-1, keepdim=True)
+        if ctx.needs_input_grad[0]:
+            (psi1, rest), (psi1_0, rest_0) = trigamma(alpha), trigamma(alpha_0)
+            gradient = (rest - psi1 - rest_0 + k * psi1_0) / b[:, None] + psi1_0 - pi * psi1
+            ctx.save_for_backward((e * gradient).to(logits.dtype))
+        if not value:
+            return torch.zeros_like(b)
+        fit = (pi * (torch.digamma(alpha) - torch.digamma(alpha_0))).sum(-1)
+        return -fit - dirichlet_entropy(alpha) / b
+
+    @staticmethod
+    def backward(ctx, grad):
+        gradient, = ctx.saved_tensors
+        return grad[:, None].to(gradient) * gradient, None, None, None, None
+
+
+def trigamma(x) -> tuple[Tensor, Tensor]:
+    """(psi1(x), x psi1(x) - 1) for x > 0, the second accurate where it is small."""
+    psi1 = torch.special.polygamma(1, x)
+    return psi1, torch.where(x > 16, trigamma_series(1 / x), x * psi1 - 1)
+
+
+def trigamma_series(y) -> Tensor:
+    """x psi1(x) - 1 for y = 1 / x, x > 16: y/2 + y^2/6 - y^4/30 + y^6/42 - y^8/30 + ..."""
+    t = y * y
+    return y / 2 + t * (1 / 6 - t * (1 / 30 - t * (1 / 42 - t * (1 / 30 - t * 5 / 66))))
+
+
+def dirichlet_entropy(alpha) -> Tensor:
+    """h(alpha) [B] = sum lnGamma(alpha_k) - lnGamma(alpha_0) - sum (alpha_k - 1)(psi(alpha_k) -
+    psi(alpha_0)), the differential entropy in nats.
+
+    With Stirling's leading terms taken out: sum_k alpha_k = alpha_0 cancels exactly, by hand."""
+    k, alpha_0 = alpha.shape[-1], alpha.sum(-1, keepdim=True)
+
+    def rests(x):  # of lnGamma and psi
+        gamma = x.lgamma() - (x - 0.5) * x.log() + x - LOG_ROOT
+        psi = x.digamma() - x.log() + 0.5 / x
+        y = 1 / x.clamp_min(16)
+        t = y * y
+        series = y * (1 / 12 - t * (1 / 360 - t * (1 / 1260 - t / 1680)))
+        slope = -t * (1 / 12 - t * (1 / 120 - t * (1 / 252 - t / 240)))
+        return torch.where(x > 16, series, gamma), torch.where(x > 16, slope, psi)
+
+    (gamma, psi), (gamma_0, psi_0) = rests(alpha), rests(alpha_0)
+    own = 0.5 * alpha.log() + gamma + (alpha - 1) * (0.5 / alpha - psi)
+    whole = (0.5 - k) * alpha_0.log() - gamma_0 - (alpha_0 - k) * (0.5 / alpha_0 - psi_0)
+    return own.sum(-1) + whole[..., 0] + (k - 1) * LOG_ROOT
+
+
+LOG_ROOT = 0.5 * math.log(2 * math.pi)
+
+# Uncertainties [B], larger is more uncertain; all in nats but confidence.
+MEASURES = ("confidence", "total_uncertainty", "data_uncertainty", "mutual_information", "epkl",
+            "rmi")
+
+
+class Outputs(NamedTuple):
+    """What a model says about B inputs."""
+
+    log_probs: Tensor  # [B, K] its prediction
+    measures: dict     # {name of MEASURES: [B], NaN where a model has none}
+    precision: Tensor  # [B] alpha_0; beta_0 of an ensemble; of a softmax sum exp(z), untrained
+
+
+def ensemble_outputs(ensemble) -> Outputs:
+    """MI = H(pi) - mean H(p_m); EPKL = mean over all ordered pairs KL(p_i || p_j) = MI + RMI."""
+    pi = ensemble.log_probs.exp()
+    total = -(pi * ensemble.log_probs).sum(-1)
+    information = (total - ensemble.data).clamp_min(0)
+    return Outputs(ensemble.log_probs, measures_of(pi, total, ensemble.data, information,
+                                                   information + ensemble.rmi, ensemble.rmi),
+                   proxy_precision(ensemble))
+
+
+def dirichlet_outputs(alpha, log_probs) -> Outputs:
+    """Measures of Dir(alpha) with mean p = alpha / alpha_0; predictions are `log_probs`:
+
+    E H = -sum p (psi(alpha + 1) - psi(alpha_0 + 1)), MI = H(p) - E H, EPKL = (K - 1) / alpha_0,
+    RMI = EPKL - MI. differs: the confidence is that of the prediction (there: of the mean)."""
+    alpha_0 = alpha.sum(-1)
+    p = alpha / alpha_0[:, None]
+    total = torch.special.entr(p).sum(-1)
+    expected = -(p * (torch.digamma(alpha + 1) - torch.digamma(alpha_0 + 1)[:, None])).sum(-1)
+    information, epkl = (total - expected).clamp_min(0), (alpha.shape[-1] - 1) / alpha_0
+    return Outputs(log_probs, measures_of(log_probs.exp(), total, expected, information, epkl,
+                                          (epkl - information).clamp_min(0)), alpha_0)
+
+
+def softmax_outputs(logits) -> Outputs:
+    """One network: total uncertainty alone. The measures of a Dirichlet exp(z) would depend on the
+    logits' scale, which cross entropy leaves arbitrary; sum exp(z) is kept to be compared."""
+    log_probs = logits.double().log_softmax(-1)
+    total = torch.special.entr(log_probs.exp()).sum(-1)
+    nothing = torch.full_like(total, math.nan)
+    return Outputs(log_probs, measures_of(log_probs.exp(), total, *[nothing] * 4),
+                   logits.double().exp().sum(-1))
+
+
+def measures_of(probs, *rest) -> dict:
+    return dict(zip(MEASURES, (1 - probs.max(-1).values, *rest)))
+
+
+def student_outputs(logits, offset=1.0) -> Outputs:
+    """softmax(z) predicts, without the offset; Dir(exp(z) + offset) measures."""
+    return dirichlet_outputs(logits.double().exp() + offset, logits.double().log_softmax(-1))
+
+
+def proxy_outputs(ensemble, target_offset=0.0) -> Outputs:
+    """The ensemble's proxy Dir(pi beta_0 + t): what a perfect student would say."""
+    alpha = ensemble.log_probs.exp() * proxy_precision(ensemble)[:, None] + target_offset
+    return dirichlet_outputs(alpha.clamp_min(1e-300), ensemble.log_probs)
+
+
+def mimo_rows(n, repetitions, probability, members, generator) -> Tensor:
+    """Which of n images each of E subnetworks sees: [n r, E].
+
+    n r rows of images, permuted; of the first int(n r (1 - p)) rows each subnetwork has an order of
+    its own, in the others all see the same image.
+    """
+    rows = torch.arange(n).repeat(repetitions)
+    rows = rows[torch.randperm(len(rows), generator=generator)]
+    own = int(len(rows) * (1 - probability))
+    columns = [torch.cat([rows[:own][torch.randperm(own, generator=generator)], rows[own:]])
+               for _ in range(members)]
+    return torch.stack(columns, 1)
+
+
+def learning_rate(step, steps, epochs, schedule="step", warm_up=0.0) -> float:
+    """Share of the full rate at a step of all `epochs` of `steps` each.
+
+    step: a tenth at epochs floor(30 E / 90), floor(60 E / 90), floor(80 E / 90), as published;
+    cosine: down to zero. Both after a linear warm-up."""
+    warm = warm_up * epochs * steps
+    if step < warm:
+        return (step + 1) / (warm + 1)
+    if schedule == "step":
+        return 0.1 ** sum(step // steps >= e * epochs // 90 for e in (30, 60, 80))
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1.0, epochs * steps - warm)))
+
+
+# ---- Training -----------------------------------------------------------------------------------
+
+
+def make_loader(dataset, args, world, batch_size=None, train=False):
+    """Batches of this process, on its device; shuffled and augmented only where `train`."""
+    return data.Loader(dataset, batch_size or args.batch_size, world.device, seed=args.seed,
+                       shuffle=train, augment="crop_flip" if train and args.augment else "none",
+                       rank=world.rank, world_size=world.size, workers=args.workers,
+                       channels_last=True)
+
+
+def autocast(args, world):
+    return torch.autocast(world.device.type, torch.bfloat16, enabled=args.amp == "bf16")
+
+
+def make_optimiser(net, kind, args):
+    """SGD or Adam; --no-decay says which tensors have no weight decay."""
+    named = list(net.named_parameters())
+    free = {"published": lambda n, p: re.match(r"layer\d\.\d+\.bn\d", n),
+            "norms": lambda n, p: p.ndim == 1, "none": lambda n, p: False}[args.no_decay]
+    groups = [{"params": [p for n, p in named if not free(n, p)]},
+              {"params": [p for n, p in named if free(n, p)], "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    lr = {"base": args.base_lr, "mimo": args.mimo_lr, "distill": args.lr}[kind]
+    if args.opt == "adam":
+        return torch.optim.Adam(groups, lr, weight_decay=args.weight_decay)
+    return torch.optim.SGD(groups, lr, momentum=args.momentum, nesterov=args.momentum > 0,
+                           weight_decay=args.weight_decay)
+
+
+def temperature_at(epoch, args) -> float:
+    """Constant for half of --anneal-epochs, linear to 1 over the other half, then 1."""
+    half = args.anneal_epochs / 2
+    if not half or args.loss != "dirichlet_likelihood":
+        return 1.0
+    return args.temperature + (1 - args.temperature) * min(1.0, max(0.0, epoch / half - 1))
+
+
+def distillation_loss(logits, ensemble, args, temperature) -> Tensor:
+    """The rows [B] of --loss."""
+    if args.loss == "forward_kl":
+        return forward_kl_loss(logits, ensemble)
+    if args.loss == "dirichlet_likelihood":
+        return dirichlet_likelihood_loss(logits, ensemble, args.model_offset, temperature)
+    precision = proxy_precision(ensemble, args.max_precision)
+    if args.loss == "proxy":
+        return proxy_loss(logits, ensemble, precision, args.model_offset, args.target_offset)
+    return rkl_proxy_loss(logits, ensemble, precision, args.model_offset, args.target_offset,
+                          args.rkl_target, value=False)
+
+
+def batch_loss(model, kind, batch, epoch, step, teachers, args, world):
+    """(sum of the losses of this process's rows over the global batch, what is logged as loss and
+    as correct predictions)."""
+    if kind == "mimo":
+        images, labels, size = mimo_batch(batch, epoch, step, args, world)
+    else:
+        images, labels, size = batch.images, batch.labels, batch.global_size
+    with autocast(args, world):
+        logits = model(images)
+    logits = widen(logits)
+    if kind == "distill":
+        temperature = temperature_at(epoch, args)
+        ensemble = teachers.statistics(batch, temperature)
+        loss = distillation_loss(logits, ensemble, args, temperature).sum() / size
+        shown = forward_kl_loss(logits.detach(), ensemble).sum() / size
+        agrees = logits.argmax(-1) == ensemble.log_probs.argmax(-1)
+        return loss, shown, agrees.sum() / size
+    loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum",
+                           label_smoothing=args.label_smoothing) / (size * net_members(logits))
+    return loss, loss.detach(), (logits.argmax(-1) == labels).sum() / (size * net_members(logits))
+
+
+def net_members(logits) -> int:
+    return logits.shape[1] if logits.ndim == 3 else 1
+
+
+def mimo_batch(batch, epoch, step, args, world):
+    """(images [b, E C, H, W], labels [b, E], global rows): this process's rows of the global batch,
+    whose images all processes have."""
+    images, labels = (common.concat_rows(t, world) for t in (batch.images, batch.labels))
+    generator = torch.Generator().manual_seed(common.derive_seed(args.seed, epoch, step))
+    rows = mimo_rows(len(images), args.batch_repetitions, args.repetition_probability,
+                     args.mimo_members, generator).to(images.device)
+    own = rows.tensor_split(world.size)[world.rank]
+    return images[own].flatten(1, 2), labels[own], len(rows)
+
+
+class Teachers:
+    """The members, in eval mode, or their cached statistics of the training images."""
+
+    def __init__(self, nets, args, world, cache=None):
+        self.nets = [net.eval().requires_grad_(False) for net in nets]
+        self.args, self.world, self.cache = args, world, cache
+
+    @torch.no_grad()
+    def logits(self, images):
+        for net in self.nets:
+            with autocast(self.args, self.world):
+                yield net(images)
+
+    def statistics(self, batch, temperature=1.0) -> Ensemble:
+        if self.cache is not None:
+            return self.cache.read(batch.index.cpu(), self.world.device)
+        return ensemble_statistics(self.logits(batch.images), temperature)
+
+
+class TeacherCache:
+    """A memory-mapped float32 file of Ensemble's rows [N, 2 K + 2], one of each training image.
+
+    `key` says what it is of (images, members); another key starts it anew. Rows are done in blocks
+    that are noted in a file beside it, so that it goes on after a stop."""
+
+    def __init__(self, path, key, dataset, world):
+        self.path, self.k, self.n = Path(path), dataset.num_classes, len(dataset)
+        self.blocks = torch.arange(self.n).split(2048)
+        done, note = self.path.with_suffix(".done"), self.path.with_suffix(".json")
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not (note.exists() and note.read_text() == key and self.path.exists()):
+                with open(self.path, "wb") as file:
+                    file.truncate(4 * self.n * (2 * self.k + 2))
+                done.write_bytes(bytes(len(self.blocks)))
+                common.write_text(note, key)
+        common.barrier(world)
+        self.rows = np.memmap(self.path, np.float32, "r+", shape=(self.n, 2 * self.k + 2))
+        self.done = np.memmap(done, np.uint8, "r+", shape=(len(self.blocks),))
+
+    def fill(self, teachers, dataset, args, world, say):
+        """Compute what is missing, every machine for itself; a process does every L-th block."""
+        local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        todo = [b for b in range(len(self.blocks)) if not self.done[b]]
+        if todo:
+            say(f"teachers: {len(todo)} of {len(self.blocks)} blocks of {self.path}")
+        alone = common.World(device=world.device)
+        with common.StopSignals() as stop:
+            for block in todo[local[0]::local[1]]:
+                rows, start = dataset.select(self.blocks[block]), int(self.blocks[block][0])
+                for batch in make_loader(rows, args, alone, 512).epoch():
+                    e = ensemble_statistics(teachers.logits(batch.images))
+                    values = torch.cat([e.log_probs, e.mean_log, e.data[:, None], e.rmi[:, None]],
+                                       1)
+                    self.rows[start + batch.index.cpu().numpy()] = values.float().cpu().numpy()
+                self.rows.flush()
+                self.done[block] = 1
+                self.done.flush()
+                if signum := stop.asked(alone):
+                    raise common.Stopped(signum, "while the teachers' statistics were computed")
+        common.barrier(world)
+
+    def read(self, index, device) -> Ensemble:
+        rows = torch.from_numpy(self.rows[index.numpy()]).to(device).double()
+        log_probs, mean_log, rest = rows.split([self.k, self.k, 2], 1)
+        return Ensemble(log_probs, mean_log, rest[:, 0], rest[:, 1])
+
+
+def train(net, kind, train_set, run, args, world, teachers=None):
+    """A member, a MIMO network or a student, resumed from this run's checkpoint if there is one."""
+    epochs = {"base": args.base_epochs, "mimo": args.mimo_epochs, "distill": args.epochs}[kind]
+    run.open()
+    run.say(f"{kind}: {run.directory}")
+    model = common.sync_batch_norm(net.to(world.device, memory_format=torch.channels_last), world)
+    optimiser = make_optimiser(net, kind, args)
+    full = optimiser.param_groups[0]["lr"]
+    images = args.batch_size
+    if kind == "mimo":  # published: as many rows as --batch-size, repetitions and members included
+        images = max(world.size, images // (args.batch_repetitions * args.mimo_members))
+    loader = make_loader(train_set, args, world, images, train=True)
+    steps = min(len(loader), args.limit_steps or len(loader))
+    fresh = lambda: {"step": 0, **{k: torch.zeros(steps) for k in LOGGED}}
+    progress = {"epoch": 0, **fresh()}
+    if (state := run.load()) is not None:
+        net.load_state_dict(state["model"])
+        optimiser.load_state_dict(state["optimiser"])
+        progress = state["progress"]
+        if progress["epoch"] >= epochs:
+            return
+        run.say(f"{run.resume_from}: {progress['epoch']} of {epochs} epochs are done")
+    if args.compile:
+        model = torch.compile(model)
+    model = common.data_parallel(model, world)
+
+    def save(**progress):
+        if not math.isfinite(torch.nn.utils.get_total_norm(net.parameters())):
+            raise UserError(f"weights are no longer finite after epoch {progress['epoch']}; the "
+                            "last good checkpoint is kept. Lower the learning rate")
+        run.save(model=net.state_dict(), optimiser=optimiser.state_dict(), progress=progress)
+
+    lr_at = lambda step: full * learning_rate(step, steps, epochs, args.schedule, args.warm_up)
+    with common.StopSignals() as stop:
+        for epoch in range(progress["epoch"], epochs):
+            clock, first = common.Stopwatch(world.device), progress["step"]
+            step, signum, logged = train_epoch(model, kind, optimiser, loader, epoch, steps, lr_at,
+                                               progress, stop, teachers, args, world)
+            common.check_finite(logged["loss"][:step], epoch * steps, lr_at)
+            if step < steps:
+                save(epoch=epoch, step=step, **logged)
+                raise common.Stopped(signum, f"in epoch {epoch + 1} of {kind} after step {step}")
+            seconds, seen = clock.seconds(), min(steps * images, len(train_set))
+            run.log(epoch=epoch + 1, epochs=epochs, loss_nats=logged["loss"].mean().item(),
+                    accuracy=logged["correct"].mean().item(), lr=lr_at(epoch * steps + steps - 1),
+                    images_per_s=seen * (1 - first / steps) / seconds, seconds=seconds)
+            progress, signum = fresh(), signum or stop.asked(world)
+            if (epoch + 1) % args.save_interval == 0 or epoch + 1 == epochs or signum:
+                save(epoch=epoch + 1, **progress)
+            if signum:
+                raise common.Stopped(signum, f"after epoch {epoch + 1} of {kind}")
+        if not epochs and state is None:
+            save(epoch=0, **progress)
+
+
+# By step: mean cross entropy, of a student KL(pi || softmax z); correct predictions, of a student
+# those that agree with the ensemble's.
+LOGGED = ("loss", "correct")
+
+
+def train_epoch(model, kind, optimiser, loader, epoch, steps, lr_at, progress, stop, teachers, args,
+                world):
+    """Steps progress["step"] to `steps` of an epoch; fewer if a stop is asked for."""
+    model.train()
+    share = float(world.is_main)  # what is from before an interruption counts once
+    logged = {k: share * progress[k].to(world.device) for k in LOGGED}
+    batches = common.progress(loader.epoch(epoch, start=progress["step"]), steps - progress["step"],
+                              f"{kind} {epoch + 1}", args.quiet, world)
+    for step, batch in zip(range(progress["step"], steps), batches):
+        for group in optimiser.param_groups:
+            group["lr"] = lr_at(epoch * steps + step)
+        loss, shown, correct = batch_loss(model, kind, batch, epoch, step, teachers, args, world)
+        optimiser.zero_grad(set_to_none=True)
+        (loss * world.size).backward()  # DDP divides by the number of processes
+        optimiser.step()
+        logged["loss"][step], logged["correct"][step] = shown, correct
+        if signum := stop.asked(world, step):
+            break
+    return step + 1, signum, {k: common.all_reduce(t, world).cpu() for k, t in logged.items()}
+
+
+# ---- Evaluation ---------------------------------------------------------------------------------
+
+# Per example and model, beside the measures; the label's log probability and rank decide the rest.
+COLUMNS = ("log_prob", "correct", "top5", "brier", "precision", *MEASURES)
+
+
+def columns_of(outputs, labels, classes=None) -> Tensor:
+    """[B, len(COLUMNS)] of a batch. `classes`: the labels' classes among the K; predictions are
+    restricted to them, before the softmax, uncertainties are not."""
+    log_probs = outputs.log_probs
+    if classes is not None:
+        log_probs = log_probs[:, classes].log_softmax(-1)
+    probs, own = log_probs.exp(), labels.clamp_max(log_probs.shape[1] - 1)[:, None]
+    log_prob = log_probs.gather(1, own)
+    rank = (log_probs > log_prob).sum(-1)
+    brier = probs.square().sum(-1) - 2 * log_prob[:, 0].exp() + 1
+    first = log_probs.argmax(-1) == labels
+    return torch.stack([log_prob[:, 0], first.double(), (rank < 5).double(), brier,
+                        outputs.precision, *(outputs.measures[m] for m in MEASURES)], 1)
+
+
+class Models(NamedTuple):
+    """What is evaluated together: the members' forward passes serve three rows of the table."""
+
+    members: list    # networks
+    students: dict   # {loss: (network, offset)}
+    mimo: nn.Module | None
+
+
+@torch.no_grad()
+def outputs_of(models, images, args, world) -> dict:
+    """{row of the table: Outputs} of a batch."""
+    def forward(net, x=images):
+        with autocast(args, world):
+            return widen(net(x))
+
+    found = {}
+    if models.members:
+        first = forward(models.members[0])
+        found["single"] = softmax_outputs(first)
+        if len(models.members) > 1:
+            rest = (forward(net) for net in models.members[1:])
+            ensemble = ensemble_statistics(z for part in ((first,), rest) for z in part)
+            found["ensemble"] = ensemble_outputs(ensemble)
+            found["ensemble_proxy"] = proxy_outputs(ensemble)
+    for loss, (net, offset) in models.students.items():
+        logits = forward(net)
+        found[f"student_{loss}"] = softmax_outputs(logits) if loss == "forward_kl" else \
+            student_outputs(logits, offset)
+    if models.mimo is not None:
+        members = models.mimo.mimo
+        logits = forward(models.mimo, images.repeat(1, members, 1, 1))
+        heads = logits.view(len(images), members, -1).unbind(1)
+        found["mimo"] = ensemble_outputs(ensemble_statistics(heads))
+        if args.mimo_average == "logits":
+            found["mimo"] = softmax_outputs(torch.stack(heads).mean(0))
+    return found
+
+
+def predict(models, dataset, args, world, classes=None) -> dict:
+    """{row of the table: [N, len(COLUMNS)]}, float64 on the CPU, exactly one row an example."""
+    for net in (*models.members, *(net for net, _ in models.students.values()), models.mimo):
+        if net is not None:
+            net.eval()
+    rows, index = {}, [torch.zeros(0, dtype=torch.long)]
+    for batch in make_loader(dataset, args, world, max(512, args.batch_size)).epoch():
+        for name, outputs in outputs_of(models, batch.images, args, world).items():
+            rows.setdefault(name, []).append(columns_of(outputs, batch.labels, classes).cpu())
+        index.append(batch.index.cpu())
+    index = torch.cat(index)
+    return {name: common.gather_rows(torch.cat(parts), index, len(dataset), world)
+            for name, parts in rows.items()}
+
+
+def predictive_metrics(columns) -> dict:
+    """Accuracy, NLL, calibration, Brier, PRR by measure, of [N, len(COLUMNS)]."""
+    at = dict(zip(COLUMNS, columns.T))
+    correct = at["correct"] > 0
+    values = {"accuracy": at["correct"].mean().item(), "top5_accuracy": at["top5"].mean().item(),
+              "nll": -at["log_prob"].mean().item(), "brier": at["brier"].mean().item(),
+              "ece15": calibration(1 - at["confidence"], correct)[0],
+              "mce15": calibration(1 - at["confidence"], correct)[1]}
+    for measure in MEASURES:
+        if not at[measure].isnan().any():
+            values[f"prr_{measure}"] = common.prediction_rejection_ratio(at[measure], correct)
+    return values
+
+
+def calibration(confidence, correct, bins=15) -> tuple[float, float]:
+    """(ECE, MCE) from confidences [N], bins as `common.reliability`."""
+    bars = common.reliability(confidence, correct, bins)
+    gap = np.abs(bars.accuracy - bars.confidence)
+    return float((bars.counts * gap).sum() / bars.counts.sum()), float(gap.max())
+
+
+def published_calibration(confidence, correct) -> tuple[float, float]:
+    """(ECE, MCE) in ten bins [a, b), and an eleventh for 1.0, as the published code."""
+    bins = (10 * np.asarray(confidence)).astype(int)
+    gaps = [(np.mean(bins == b), abs(np.mean(np.asarray(confidence)[bins == b])
+                                     - np.mean(np.asarray(correct)[bins == b])))
+            for b in np.unique(bins)]
+    return float(sum(w * g for w, g in gaps)), float(max(g for _, g in gaps))
+
+
+def ood_metrics(inside, outside) -> dict:
+    """AUROC by measure, out-of-distribution positive, of two [N, len(COLUMNS)]."""
+    values = {}
+    for measure in MEASURES:
+        a, b = (c[:, COLUMNS.index(measure)] for c in (inside, outside))
+        if not a.isnan().any():
+            scored = common.ood_metrics(a, b, larger_means="ood")
+            values |= {f"auroc_{measure}": scored["auroc"], f"fpr95_{measure}": scored["fpr95"]}
+    return values
+
+
+def rank_correlations(student, ensemble) -> dict:
+    """Spearman correlation of a student's uncertainties with the ensemble's, example by example:
+    whether the distribution was distilled."""
+    values = {}
+    for name in (*MEASURES[1:], "precision"):
+        a, b = (c[:, COLUMNS.index(name)] for c in (student, ensemble))
+        if not (a.isnan().any() or b.isnan().any()) and a.std() > 0 and b.std() > 0:
+            values[f"spearman_{name}"] = float(stats.spearmanr(a, b).statistic)
+    return values
+
+
+@torch.no_grad()
+def milliseconds(models, shape, args, world, batch_size=256) -> dict:
+    """Time of a prediction by row of the table, ms an example, in batches; the shortest of five."""
+    x = torch.zeros(batch_size, *shape, device=world.device)
+    x = x.contiguous(memory_format=torch.channels_last)
+    rows = {f"student_{loss}": (net,) for loss, (net, _) in models.students.items()}
+    if models.members:
+        rows |= {"single": models.members[:1], "ensemble": models.members}
+
+    def once(nets):
+        clock = common.Stopwatch(world.device)
+        for net in nets:
+            with autocast(args, world):
+                net(x)
+        return clock.seconds()
+
+    return {name: 1e3 / batch_size * min(once(nets) for _ in range(5))
+            for name, nets in rows.items()}
+
+
+def evaluate(models, sets, args, world) -> tuple[dict, dict]:
+    """(metrics `<row>/<name>`, columns {set: {row: [N, C]}}) of all models on all sets."""
+    test = predict(models, sets["test"], args, world)
+    columns, metrics = {"test": test}, {}
+    for name, (dataset, classes) in sets["ood"].items():
+        columns[name] = predict(models, dataset, args, world, classes)
+    shifted = {s: [predict(models, sets["shift"](kind, s), args, world)
+                   for kind in sets["kinds"]] for s in range(1, 6)} if sets["kinds"] else {}
+    seconds = milliseconds(models, sets["test"].shape, args, world) if world.is_main else {}
+    for row, own in test.items():
+        values = predictive_metrics(own)
+        if row in seconds:
+            values["ms_per_example"] = seconds[row]
+        for i, (name, (dataset, classes)) in enumerate(sets["ood"].items()):
+            outside = ood_metrics(own, columns[name][row])
+            values |= {f"{name}_{k}": v for k, v in outside.items()} | (outside if not i else {})
+            if classes is not None:
+                masked = torch.isin(sets["test"].labels, classes)
+                values |= {f"{name}_masked_{k}": v for k, v in
+                           ood_metrics(own[masked], columns[name][row]).items()}
+            if classes is not None or getattr(dataset, "label_probs", None) is not None:
+                values |= {f"{name}_{k}": v for k, v in
+                           predictive_metrics(columns[name][row]).items()}
+        for severity, parts in shifted.items():
+            together = torch.cat([part[row] for part in parts])
+            values |= {f"c_s{severity}_{k}": v for k, v in predictive_metrics(together).items()}
+        if shifted:
+            keys = ("accuracy", "nll", "ece15", "brier")
+            values |= {f"c_{k}": float(np.mean([values[f"c_s{s}_{k}"] for s in shifted]))
+                       for k in keys}
+        if row.startswith("student") and "ensemble" in test:
+            values |= rank_correlations(own, test["ensemble"])
+        metrics |= {f"{row}/{k}": v for k, v in values.items()}
+    return metrics, columns
+
+
+ROWS = {"single": "single network", "ensemble": "ensemble", "ensemble_proxy": "its proxy",
+        "student_forward_kl": "EnD (forward KL)",
+        "student_dirichlet_likelihood": "EnD2 (likelihood)", "student_proxy": "proxy, forward KL",
+        "student_rkl_proxy": "proxy, reverse KL (paper)", "mimo": "MIMO"}
+
+
+def format_results(metrics, ood) -> str:
+    """The table that a run prints, of `<row>/<metric>`."""
+    header = ["", "accuracy %", "NLL nats", "ECE15 %", "PRR MI", "PRR total",
+              *(f"{name} AUROC {short}" for name in ood for short in ("MI", "total")),
+              "rank corr. precision", "ms"]
+    rows = []
+    for row, title in ROWS.items():
+        if f"{row}/accuracy" not in metrics:
+            continue
+        cell = lambda key, digits=4, scale=1.0: "-" if (
+            v := metrics.get(f"{row}/{key}")) is None else f"{scale * v:.{digits}f}"
+        rows.append([title, cell("accuracy", 2, 100), cell("nll"), cell("ece15", 2, 100),
+                     cell("prr_mutual_information", 3), cell("prr_total_uncertainty", 3),
+                     *(cell(f"{name}_auroc_{m}") for name in ood
+                       for m in ("mutual_information", "total_uncertainty")),
+                     cell("spearman_precision", 3), cell("ms_per_example", 3)])
+    return common.format_table(header, rows)
+
+
+# ---- Plots --------------------------------------------------------------------------------------
+
+COLOURS = ["#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE", "#000000"]
+
+
+def plot_story(plt, path, columns):
+    """Rejection curves by total uncertainty; precision of the students against the ensemble's."""
+    figure, axes = plt.subplots(1, 2, figsize=(11.5, 4.4), constrained_layout=True)
+    for (row, own), colour in zip(columns.items(), COLOURS):
+        at = dict(zip(COLUMNS, own.T))
+        rejected, error = common.rejection_curve(at["total_uncertainty"], at["correct"] > 0)
+        axes[0].plot(100 * rejected, 100 * error, color=colour, label=ROWS[row])
+    axes[0].set(xlabel="rejected as most uncertain, %", ylabel="errors left, % of all",
+                xlim=(0, 100), ylim=(0, None))
+    axes[0].legend(frameon=False, fontsize=8)
+    ensemble, precision = columns.get("ensemble"), COLUMNS.index("precision")
+    for (row, own), colour in zip(columns.items(), COLOURS):
+        measured = row.startswith("student") and not own[:, precision].isnan().any()
+        if ensemble is not None and measured:
+            axes[1].plot(ensemble[:, precision], own[:, precision], ".", ms=2, color=colour,
+                         label=ROWS[row], rasterized=True)
+    if ensemble is not None:
+        low, high = np.quantile(ensemble[:, precision], [0.001, 0.999])
+        axes[1].plot([low, high], [low, high], "k--", lw=1, label="equal")
+        axes[1].set(xscale="log", yscale="log", xlabel="precision of the ensemble's proxy",
+                    ylabel="precision of the student")
+        axes[1].legend(frameon=False, fontsize=8, markerscale=4)
+    common.save_figure(plt, figure, path)
+
+
+# ---- Main ---------------------------------------------------------------------------------------
+
+
+def load_sets(args, world) -> dict:
+    """All sets of a run, before anything is trained."""
+    with common.main_first(world):
+        train = data.load(args.dataset, "train", args.data_dir, seed=args.seed, val_fraction=0.0,
+                          limit=args.limit_train)
+        test = data.match(data.load(args.dataset, "test", args.data_dir), train)
+        ood = {}
+        for name in args.ood:
+            size = train.shape[-1] if name.startswith("folder:") else None
+            try:
+                own = data.match(data.load(name, "test", args.data_dir, image_size=size), train)
+            except UserError as error:
+                if not name.startswith("imagenet_"):
+                    raise
+                print(f"{name} skipped: {error}", flush=True)
+                continue
+            ood[Path(name.removeprefix("folder:")).name] = own, subset(own, train, name)
+    kinds, shift = [], None
+    if args.shift == "computed":
+        some = test if not args.shift_examples else test.select(
+            torch.arange(min(args.shift_examples, len(test))) * len(test)
+            // min(args.shift_examples, len(test)))
+        kinds = list(data.CORRUPTIONS)
+        shift = lambda kind, severity: data.corrupted(some, kind, severity)
+    elif args.shift == "published":
+        name = f"{args.dataset}_c"
+        kinds = data.corruption_kinds(name, args.data_dir)
+        shift = lambda kind, severity: data.match(
+            data.load_corrupted(name, kind, severity, args.data_dir), train)
+        if not kinds and world.is_main:
+            print(f"{name} is not in {args.data_dir}: skipped", flush=True)
+    return {"train": train, "test": test, "ood": ood, "kinds": kinds, "shift": shift}
+
+
+def subset(dataset, train, name):
+    """The classes [n] of a set among the training set's, by folder names; None if it has others."""
+    known, own = getattr(train, "classes", ()), getattr(dataset, "classes", ())
+    if not own or name == "imagenet_o" or not {*own} <= {*known} or own == known:
+        return None  # ImageNet-O's folders are named after classes that its images are not of
+    return torch.tensor([known.index(c) for c in own])
+
+
+def run_name(args) -> str:
+    width = f"-w{args.width:g}" if args.width != 1 else ""
+    return args.name or f"{args.dataset}-{args.model}{width}"
+
+
+def open_run(args, world, kind, what, **more):
+    """The run directory of a network; its options, and what else shapes it."""
+    keys = (*COMMON_OPTIONS, *OPTIONS[kind])
+    return common.Run(args, "proxy_distill", f"{run_name(args)}/{what}",
+                      {**{k: getattr(args, k) for k in keys}, "seed": args.seed, **more}, world)
+
+
+def finish(net, kind, what, sets, args, world, teachers=None, **more):
+    """Train a network, or read it where --eval: it must be complete."""
+    run = open_run(args, world, kind, what, **more)
+    epochs = {"base": args.base_epochs, "mimo": args.mimo_epochs, "distill": args.epochs}[kind]
+    if args.eval:
+        state = run.load(required=True)
+        if (done := state["progress"]["epoch"]) < epochs:
+            raise UserError(f"{run.resume_from} has {done} of {epochs} epochs; finish it first "
+                            "(the same command without --eval)")
+        net.load_state_dict(state["model"])
+    else:
+        common.seed_all(args.seed, 1)
+        train(net, kind, sets["train"], run, args, world, teachers)
+    return net.to(world.device, memory_format=torch.channels_last).eval()
+
+
+def new_network(args, sets, seed, width, mimo=1):
+    common.seed_all(seed)
+    return make_network(args, sets["train"].num_classes, sets["train"].shape, width, mimo)
+
+
+def members_of(args, sets, world, make=True) -> list:
+    """The M members: from --ensemble-paths, or of seeds from --seed on, trained where `make`."""
+    nets = []
+    for i in range(args.members):
+        seed = args.seed + i
+        net = new_network(args, sets, seed, args.width)
+        if args.ensemble_paths:
+            net = read_member(args.ensemble_paths[i], net)
+            nets.append(net.to(world.device, memory_format=torch.channels_last).eval())
+            continue
+        own = common.with_options(args, seed=seed, eval=args.eval or not make)
+        try:
+            nets.append(finish(net, "base", f"base-seed{seed}", sets, own, world))
+        except UserError as error:
+            if make or args.eval:
+                raise
+            raise UserError(f"member {i + 1} of {args.members} is missing ({error}); train it "
+                            f"with --method base --seed {seed}") from None
+    return nets
+
+
+def fingerprint(nets) -> str:
+    """A hash of the members' weights: a student and a cache belong to them."""
+    digest = hashlib.sha256()
+    for net in nets:
+        for value in net.state_dict().values():
+            digest.update(value.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def train_students(losses, members, sets, args, world) -> dict:
+    """{loss: (network, offset)}, all from the same teachers."""
+    whose, teachers = fingerprint(members), None
+    if not args.eval:
+        teachers = Teachers(members, args, world)
+        if args.cache_teachers:
+            key = f"{args.dataset} {args.limit_train} {args.amp} {len(members)} {whose}\n"
+            path = Path(args.out_dir) / "proxy_distill" / run_name(args) / \
+                f"teachers-seed{args.seed}.f32"
+            cache = TeacherCache(path, key, sets["train"], world)
+            cache.fill(teachers, sets["train"], args, world, lambda text: print(text, flush=True)
+                       if world.is_main and not args.quiet else None)
+            teachers.cache = cache
+    students = {}
+    for loss in losses:
+        own = common.with_options(args, loss=loss)
+        net = new_network(args, sets, common.derive_seed(args.seed, 7) % 2**31, args.student_width)
+        net = finish(net, "distill", f"student_{loss}-seed{args.seed}", sets, own, world, teachers,
+                     loss=loss, ensemble=whose)
+        students[loss] = net, args.model_offset
+    return students
+
+
+def run_all(args, world) -> dict:
+    """The networks of --method, and what they are together."""
+    sets, members, students, mimo = load_sets(args, world), [], {}, None
+    if args.method == "base":
+        net = new_network(args, sets, args.seed, args.width)
+        members = [finish(net, "base", f"base-seed{args.seed}", sets, args, world)]
+    if args.method in ("all", "distill"):
+        members = members_of(args, sets, world, make=args.method == "all")
+        losses = args.losses if args.method == "all" else [args.loss]
+        students = train_students(losses, members, sets, args, world)
+    if args.method == "mimo" or args.method == "all" and args.mimo:
+        mimo = new_network(args, sets, args.seed, args.width, args.mimo_members)
+        mimo = finish(mimo, "mimo", f"mimo-seed{args.seed}", sets, args, world)
+    clock = common.Stopwatch(world.device)
+    metrics, columns = evaluate(Models(members, students, mimo), sets, args, world)
+    what = {"base": "base", "mimo": "mimo", "distill": f"student_{args.loss}", "all": "all"}
+    config = {**vars(args), "eval": False, "resume": "auto"}
+    run = common.Run(args, "proxy_distill",
+                     f"{run_name(args)}/{what[args.method]}-seed{args.seed}", config, world)
+    run.results(metrics, {"evaluate_s": clock.seconds()},
+                n={name: len(next(iter(rows.values()))) for name, rows in columns.items()})
+    if world.is_main:
+        print(f"\n{run_name(args)}, seed {args.seed}\n\n"
+              f"{format_results(metrics, sets['ood'])}\n", flush=True)
+        if args.published_json:
+            common.write_json(args.published_json, published_results(columns, sets))
+        if args.plot and (plt := common.pyplot()):
+            plot_story(plt, run.directory / "story.png", columns["test"])
+            run.say(f"picture in {run.directory}")
+    return metrics
+
+
+def published_results(columns, sets) -> dict:
+    """{row: the published layout}: `imagenet_val` and so on, names and bins as there."""
+    names = dict(zip(MEASURES, ("confidence", "entropy_of_expected", "expected_entropy",
+                                "mutual_information", "EPKL", "MKL")))
+    found = {}
+    for row, own in columns["test"].items():
+        at = dict(zip(COLUMNS, own.T))
+        correct = (at["correct"] > 0).numpy()
+        ece, mce = published_calibration((1 - at["confidence"]).numpy(), correct)
+        values = {"acc1": at["correct"].mean().item(), "acc5": at["top5"].mean().item(),
+                  "ECE": ece, "MCE": mce, "brier": at["brier"].mean().item(),
+                  "NLL": -at["log_prob"].mean().item()}
+        for measure, name in names.items():
+            if not at[measure].isnan().any():
+                values[f"{name}_PRR"] = common.prediction_rejection_ratio(at[measure], correct)
+        domains = {"imagenet_val": values}
+        for other in sets["ood"]:
+            scored = ood_metrics(own, columns[other][row])
+            domains[other.replace("_", "-")] = {
+                name: scored[f"auroc_{measure}"] for measure, name in names.items()
+                if f"auroc_{measure}" in scored}
+        found[row] = domains
+    return found
+
+
+def main(argv=None) -> dict:
+    args = parse_args(argv)
+    world = common.start_world(args.device)
+    common.check_batch(args, world)
+    return run_all(args, world)
+
+
+if __name__ == "__main__":
+    common.run_script(main)
