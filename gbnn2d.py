@@ -1199,20 +1199,24 @@ def predictive_metrics(p, labels) -> dict:
     return values
 
 
-def ood_scores(p) -> dict:
-    """Uncertainties [N]: entropy of the mean, mutual information, 1 - largest probability."""
+def ood_scores(p, several=True) -> dict:
+    """Uncertainties [N]: entropy of the mean, 1 - largest probability, and where there are several
+    draws the mutual information."""
     probs = p.probs / p.probs.sum(1, keepdim=True)
     total = common.entropy(probs)
-    return {"entropy": total, "mutual_information": (total - p.aleatoric).clamp_min(0),
-            "max_prob": 1 - probs.max(1).values}
+    scores = {"entropy": total, "max_prob": 1 - probs.max(1).values}
+    if several:
+        scores["mutual_information"] = (total - p.aleatoric).clamp_min(0)
+    return scores
 
 
 def evaluate(module, sets, args, world) -> dict:
     """Test metrics and OOD detection of one stage's network."""
     test = predict(module, sets["test"], args, world, args.mc)
-    metrics, inside = predictive_metrics(test, sets["test"].labels), ood_scores(test)
+    several = args.mc > 1 and isinstance(module, Stochastic)
+    metrics, inside = predictive_metrics(test, sets["test"].labels), ood_scores(test, several)
     for name, dataset in sets["ood"].items():
-        outside = ood_scores(predict(module, dataset, args, world, args.mc))
+        outside = ood_scores(predict(module, dataset, args, world, args.mc), several)
         for score in inside:
             values = common.ood_metrics(inside[score], outside[score], larger_means="ood")
             metrics |= {f"{name}_{k}_{score}": v for k, v in values.items()}
@@ -1351,7 +1355,8 @@ def plot_plane(plt, path, points, codes):
     margin = 0.1 * (high - low)
     axes[0, 0].set(ylabel="sigma", xlim=(low[0] - margin[0], high[0] + margin[0]),
                    ylim=(low[1] - margin[1], high[1] + margin[1]))
-    axes[0, 0].legend(loc="upper right", markerscale=6)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
+                  markerscale=6, frameon=False)
     common.save_figure(plt, figure, path)
 
 

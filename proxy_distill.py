@@ -999,7 +999,7 @@ def plot_story(plt, path, columns):
         rejected, error = common.rejection_curve(at["total_uncertainty"], at["correct"] > 0)
         axes[0].plot(100 * rejected, 100 * error, color=colour, label=ROWS[row])
     axes[0].set(xlabel="rejected as most uncertain, %", ylabel="errors left, % of all",
-                xlim=(0, 100), ylim=(0, None))
+                xlim=(0, 100), yscale="log", ylim=(50 / len(at["correct"]), 130))
     axes[0].legend(frameon=False, fontsize=8)
     ensemble, precision = columns.get("ensemble"), COLUMNS.index("precision")
     for (row, own), colour in zip(columns.items(), COLOURS):
