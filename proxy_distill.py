@@ -906,13 +906,15 @@ def rank_correlations(student, ensemble) -> dict:
 
 
 @torch.no_grad()
-def milliseconds(models, shape, args, world, batch_size=256) -> dict:
+def milliseconds(models, shape, batch_size, args, world) -> dict:
     """Time of a prediction by row of the table, ms an example, in batches; the shortest of five."""
-    x = torch.zeros(batch_size, *shape, device=world.device)
-    x = x.contiguous(memory_format=torch.channels_last)
     rows = {f"student_{loss}": (net,) for loss, (net, _) in models.students.items()}
     if models.members:
         rows |= {"single": models.members[:1], "ensemble": models.members}
+    if not rows:
+        return {}
+    like = next(next(iter(rows.values()))[0].parameters())
+    x = like.new_zeros(batch_size, *shape).contiguous(memory_format=torch.channels_last)
 
     def once(nets):
         clock = common.Stopwatch(world.device)
@@ -933,7 +935,8 @@ def evaluate(models, sets, args, world) -> tuple[dict, dict]:
         columns[name] = predict(models, dataset, args, world, classes)
     shifted = {s: [predict(models, sets["shift"](kind, s), args, world)
                    for kind in sets["kinds"]] for s in range(1, 6)} if sets["kinds"] else {}
-    seconds = milliseconds(models, sets["test"].shape, args, world) if world.is_main else {}
+    batch_size = min(256, len(sets["test"]))
+    seconds = milliseconds(models, sets["test"].shape, batch_size, args, world)
     for row, own in test.items():
         values = predictive_metrics(own)
         if row in seconds:

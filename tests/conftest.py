@@ -30,7 +30,7 @@ from PIL import Image  # noqa: E402
 torch.set_num_threads(1)
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["pytest", "ddu", "forde", "gbnn2d"])
+SERVER.set_forkserver_preload(["pytest", "ddu", "forde", "gbnn2d", "proxy_distill"])
 
 
 class Child:
@@ -148,6 +148,20 @@ def run_gbnn2d_in_float64(*argv):
     import gbnn2d
     in_float64(gbnn2d)
     run_gbnn2d(*argv)
+
+
+def run_proxy_distill(*argv):
+    run_script("proxy_distill", argv)
+
+
+def run_proxy_distill_in_float64(*argv):
+    import data
+    import proxy_distill
+    in_float64(proxy_distill)
+    load = data.load
+    data.load = lambda name, split, *rest, **more: load(
+        name, split, *rest, **{**more, "limit": 400 if split == "test" else more.get("limit")})
+    run_proxy_distill(*argv)
 
 
 def free_port():

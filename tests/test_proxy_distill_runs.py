@@ -1,0 +1,299 @@
+"""proxy_distill.py end to end: members, students, MIMO, resuming, several processes, misuse."""
+
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Child, run_proxy_distill_in_float64, start_ranks
+from PIL import Image
+from test_runs import parse_command, snapshot, strict_json, usage_commands
+from test_streaming import write_images
+
+import common
+import data
+import proxy_distill
+
+LOSSES = proxy_distill.LOSSES
+ROWS = ("single", "ensemble", "ensemble_proxy", *(f"student_{loss}" for loss in LOSSES))
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """Options of the whole story in a few seconds: two members, a few steps each, small test sets.
+    """
+    load = data.load
+    monkeypatch.setattr(data, "load", lambda name, split, *rest, **more: load(
+        name, split, *rest, **{**more, "limit": 400 if split == "test" else more.get("limit")}))
+    return ["--dataset", "numbers", "--limit-train", "600", "--batch-size", "60", "--members", "2",
+            "--base-epochs", "2", "--epochs", "1", "--mimo-epochs", "1", "--limit-steps", "4",
+            "--shift", "none", "--ood", "glyphs_letters", "--device", "cpu", "--no-plot",
+            "--out-dir", str(tmp_path / "runs"), "--name", "run"]
+
+
+def folder(options, name="run"):
+    return Path(options[options.index("--out-dir") + 1]) / "proxy_distill" / name
+
+
+def named(options, name):
+    options = list(options)
+    options[options.index("--name") + 1] = name
+    return options
+
+
+def weights_of(path):
+    return torch.load(path / "last.pt", weights_only=True)["model"]
+
+
+def assert_equal_weights(a, b):
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def timeless(metrics):
+    return {k: v for k, v in metrics.items() if not k.endswith("ms_per_example")}
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capfd):
+    """refused(*argv): stderr of a start that must end with status 2, one line, no file changed."""
+    def run(*argv):
+        before = snapshot(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["proxy_distill.py", *map(str, argv)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            common.run_script(proxy_distill.main)
+        err = capfd.readouterr().err
+        assert stop.value.code == 2 and err.count("\n") == 1, (stop.value.code, err)
+        assert err.startswith("proxy_distill.py: error: ") and snapshot(tmp_path) == before
+        return err
+
+    return run
+
+
+def test_the_story_leaves_its_files_and_eval_repeats_it(small):
+    small = [o for o in small if o != "--no-plot"]
+    small[small.index("--shift") + 1] = "computed"
+    small += ["--shift-examples", "2", "--mimo"]
+    metrics = proxy_distill.main(small)
+    root = folder(small)
+    assert {p.name for p in root.iterdir()} == {
+        "base-seed1", "base-seed2", "mimo-seed1", "all-seed1", "teachers-seed1.f32",
+        "teachers-seed1.json", "teachers-seed1.done", *(f"student_{x}-seed1" for x in LOSSES)}
+    with Image.open(root / "all-seed1" / "story.png") as image:
+        assert image.width > 500 and len(set(image.convert("L").resize((64, 32)).tobytes())) > 10
+    results = strict_json(root / "all-seed1" / "results.json")
+    assert results["metrics"] == common.to_json(metrics) and results["n"]["test"] == 400
+    for row in (*ROWS, "mimo"):
+        wanted = {f"{row}/{k}" for k in ("accuracy", "nll", "ece15", "brier", "c_s5_accuracy",
+                                         "c_nll", "auroc_total_uncertainty",
+                                         "glyphs_letters_auroc_confidence")}
+        if row not in ("single", "student_forward_kl"):  # a softmax has no mutual information
+            wanted |= {f"{row}/{k}" for k in ("prr_mutual_information", "auroc_epkl",
+                                              "auroc_mutual_information")}
+        assert wanted <= metrics.keys()
+    assert not any("single/auroc_mutual" in k for k in metrics)
+    assert metrics["ensemble/nll"] == metrics["ensemble_proxy/nll"]
+    kept = {p: p.read_bytes() for p in root.rglob("last.pt")}
+    for more in (["--eval"], []):
+        again = proxy_distill.main([*small, *more, "--no-plot"])
+        assert timeless(again) == timeless(metrics)
+    assert kept == {p: p.read_bytes() for p in kept}
+
+
+@pytest.mark.parametrize("method, losses", [("base", ()), ("mimo", ()), *(
+    ("distill", (loss,)) for loss in LOSSES)])
+def test_stopped_and_resumed_equals_uninterrupted(small, monkeypatch, method, losses):
+    if method == "distill":
+        for name in ("run", "calm"):
+            for seed in (1, 2):
+                proxy_distill.main([*named(small, name), "--method", "base", "--seed",
+                                    str(seed)])
+    small = [*small, "--method", method, *(o for x in losses for o in ("--loss", x)),
+             "--epochs", "2", "--mimo-epochs", "2"]
+    metrics, real = proxy_distill.main(named(small, "calm")), proxy_distill.train_epoch
+    calls = []
+
+    def signalled(*rest):
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(proxy_distill, "train_epoch", signalled)
+        with pytest.raises(common.Stopped, match=f"in epoch 2 of {method} after step 1"):
+            proxy_distill.main(small)
+    assert timeless(proxy_distill.main(small)) == timeless(metrics)
+    what = f"student_{losses[0]}-seed1" if losses else f"{method}-seed1"
+    assert_equal_weights(*(weights_of(folder(small, name) / what) for name in ("run", "calm")))
+
+
+def test_two_processes_equal_one(small, tmp_path):
+    """All of it, MIMO's shuffled rows and the shared file of the teachers too."""
+    one, two = named(small, "one"), named(small, "two")
+    more = ["--mimo", "--limit-steps", "2", "--losses", "dirichlet_likelihood", "rkl_proxy"]
+    children = [Child(tmp_path, run_proxy_distill_in_float64, *one, *more, rank=9)]
+    children += start_ranks(tmp_path, 2, run_proxy_distill_in_float64, *two, *more)
+    for child in children:
+        assert child.wait().status == 0, child.stderr[-2000:]
+    for what in ("base-seed1", "base-seed2", "mimo-seed1", "student_rkl_proxy-seed1",
+                 "student_dirichlet_likelihood-seed1"):
+        a, b = (weights_of(folder(small, name) / what) for name in ("one", "two"))
+        for k, v in a.items():
+            difference = (v.double() - b[k].double()).abs().max()
+            assert difference < 1e-6 * max(1.0, v.abs().max()), (what, k)
+    a, b = (strict_json(folder(small, name) / "all-seed1" / "results.json")["metrics"]
+            for name in ("one", "two"))
+    assert all(a[f"{row}/nll"] == pytest.approx(b[f"{row}/nll"], abs=1e-5)
+               for row in ("single", "ensemble", "student_rkl_proxy", "mimo"))
+
+
+def test_cached_teachers_are_the_members(small, monkeypatch):
+    """The file gives the losses of the members themselves; it goes on after a stop, and starts anew
+    when the members are others."""
+    shown = []
+    real = proxy_distill.batch_loss
+
+    def noted(*rest):
+        values = real(*rest)
+        shown.append(float(values[1]))
+        return values
+
+    monkeypatch.setattr(proxy_distill, "batch_loss", noted)
+    proxy_distill.main([*small, "--losses", "rkl_proxy"])
+    cached = shown[-4:]
+    proxy_distill.main([*small, "--losses", "rkl_proxy", "--no-cache-teachers", "--resume",
+                        "never"])
+    np.testing.assert_allclose(cached, shown[-4:], rtol=1e-5)
+
+    path = folder(small) / "teachers-seed1.f32"
+    whole, note = path.read_bytes(), path.with_suffix(".json").read_text()
+    path.write_bytes(bytes(len(whole)))  # nothing is done: all is computed again
+    path.with_suffix(".done").write_bytes(bytes(1))
+    proxy_distill.main([*small, "--losses", "forward_kl"])
+    assert path.read_bytes() == whole
+    path.write_bytes(bytes(len(whole)))  # all is done: nothing is computed
+    proxy_distill.main([*small, "--losses", "proxy"])
+    assert path.read_bytes() == bytes(len(whole))
+    path.with_suffix(".json").write_text("of others")
+    proxy_distill.main([*small, "--losses", "dirichlet_likelihood"])
+    assert path.read_bytes() == whole and path.with_suffix(".json").read_text() == note
+
+
+def test_teachers_are_left_alone(small):
+    """No gradient and no batch statistics reach the members; the student trains."""
+    proxy_distill.main([*small, "--method", "base"])
+    proxy_distill.main([*small, "--method", "base", "--seed", "2"])
+    before = [(folder(small) / f"base-seed{s}" / "last.pt").read_bytes() for s in (1, 2)]
+    args = proxy_distill.parse_args([*small, "--no-cache-teachers"])
+    world = common.start_world("cpu")
+    sets = proxy_distill.load_sets(args, world)
+    members = proxy_distill.members_of(args, sets, world)
+    kept = [{k: v.clone() for k, v in net.state_dict().items()} for net in members]
+    (net, offset), = proxy_distill.train_students(["rkl_proxy"], members, sets, args,
+                                                  world).values()
+    for member, state in zip(members, kept):
+        assert_equal_weights(member.state_dict(), state)
+        assert not member.training and all(p.grad is None for p in member.parameters())
+    fresh = proxy_distill.new_network(args, sets, common.derive_seed(1, 7) % 2**31, 0.125)
+    assert offset == 1 and not torch.equal(net.fc.weight, fresh.fc.weight)
+    assert before == [(folder(small) / f"base-seed{s}" / "last.pt").read_bytes() for s in (1, 2)]
+
+
+@pytest.mark.parametrize("more", [
+    "--losses rkl_proxy --rkl-target paper --max-precision 1e4",
+    "--losses dirichlet_likelihood --temperature 5 --anneal-epochs 2 --no-cache-teachers",
+    "--losses proxy --model-offset 0 --target-offset 0 --opt sgd --lr 1e-4 --schedule step",
+    "--losses --mimo --mimo-members 3 --mimo-average logits --repetition-probability 0",
+    "--losses forward_kl --model resnet18 --width 0.05 --student-width 0.03 --amp bf16",
+    "--losses forward_kl --label-smoothing 0.1 --no-decay norms --augment --no-cache-teachers"])
+def test_options(small, more):
+    metrics = proxy_distill.main([*small, "--base-epochs", "1", *more.split()])
+    assert all(math.isfinite(v) for v in metrics.values() if v is not None)
+
+
+def test_members_from_files(small, tmp_path):
+    """State dicts of others make the same ensemble as our own runs."""
+    whole = proxy_distill.main([*small, "--losses", "rkl_proxy"])
+    paths = []
+    for seed in (1, 2):
+        path = tmp_path / f"{seed}.ckpt"  # as Lightning writes them
+        state = weights_of(folder(small) / f"base-seed{seed}")
+        torch.save({"epoch": 3, "state_dict": {f"model.{k}": v for k, v in state.items()}}, path)
+        paths.append(str(path))
+    again = proxy_distill.main([*named(small, "other"), "--losses", "rkl_proxy",
+                                "--ensemble-paths", *paths])
+    assert timeless(again) == timeless(whole)
+
+
+def test_published_json(small, tmp_path):
+    path = tmp_path / "published.json"
+    metrics = proxy_distill.main([*small, "--method", "base", "--published-json", str(path)])
+    found = strict_json(path)["single"]
+    assert set(found) == {"imagenet_val", "glyphs-letters"}
+    assert found["imagenet_val"]["acc1"] == metrics["single/accuracy"]
+    assert found["imagenet_val"]["NLL"] == pytest.approx(metrics["single/nll"])
+    assert found["glyphs-letters"]["entropy_of_expected"] == metrics[
+        "single/auroc_total_uncertainty"]
+    assert "mutual_information_PRR" not in found["imagenet_val"]
+
+
+def test_folders_of_jpegs(tmp_path):
+    """ImageNet's layout, streamed: members, students, and a set with a part of the classes."""
+    rng = np.random.default_rng(0)
+    for c, name in enumerate(("n01", "n02", "n03")):
+        write_images(tmp_path / "data/imagenet/train" / name, 8, rng, np.eye(3)[c] * 130)
+        write_images(tmp_path / "data/imagenet/val" / name, 4, rng, np.eye(3)[c] * 130)
+    for c, name in ((0, "n01"), (2, "n03")):
+        write_images(tmp_path / "data/imagenet-a" / name, 3, rng, np.eye(3)[c] * 130)
+    metrics = proxy_distill.main([
+        "--dataset", "imagenet", "--data-dir", str(tmp_path / "data"), "--out-dir",
+        str(tmp_path / "runs"), "--model", "resnet18", "--width", "0.05", "--student-width", "0.05",
+        "--members", "2", "--base-epochs", "1", "--epochs", "1", "--batch-size", "12", "--workers",
+        "0", "--lr", "0.01", "--base-lr", "0.01", "--losses", "rkl_proxy", "--no-mimo", "--shift",
+        "none", "--device", "cpu", "--no-plot"])
+    results = strict_json(tmp_path / "runs/proxy_distill/imagenet-resnet18-w0.05/all-seed1/"
+                          "results.json")
+    assert results["n"] == {"test": 12, "imagenet_a": 6}  # imagenet_o, imagenet_r: not there
+    for row in ("single", "ensemble", "student_rkl_proxy"):
+        assert 0 <= metrics[f"{row}/imagenet_a_accuracy"] <= 1
+        assert {f"{row}/imagenet_a_auroc_total_uncertainty",
+                f"{row}/imagenet_a_masked_auroc_total_uncertainty"} <= metrics.keys()
+
+
+@pytest.mark.parametrize("argv, said", [
+    ("--members 1", "--members"), ("--loss nothing", "--loss"), ("--model nothing", "--model"),
+    ("--augment", "--no-augment"), ("--temperature 5", "--anneal-epochs"),
+    ("--repetition-probability 2", "--repetition-probability"), ("--dataset nothing", "nothing"),
+    ("--ensemble-paths nowhere.pt nowhere.pt", "nowhere.pt"), ("--eval", "train first"),
+    ("--max-precision 0", "--max-precision"), ("--method distill", "--method base --seed 1"),
+    ("--student-width 0", "--student-width"), ("--ood nothing", "nothing")])
+def test_misuse_is_one_line_and_status_2(small, refused, argv, said):
+    assert said in refused(*small, *argv.split())
+
+
+def test_changed_options_name_themselves(small, refused):
+    proxy_distill.main([*small, "--method", "base"])
+    assert "base_lr" in refused(*small, "--method", "base", "--base-lr", "0.01")
+
+
+def test_students_belong_to_their_ensemble(small, refused):
+    """Members trained anew: the old student is refused, not silently kept."""
+    proxy_distill.main([*small, "--losses", "rkl_proxy"])
+    for seed in ("1", "2"):
+        proxy_distill.main([*small, "--method", "base", "--seed", seed, "--base-lr", "0.001",
+                            "--resume", "never"])
+    assert "ensemble" in refused(*small, "--losses", "rkl_proxy", "--base-lr", "0.001",
+                                 "--no-cache-teachers")
+
+
+def test_the_commands_of_the_docstring_parse():
+    parsed = [parse_command(line, (proxy_distill,)) for line in usage_commands(proxy_distill)]
+    assert [a.dataset for a in parsed] == ["numbers", "imagenet", "numbers", "imagenet"]
+    published = dict(model="resnet50", lr=0.8, batch_size=2048, epochs=90, base_epochs=120,
+                     weight_decay=1e-4, loss="rkl_proxy", model_offset=1.0, target_offset=1.0)
+    assert published.items() <= vars(parsed[1]).items()
