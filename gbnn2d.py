@@ -124,7 +124,7 @@ def parse_args(argv=None):
     add("--em-iterations", type=int, default=30, help="at most")
     add("--bins", type=int, default=1024, help="of the histogram that EM works on, a side")
     add("--chi2-level", type=float, default=0.95, help="weights outside this ellipse are blended")
-    add("--tau-d", type=lambda t: t if t == "auto" else float(t), metavar="{auto,W2}",
+    add("--tau-d", type=threshold, metavar="{auto,W2}",
         help="W2 below which components merge, not squared (published: 3.873e-4; auto: the 5 %% "
         "quantile of the components' distances from their nearest)")
     add("--tau-g", type=float, default=math.inf, help="largest difference of gradient magnitudes")
@@ -147,6 +147,11 @@ def parse_args(argv=None):
     add("--runs", type=int, default=1, help="repeat with the next seeds; mean and standard error")
     add("--save-interval", type=int, default=1, help="epochs between checkpoints")
     return check_args(common.resolve_arguments(parser.parse_args(argv), PRESETS, "glyphs"))
+
+
+def threshold(text):
+    """"auto" or a number, of --tau-d."""
+    return text if text == "auto" else float(text)
 
 
 def check_args(args):
@@ -335,10 +340,10 @@ class Layout:
         if not self.size:
             raise UserError("the network has no convolution or linear layer to cover")
         self.names = {name for name, _, _ in self.entries}
-        self.rest = [name for name in net.state_dict() if name not in self.names]
+        self.rest = [name for name, _ in net.named_parameters() if name not in self.names]
 
     def describe(self) -> str:
-        """What is covered, and what is kept whole."""
+        """What is covered, and which parameters are kept whole (beside all buffers)."""
         return (f"{len(self.entries)} layers with {self.size:,} weights are shared; kept whole: "
                 f"{', '.join(self.rest) or 'nothing'}")
 
@@ -795,13 +800,14 @@ def merge_mixture(mixture, gradient, tau_d, tau_g=math.inf, tau_v=1e-3, neighbou
     number, close = torch.arange(len(gradient)), True
     while (k := len(gradient)) > 1:
         if close:
-            near = nearest(mixture.centres, mixture.centres, neighbours + 1)[:, 1:]
+            near = nearest(mixture.centres, mixture.centres, neighbours + 1)
             i, j = torch.arange(k).repeat_interleave(near.shape[1]), near.flatten()
         elif math.isfinite(tau_d):
             i, j = torch.from_numpy(cKDTree(mixture.centres.numpy()).query_pairs(
                 tau_d, output_type="ndarray")).long().T
         else:
             i, j = torch.combinations(torch.arange(k)).T
+        i, j = i[i != j], j[i != j]  # where centres are equal, the nearest need not be itself
         w2, allowed = can_merge(mixture, gradient, i, j, tau_d, tau_g, tau_v)
         if allowed.any():
             pairs = zip(w2[allowed].tolist(), i[allowed].tolist(), j[allowed].tolist())
@@ -974,7 +980,7 @@ def train(module, stage, epochs, kl_weight, train_set, run, args, world):
             if signum:
                 raise common.Stopped(signum, f"after epoch {epoch + 1} of {stage}")
         if not epochs and state is None:
-            save(epoch=0, **progress)
+            save(**progress)
 
 
 LOGGED = ("loss", "kl", "correct")  # by step: mean cross entropy, KL / n_train, correct predictions
@@ -1040,7 +1046,7 @@ def refresh_batch_norm(module, train_set, args, world):
     norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if not norms:
         return
-    common.sync_batch_norm(module, world)
+    common.sync_batch_norm(module, world)  # this can put other layers in their places
     norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
@@ -1124,9 +1130,11 @@ def nearest_distances(mixture) -> Tensor:
     """W2 of each component from the nearest of its 8 nearest centres [K]."""
     if len(mixture.weights) < 2:
         return torch.zeros(1)
-    near = nearest(mixture.centres, mixture.centres, 9)[:, 1:]
+    near = nearest(mixture.centres, mixture.centres, 9)
     own = mixture.centres[:, None], mixture.covariances[:, None]
-    return wasserstein(*own, mixture.centres[near], mixture.covariances[near]).min(1).values
+    distances = wasserstein(*own, mixture.centres[near], mixture.covariances[near])
+    itself = near == torch.arange(len(near), device=near.device)[:, None]
+    return distances.masked_fill(itself, math.inf).min(1).values
 
 
 def make_code(points, outlier, inliers, mixture, sharing) -> dict:
@@ -1310,17 +1318,28 @@ def load_shared(path):
     state = common.load_checkpoint(path)
     if state["config"].get("format") != FORMAT:
         raise UserError(f"{path} is no {FORMAT} file; write one with --export")
+    try:
+        return read_shared(state)
+    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+        raise UserError(f"{path}: a part is missing or does not fit ({common.one_line(error)}); "
+                        "export it again") from None
+
+
+def read_shared(state):
+    """`load_shared` of the file's content."""
     options, shape = argparse.Namespace(**state["config"], weights=None), tuple(state["shape"])
     if options.model.startswith("torchvision/"):
-        net = torchvision.models.get_model(options.model.split("/", 1)[1], weights=None)
+        net = torchvision.models.get_model(options.model.split("/", 1)[1], weights=None,
+                                           num_classes=state["num_classes"])
     else:
         net = make_network(options, state["num_classes"], shape)
     code = state["code"]
     full = {**code, "outliers": code["outliers"].long(), "ellipse": code["ellipse"].long()}
     layout = Layout(net, options.keep_layers)
     if layout.size != len(code["labels"]):
-        raise UserError(f"{path}: {len(code['labels'])} labels for {layout.size} weights; the file "
-                        "is of another network")
+        raise RuntimeError(f"{len(code['labels'])} labels for {layout.size} weights")
+    if int(code["labels"].max()) >= len(code["centres"]):
+        raise RuntimeError(f"a label above the {len(code['centres'])} components")
     weights = layout.split(torch.zeros(layout.size))
     net.load_state_dict({**state["rest"], **weights})
     shared = Shared(net, layout, full, options.draw, options.blend).eval()

@@ -329,14 +329,16 @@ class Ensemble(NamedTuple):
 
 def ensemble_statistics(logits_of_members, temperature=1.0) -> Ensemble:
     """Statistics of members' logits [B, K], an iterable: one member in memory at a time."""
-    log_sum, mean_log, data_nats, m = None, 0.0, 0.0, 0
+    total, mean_log, negative_entropy, m = 0.0, 0.0, 0.0, 0
     for logits in logits_of_members:
         log_p = (logits.double() / temperature).log_softmax(-1)
-        log_sum = log_p if log_sum is None else torch.logaddexp(log_sum, log_p)
-        mean_log, data_nats, m = mean_log + log_p, data_nats - (log_p.exp() * log_p).sum(-1), m + 1
-    log_pi, mean_log = log_sum - math.log(m), mean_log / m
-    rmi = (log_pi.exp() * (log_pi - mean_log)).sum(-1).clamp_min(0)
-    return Ensemble(log_pi, mean_log, data_nats / m, rmi)
+        p = log_p.exp()
+        total, mean_log, m = total + p, mean_log + log_p, m + 1
+        negative_entropy = negative_entropy + torch.linalg.vecdot(p, log_p)
+    pi, mean_log = (total / m).clamp_min(torch.finfo(torch.float64).tiny), mean_log / m
+    log_pi = pi.log()
+    rmi = torch.linalg.vecdot(pi, log_pi - mean_log).clamp_min(0)
+    return Ensemble(log_pi, mean_log, -negative_entropy / m, rmi)
 
 
 def proxy_precision(ensemble, most=math.inf) -> Tensor:
@@ -750,7 +752,7 @@ def train(net, kind, train_set, run, args, world, teachers=None):
             if signum:
                 raise common.Stopped(signum, f"after epoch {epoch + 1} of {kind}")
         if not epochs and state is None:
-            save(epoch=0, **progress)
+            save(**progress)
 
 
 # By step: mean cross entropy, of a student KL(pi || softmax z); correct predictions, of a student

@@ -8,6 +8,7 @@ import argparse
 import math
 import multiprocessing
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -27,6 +28,7 @@ import data  # noqa: E402
 import ddu  # noqa: E402
 import forde  # noqa: E402
 import gbnn2d  # noqa: E402
+import proxy_distill  # noqa: E402
 
 
 def best_seconds(*functions, repeat=3):
@@ -296,9 +298,9 @@ def bench_mixture_scale(k=6000):
     """The whole mixture as N grows to WRN-28-10's 36.5 million weights."""
     for n in (1_000_000, 10_000_000, 36_518_832):
         seconds, before, peak, cells, components, merged = in_own_process(mixture_seconds, n, k)
-        print(f"mixture: N = {n:,}, K0 = {k}: {sum(seconds):.1f} s (learning {seconds[0]:.1f}, labels {seconds[1]:.1f}, "
-              f"merging {components} to {merged} {seconds[2]:.2f}), {cells:,} cells, peak memory {peak:.2f} GB, "
-              f"{before:.2f} of it before (libraries, points); goal 30 s, 3 GiB")
+        print(f"mixture: N = {n:,}, K0 = {k}: {sum(seconds):.1f} s (learning {seconds[0]:.1f}, labels "
+              f"{seconds[1]:.1f}, merging {components} to {merged} {seconds[2]:.2f}), {cells:,} cells, peak memory "
+              f"{peak:.2f} GB, {before:.2f} of it before (libraries, points); goal 30 s, 3 GiB")
 
 
 def bench_wasserstein(k=6000, neighbours=8, peer_pairs=2000):
@@ -366,10 +368,113 @@ def bench_shared(batch_size=128):
               f"step of the last stage, deterministic {1e3 * plain:.0f} ms; ratio {ours / plain:.2f} (goal 1.5)")
 
 
+def random_members(members, rows, classes, generator):
+    """Logits of an ensemble [members, rows, classes]: something shared, something of each."""
+    shared = 2 * torch.randn(rows, classes, generator=generator)
+    return [shared + 0.5 * torch.randn(rows, classes, generator=generator) for _ in range(members)]
+
+
+def bench_reverse_kl(rows=256, classes=1000, members=5):
+    """The reverse-KL loss, forward and backward, against autograd of its textbook form, float64."""
+    generator = torch.Generator().manual_seed(0)
+    ensemble = proxy_distill.ensemble_statistics(random_members(members, rows, classes, generator))
+    precision, pi = proxy_distill.proxy_precision(ensemble), ensemble.log_probs.exp()
+    z = torch.randn(rows, classes, generator=generator).double().requires_grad_()
+
+    def textbook():
+        alpha = z.exp() + 1
+        alpha_0 = alpha.sum(-1, keepdim=True)
+        spread = alpha.digamma() - alpha_0.digamma()
+        entropy = alpha.lgamma().sum(-1) - alpha_0[:, 0].lgamma() - ((alpha - 1) * spread).sum(-1)
+        return torch.autograd.grad((-(pi * spread).sum(-1) - entropy / (precision + classes)).mean(), z)[0]
+
+    def ours(value):
+        loss = proxy_distill.rkl_proxy_loss(z, ensemble, precision, value=value)
+        return torch.autograd.grad(loss.mean(), z)[0]
+
+    difference = (ours(True) - textbook()).abs().max().item()
+    alone, both, peer = best_seconds(lambda: ours(False), lambda: ours(True), textbook, repeat=20)
+    print(f"reverse_kl: {rows} x {classes}: gradient {1e3 * alone:.1f} ms, with the value {1e3 * both:.1f} ms, autograd of "
+          f"the textbook form {1e3 * peer:.1f} ms; ratios {peer / alone:.1f} and {peer / both:.1f} (goal 3), largest "
+          f"difference of the gradients {difference:.0e} (goal 1e-8)")
+
+
+def bench_measures(members=10, rows=500, classes=1000):
+    """All measures of an ensemble from streamed sums, against the loop over pairs of members."""
+    logits = random_members(members, rows, classes, torch.Generator().manual_seed(0))
+
+    def ours():
+        return proxy_distill.ensemble_outputs(proxy_distill.ensemble_statistics(logits)).measures
+
+    def pairs():
+        log_p = torch.stack([z.double().log_softmax(-1) for z in logits])
+        epkl = sum((log_p[i].exp() * (log_p[i] - log_p[j])).sum(-1) for i in range(members)
+                   for j in range(members)) / members**2
+        pi = log_p.exp().mean(0)
+        total, data_nats = -(pi * pi.log()).sum(-1), -(log_p.exp() * log_p).sum(-1).mean(0)
+        return {"epkl": epkl, "mutual_information": total - data_nats, "rmi": epkl - total + data_nats}
+
+    difference = max((ours()[k] - v).abs().max().item() for k, v in pairs().items())
+    ours_s, peer_s = best_seconds(ours, pairs)
+    print(f"measures: {members} members, {rows} x {classes}: {1e3 * ours_s:.0f} ms, loop over pairs {1e3 * peer_s:.0f} ms; "
+          f"ratio {peer_s / ours_s:.1f} (goal 20), largest difference {difference:.0e} nats")
+
+
+def evaluation_peak(queue, rows, classes, members, batch_size=512):
+    """Seconds and peak memory of all columns of an ensemble and its proxy, in batches."""
+    generator, before, start, parts = torch.Generator().manual_seed(0), process_peak_gb(), 0.0, []
+    for first in range(0, rows, batch_size):
+        logits = random_members(members, min(batch_size, rows - first), classes, generator)
+        labels = torch.randint(classes, (len(logits[0]),), generator=generator)
+        begin = time.perf_counter()
+        ensemble = proxy_distill.ensemble_statistics(logits)
+        parts += [torch.cat([proxy_distill.columns_of(o, labels) for o in (
+            proxy_distill.ensemble_outputs(ensemble), proxy_distill.proxy_outputs(ensemble))], 1)]
+        start += time.perf_counter() - begin
+    proxy_distill.predictive_metrics(torch.cat(parts)[:, :len(proxy_distill.COLUMNS)])
+    queue.put((start, before, process_peak_gb()))
+
+
+def bench_evaluation(rows=50_000, classes=1000, members=10):
+    """ImageNet's validation set with ten members, beside the networks: time and peak memory."""
+    seconds, before, peak = in_own_process(evaluation_peak, rows, classes, members)
+    print(f"evaluation: {rows:,} x {classes} x {members} members, ensemble and proxy, all measures: {seconds:.0f} s, "
+          f"peak memory {peak:.2f} GB, {before:.2f} of it libraries (all logits at once: "
+          f"{4e-9 * rows * classes * members:.1f} GB)")
+
+
+def bench_distill(members=5, batch_size=128):
+    """A distillation step of the default's student, from members and from their cached statistics."""
+    args = proxy_distill.parse_args([])
+    world, sets = common.World(), {"train": data.load("numbers", "train", val_fraction=0.0, limit=4 * batch_size)}
+    nets = [proxy_distill.new_network(args, sets, seed, args.width).to(memory_format=torch.channels_last)
+            for seed in range(members)]
+    student = proxy_distill.new_network(args, sets, 99, args.student_width).to(memory_format=torch.channels_last)
+    optimiser = proxy_distill.make_optimiser(student, "distill", args)
+    batch = next(iter(proxy_distill.make_loader(sets["train"], args, world).epoch()))
+
+    def step_of(teachers):
+        def step():
+            loss, *_ = proxy_distill.batch_loss(student, "distill", batch, 0, 0, teachers, args, world)
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+        return step
+
+    with tempfile.TemporaryDirectory() as folder:
+        online = proxy_distill.Teachers(nets, args, world)
+        cache = proxy_distill.TeacherCache(Path(folder, "teachers.f32"), "bench", sets["train"], world)
+        cache.fill(online, sets["train"], args, world, lambda text: None)
+        cached_s, online_s = best_seconds(step_of(proxy_distill.Teachers(nets, args, world, cache)),
+                                          step_of(online), repeat=10)
+    print(f"distill: numbers, {members} members, {batch_size} images: {1e3 * cached_s:.0f} ms a step from the cache, "
+          f"{1e3 * online_s:.0f} ms from the members; ratio {online_s / cached_s:.2f}")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     names = ["loader", "gaussians", "metrics", "spectral", "forde", "forde_memory", "mixture", "mixture_scale",
-             "wasserstein", "shared"]
+             "wasserstein", "shared", "reverse_kl", "measures", "evaluation", "distill"]
     parser.add_argument("which", nargs="*", metavar="{" + ",".join(names) + "}")
     chosen = parser.parse_args().which or names
     if unknown := sorted({*chosen} - {*names}):

@@ -579,12 +579,21 @@ def test_kmeans_is_scikit_learns_from_the_same_start():
     x, _, _ = cloud(600)
     times = torch.arange(600) % 3 + 1
     cells = exact_cells(x)._replace(count=times.double())
-    peer = KMeans(7, init=x[:7].numpy(), n_init=1, max_iter=15, tol=0.0, algorithm="lloyd").fit(
+    peer = KMeans(7, init=x[:7].numpy(), n_init=1, max_iter=100, tol=0.0).fit(
         x.numpy(), sample_weight=times.numpy())
     assert peer.n_iter_ > 3
-    np.testing.assert_allclose(gbnn2d.kmeans(cells, x[:7], 100), KMeans(
-        7, init=x[:7].numpy(), n_init=1, max_iter=100, tol=0.0).fit(
-            x.numpy(), sample_weight=times.numpy()).cluster_centers_, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(gbnn2d.kmeans(cells, x[:7], 100), peer.cluster_centers_, rtol=1e-9,
+                               atol=1e-12)
+
+
+def test_one_component_has_the_moments_of_the_points_whatever_the_bins():
+    x, _, _ = cloud(900)
+    cells = gbnn2d.bin_points(x, bins=3)
+    everyone = torch.zeros(len(cells.count), 1).long()
+    one = gbnn2d.mixture_of(cells, everyone, torch.ones(len(cells.count), 1).double(), 1, 0.0)
+    z = ((x - cells.shift) / cells.scale).numpy()
+    np.testing.assert_allclose(one.centres[0], z.mean(0), atol=1e-12)
+    np.testing.assert_allclose(matrix(one.covariances[0]), np.cov(z.T, bias=True), rtol=1e-10)
 
 
 def test_binned_em_of_twelve_is_close_to_scikit_learns():
@@ -641,14 +650,12 @@ def test_a_million_points_are_all_in_a_cell():
 
 
 def test_labels_must_fit_in_int16():
-    x, cells = cloud(30)[0], None
-    k = 32768
+    x, k = cloud(30)[0], 32768
     mixture = gbnn2d.Mixture(torch.full((k,), 1 / k).double(), torch.randn(k, 2).double(),
                              torch.tensor([[1.0, 0, 1]]).double().repeat(k, 1))
     with pytest.raises(ValueError, match="32768 components"):
-        gbnn2d.assign_all(x, cells, mixture)
-    cells = gbnn2d.bin_points(x)
-    most = gbnn2d.assign_all(x, cells, gbnn2d.Mixture(*(t[:-1] for t in mixture)))
+        gbnn2d.assign_all(x, gbnn2d.bin_points(x), mixture)
+    most = gbnn2d.assign_all(x, gbnn2d.bin_points(x), gbnn2d.Mixture(*(t[:-1] for t in mixture)))
     assert most.label.dtype == torch.int16 and most.label.min() >= 0
     with pytest.raises(UserError, match="--k0"):
         gbnn2d.parse_args(["--k0", "32768"])
@@ -741,7 +748,7 @@ def test_refreshed_statistics_are_the_mean_over_batches_of_drawn_weights():
     norm = shared.net[1]
     np.testing.assert_allclose(norm.running_mean, torch.stack(means).mean(0), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(norm.running_var, torch.stack(variances).mean(0), rtol=1e-4)
-    assert norm.momentum == 0.1 and not norm.training
+    assert norm.momentum == 0.1 and not norm.training and norm.num_batches_tracked == 3
     assert (means[0] - means[1]).abs().max() > 1e-3
 
 
@@ -802,6 +809,7 @@ def test_scores_of_uncertainty_by_hand():
     mutual = math.log(2) - stats.entropy([0.9, 0.1])
     np.testing.assert_allclose(scores["mutual_information"], [mutual, 0], atol=1e-12)
     np.testing.assert_allclose(scores["max_prob"], 0.5)
+    assert gbnn2d.ood_scores(p, several=False).keys() == {"entropy", "max_prob"}
 
 
 # ---- Codes --------------------------------------------------------------------------------------
