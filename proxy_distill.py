@@ -141,6 +141,8 @@ def parse_args(argv=None):
         "test set, by severity: computed, or the CIFAR-C or ImageNet-C files")
     add("--shift-examples", type=int, metavar="N", help="test images a corruption; 0: all")
     add("--limit-train", type=int, metavar="N", help="train on N images, evenly spaced")
+    add("--runs", type=int, default=1, help="repeat with the next members' seeds; mean and "
+        "standard error")
     add("--published-json", metavar="FILE", help="also write the published layout of metrics")
     add("--save-interval", type=int, default=1, help="epochs between checkpoints")
     return check_args(common.resolve_arguments(parser.parse_args(argv), PRESETS, "numbers"))
@@ -152,7 +154,7 @@ def check_args(args):
         args.augment = args.dataset not in data.EMBEDDED
     if args.ensemble_paths:
         args.members = len(args.ensemble_paths)
-    for key in ("members", "mimo_members", "batch_repetitions", "save_interval"):
+    for key in ("members", "mimo_members", "batch_repetitions", "save_interval", "runs"):
         if getattr(args, key) < 1:
             raise UserError(f"--{key.replace('_', '-')} {getattr(args, key)}: must be at least 1")
     if args.members < 2 and args.method in ("all", "distill"):
@@ -329,16 +331,24 @@ class Ensemble(NamedTuple):
 
 def ensemble_statistics(logits_of_members, temperature=1.0) -> Ensemble:
     """Statistics of members' logits [B, K], an iterable: one member in memory at a time."""
-    total, mean_log, negative_entropy, m = 0.0, 0.0, 0.0, 0
+    m, total = 0, None
     for logits in logits_of_members:
-        log_p = (logits.double() / temperature).log_softmax(-1)
-        p = log_p.exp()
-        total, mean_log, m = total + p, mean_log + log_p, m + 1
-        negative_entropy = negative_entropy + torch.linalg.vecdot(p, log_p)
-    pi, mean_log = (total / m).clamp_min(torch.finfo(torch.float64).tiny), mean_log / m
+        z = logits.double() / temperature
+        z -= z.amax(-1, keepdim=True)
+        e = z.exp()
+        sums = e.sum(-1, keepdim=True)  # p = e / sums, ln p = z - ln sums
+        if total is None:
+            total, mean_log = torch.zeros_like(z), torch.zeros_like(z)
+            data_nats = torch.zeros_like(z[..., 0])
+        total.addcdiv_(e, sums)
+        data_nats += (sums.log() - torch.linalg.vecdot(e, z)[..., None] / sums)[..., 0]
+        mean_log += z.sub_(sums.log())
+        m += 1
+    mean_log /= m
+    pi = (total / m).clamp_min_(torch.finfo(torch.float64).tiny)
     log_pi = pi.log()
     rmi = torch.linalg.vecdot(pi, log_pi - mean_log).clamp_min(0)
-    return Ensemble(log_pi, mean_log, -negative_entropy / m, rmi)
+    return Ensemble(log_pi, mean_log, data_nats / m, rmi)
 
 
 def proxy_precision(ensemble, most=math.inf) -> Tensor:
@@ -1184,6 +1194,25 @@ def run_all(args, world) -> dict:
     return metrics
 
 
+def run_seeds(args, world) -> dict:
+    """--runs times `run_all`, each with members of its own, and the means."""
+    runs = [run_all(common.with_options(args, seed=args.seed + i * args.members), world)
+            for i in range(args.runs)]
+    if args.runs == 1:
+        return runs[0]
+    values = {k: [run[k] for run in runs] for k in runs[0]}
+    values = {k: v for k, v in values.items() if None not in v}  # no errors, no rejection ratio
+    means = {k: float(np.mean(v)) for k, v in values.items()}
+    run = common.Run(args, "proxy_distill", f"{run_name(args)}/{args.method}-seed{args.seed}-runs"
+                     f"{args.runs}", {**vars(args), "eval": False, "resume": "auto"}, world)
+    run.results(means, {}, standard_error={k: common.standard_error(v) for k, v in values.items()},
+                values=runs)
+    if world.is_main:
+        print(f"mean of {args.runs} runs\n\n" + format_results(
+            means, [Path(name.removeprefix("folder:")).name for name in args.ood]), flush=True)
+    return means
+
+
 def published_results(columns, sets) -> dict:
     """{row: the published layout}: `imagenet_val` and so on, names and bins as there."""
     names = dict(zip(MEASURES, ("confidence", "entropy_of_expected", "expected_entropy",
@@ -1213,7 +1242,7 @@ def main(argv=None) -> dict:
     args = parse_args(argv)
     world = common.start_world(args.device)
     common.check_batch(args, world)
-    return run_all(args, world)
+    return run_seeds(args, world)
 
 
 if __name__ == "__main__":

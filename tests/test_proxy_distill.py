@@ -913,12 +913,17 @@ def test_distillation_batch_is_the_mean_of_rows_without_labels(loss, temperature
 # ---- Evaluation ---------------------------------------------------------------------------------
 
 
-def columns(n=1, **values):
-    """[N, len(COLUMNS)], NaN where nothing is given."""
-    n = max([n, *(len(v) for v in values.values())])
-    found = torch.full((n, len(pd.COLUMNS)), math.nan).double()
+def column(own, name):
+    return own[:, pd.COLUMNS.index(name)]
+
+
+def columns(start=None, **values):
+    """[N, len(COLUMNS)]: `start` (or NaN) with some replaced."""
+    if start is None:
+        start = torch.full((len(next(iter(values.values()))), len(pd.COLUMNS)), math.nan).double()
+    found = start.clone()
     for name, value in values.items():
-        found[:, pd.COLUMNS.index(name)] = torch.as_tensor(value).double()
+        column(found, name).copy_(torch.as_tensor(value))
     return found
 
 
@@ -943,36 +948,35 @@ def test_metrics_are_scikit_learns_and_torchmetrics():
         assert values[name] == pytest.approx(right.item(), abs=1e-6)
     wrong = p.argmax(-1) != y
     for name in pd.MEASURES:
-        measure = own[:, pd.COLUMNS.index(name)].numpy()
+        measure = column(own, name).numpy()
         assert values[f"prr_{name}"] == pytest.approx(2 * roc_auc_score(wrong, measure) - 1)
-    plain = pd.predictive_metrics(columns(log_prob=own[:, 0], correct=own[:, 1], top5=own[:, 2],
-                                          brier=own[:, 3], confidence=own[:, 5]))
-    assert {k for k in plain if k.startswith("prr_")} == {"prr_confidence"}
+    plain = pd.predictive_metrics(columns(own, epkl=math.nan, rmi=math.nan))
+    assert values.keys() - plain.keys() == {"prr_epkl", "prr_rmi"}
 
 
 def test_labels_that_are_no_class_count_as_wrong():
     out = pd.softmax_outputs(torch.randn(4, 3))
     own = pd.columns_of(out, torch.tensor([3, 7, 100, out.log_probs[3].argmax()]))
-    assert own[:, 1].tolist() == [0, 0, 0, 1]
+    assert column(own, "correct").tolist() == [0, 0, 0, 1]
 
 
 def test_rejection_by_hand():
     wrong = np.arange(100) < 20
-    fill = dict(log_prob=np.zeros(100), correct=~wrong, top5=~wrong, brier=np.zeros(100),
-                confidence=np.full(100, 0.5))
-    prr = lambda **more: pd.predictive_metrics(columns(**{**fill, **more}))
+    half = pd.student_outputs(torch.zeros(100, 2))  # predicts class 0 with probability 1/2
+    own = pd.columns_of(half, torch.from_numpy(wrong).long())
+    prr = lambda own=own, **more: pd.predictive_metrics(columns(own, **more))
     order = np.arange(100.0)
     assert prr(epkl=-order)["prr_epkl"] == pytest.approx(1.0)
     assert prr(epkl=order)["prr_epkl"] == pytest.approx(-1.0)
     assert prr(epkl=np.ones(100))["prr_epkl"] == pytest.approx(0.0)
     tied = np.floor(order / 7) % 3
     shuffle = np.random.default_rng(0).permutation(100)
-    own = columns(**fill, epkl=tied)
+    own = columns(own, epkl=tied)
     assert pd.predictive_metrics(own)["prr_epkl"] == pytest.approx(
         pd.predictive_metrics(own[shuffle])["prr_epkl"], rel=1e-12)
-    for right in (np.ones(100), np.zeros(100)):  # no errors, or nothing else: null
-        values = prr(epkl=order, correct=right)
-        assert values["prr_epkl"] is None and values["accuracy"] == right[0]
+    for label in (0, 1):  # no errors, or nothing else: null
+        values = prr(pd.columns_of(half, torch.full((100,), label)), epkl=order)
+        assert values["prr_epkl"] is None and values["accuracy"] == 1 - label
         assert values["ece15"] == pytest.approx(0.5)
 
 
@@ -1006,15 +1010,15 @@ def test_certain_predictions_are_calibrated_if_right():
     z = 1e4 * torch.eye(6).double()[[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]]
     labels = torch.tensor([0, 1, 2, 3, 4, 5, 0, 1, 2, 4])
     sure = pd.columns_of(pd.softmax_outputs(z), labels)
-    assert (sure[:, pd.COLUMNS.index("confidence")] == 0).all()
+    assert (column(sure, "confidence") == 0).all()
     values = pd.predictive_metrics(sure)
     assert values["ece15"] == pytest.approx(0.1) and values["mce15"] == pytest.approx(0.1)
     assert values["accuracy"] == 0.9 and values["nll"] == pytest.approx(1e3)
     assert values["brier"] == pytest.approx(0.2)
     assert values["prr_confidence"] == pytest.approx(0.0)  # all tied
     assert pd.predictive_metrics(sure[:9])["ece15"] == 0.0
-    found = pd.published_calibration(1 - sure[:, pd.COLUMNS.index("confidence")].numpy(),
-                                     (sure[:, 1] > 0).numpy())
+    found = pd.published_calibration(1 - column(sure, "confidence").numpy(),
+                                     (column(sure, "correct") > 0).numpy())
     np.testing.assert_allclose(found, (0.1, 0.1))
 
 
@@ -1024,16 +1028,15 @@ def test_a_subset_of_classes_is_that_of_its_logits():
     own = pd.columns_of(pd.student_outputs(z), labels, classes)
     small = pd.columns_of(pd.student_outputs(z[:, classes]), labels)
     for name in ("log_prob", "correct", "top5", "brier"):
-        at = pd.COLUMNS.index(name)
-        np.testing.assert_allclose(own[:, at], small[:, at], rtol=1e-10, atol=1e-14, err_msg=name)
+        np.testing.assert_allclose(column(own, name), column(small, name), rtol=1e-10, atol=1e-14,
+                                   err_msg=name)
     whole = pd.columns_of(pd.student_outputs(z), classes[labels])
     for name in ("precision", *pd.MEASURES):  # uncertainties are of all classes
-        at = pd.COLUMNS.index(name)
-        assert torch.equal(own[:, at], whole[:, at]), name
+        assert torch.equal(column(own, name), column(whole, name)), name
     p = softmax(z[:, classes].numpy(), -1)
-    assert own[:, 0].exp().numpy() == pytest.approx(p[np.arange(300), labels])
+    assert column(own, "log_prob").exp().numpy() == pytest.approx(p[np.arange(300), labels])
     brier = ((p - np.eye(7)[labels]) ** 2).sum(-1)
-    np.testing.assert_allclose(own[:, pd.COLUMNS.index("brier")], brier, rtol=1e-10)
+    np.testing.assert_allclose(column(own, "brier"), brier, rtol=1e-10)
 
 
 def test_calibration_of_a_subset_is_of_its_own_probabilities():
@@ -1050,8 +1053,7 @@ def test_ood_scores_are_scikit_learns():
     values, swapped = pd.ood_metrics(inside, outside), pd.ood_metrics(outside, inside)
     same, is_ood = pd.ood_metrics(inside, inside), np.arange(500) >= 300
     for name in pd.MEASURES:
-        at = pd.COLUMNS.index(name)
-        a, b = inside[:, at].numpy(), outside[:, at].numpy()
+        a, b = (column(c, name).numpy() for c in (inside, outside))
         right = roc_auc_score(is_ood, np.append(a, b))
         assert right > 0.6 or name not in ("confidence", "total_uncertainty")
         assert values[f"auroc_{name}"] == pytest.approx(right)
