@@ -19,7 +19,11 @@ Usage:
       gbnn2d.py --dataset imagenet                           # two machines, R = 0 and 1
 
 Expected:
-  not measured
+  glyphs, n = 3 seeds, mean +- standard error, one CPU core, 2.5 minutes each: NLL 0.0090 +- 0.0020
+    nats (deterministic), 0.0096 +- 0.0021 (mean-field), 0.154 +- 0.036 (clustered), 0.225 +- 0.016
+    (merged), 0.0147 +- 0.0028 (final); 29.5 % of the bytes of the mean-field network.
+  cifar10, ResNet-18: not measured. The authors' README gives accuracy 91.8 +- 0.1 %, NLL 0.313 +-
+    0.003 nats, ECE 0.034 +- 0.003.
 
 Differs from the published code (github.com/gfhvbjk/Anonymous):
   - Its trainer cannot learn: sampled weights are detached, and no optimiser step is made. Ours does
@@ -393,7 +397,7 @@ class MeanField(Stochastic):
 
     @property
     def sigma(self):
-        return sigma_of(self.rho, self.kind)
+        return sigma_of(self.rho, self.kind).abs()  # the published map's sign has no meaning
 
     def draw(self):
         return self.mu + self.sigma * torch.randn_like(self.mu)

@@ -110,7 +110,7 @@ def test_the_last_stage_learns(small):
     assert torch.equal(state["centres"], start) and state["shift"].abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("stage", ["stoch", "final"])
+@pytest.mark.parametrize("stage", ["det", "stoch", "final"])
 def test_stopped_in_a_stage_and_resumed_equals_uninterrupted(small, monkeypatch, stage):
     metrics, real = gbnn2d.main(named(small, "calm")), gbnn2d.train_epoch
 

@@ -69,10 +69,13 @@ def pair_loop(p):
 # ---- Teachers' statistics -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("m", [1, 6])
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
-def test_streamed_statistics_are_the_stacked_ones(temperature):
-    z = members(m=6, b=9, k=11)
+def test_streamed_statistics_are_the_stacked_ones(temperature, m):
+    z = members(m=m, b=9, k=11)
+    given = z.clone()
     ours = pd.ensemble_statistics((member for member in z), temperature)
+    assert torch.equal(z, given)
     log_p = log_softmax(z.numpy() / temperature, -1)
     p = np.exp(log_p)
     pi = p.mean(0)
@@ -83,9 +86,9 @@ def test_streamed_statistics_are_the_stacked_ones(temperature):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
 
 
-def test_half_precision_members_are_widened_before_the_softmax():
+def test_half_precision_members_are_widened_first():
     z = members(k=50).bfloat16()
-    for a, b in zip(pd.ensemble_statistics(z), pd.ensemble_statistics(z.double())):
+    for a, b in zip(pd.ensemble_statistics(z, 3.0), pd.ensemble_statistics(z.double(), 3.0)):
         assert torch.equal(a, b)
 
 
@@ -226,11 +229,12 @@ def test_the_papers_target_has_precision_beta_0_whatever_the_offset(t):
     assert grad.abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("target", ["published", "paper"])
-@pytest.mark.parametrize("m, t", [(1, 1), (0, 1), (0.5, 1.5)])
+@pytest.mark.parametrize("m, t, target", [
+    (1, 1, "published"), (0, 1, "published"), (0.5, 1.5, "published"), (1, 0, "published"),
+    (1, 1, "paper"), (0, 1, "paper")])
 def test_rkl_is_torchs_reverse_kl(m, t, target):
     e, z = pd.ensemble_statistics(members()), torch.randn(6, 7).double().requires_grad_()
-    b = pd.proxy_precision(e) + 7 * (t if target == "published" else t - 1)
+    b = pd.proxy_precision(e) + (7 * t if target == "published" else 0)
     textbook = kl_divergence(Dirichlet(z.exp() + m),
                              Dirichlet(e.log_probs.exp() * b[:, None] + 1)) / b
     right, = torch.autograd.grad(textbook.sum(), z)
@@ -390,7 +394,7 @@ def test_losses_leave_autocast(loss, m, t, dtype):
 @pytest.mark.parametrize("loss", pd.LOSSES)
 def test_the_options_reach_the_loss(loss):
     args = SimpleNamespace(loss=loss, model_offset=0.7, target_offset=1.3, max_precision=9.0,
-                           rkl_target="paper")
+                           rkl_target="paper")  # each differs from the default
     e, temperature = pd.ensemble_statistics(members(), 2.0), 2.0
     assert pd.proxy_precision(e).max() > 9
     z = torch.randn(6, 7).double().requires_grad_()
@@ -958,6 +962,16 @@ def test_labels_that_are_no_class_count_as_wrong():
     out = pd.softmax_outputs(torch.randn(4, 3))
     own = pd.columns_of(out, torch.tensor([3, 7, 100, out.log_probs[3].argmax()]))
     assert column(own, "correct").tolist() == [0, 0, 0, 1]
+
+
+def test_equal_scores_rank_by_class():
+    """As common.top_k_accuracy: a network that says nothing is not right in its first five."""
+    z, labels = torch.zeros(12, 12), torch.arange(12)
+    z[6:, 3:9] = 1.0
+    own = pd.columns_of(pd.softmax_outputs(z), labels)
+    values = pd.predictive_metrics(own)
+    assert values["accuracy"] == pytest.approx(common.accuracy(z, labels))
+    assert values["top5_accuracy"] == pytest.approx(common.top_k_accuracy(z, labels, 5))
 
 
 def test_rejection_by_hand():
