@@ -160,13 +160,12 @@ def check_args(args):
     if args.members < 2 and args.method in ("all", "distill"):
         raise UserError(f"--members {args.members}: an ensemble has at least 2")
     for key, low, high in (
-            ("base_epochs", 0, math.inf), ("mimo_epochs", 0, math.inf), ("base_lr", 0, math.inf),
-            ("mimo_lr", 0, math.inf), ("momentum", 0, 0.999), ("weight_decay", 0, math.inf),
-            ("warm_up", 0, 0.9), ("label_smoothing", 0, 0.999), ("model_offset", 0, math.inf),
-            ("target_offset", 0, math.inf), ("max_precision", 1e-6, math.inf),
-            ("temperature", 1, math.inf), ("anneal_epochs", 0, math.inf),
-            ("repetition_probability", 0, 1), ("shift_examples", 0, math.inf),
-            ("student_width", 0.01, math.inf), ("limit_train", 1, math.inf)):
+            ("base_epochs", 0, 1e9), ("mimo_epochs", 0, 1e9), ("base_lr", 0, 1e9),
+            ("mimo_lr", 0, 1e9), ("momentum", 0, 0.999), ("weight_decay", 0, 1e9),
+            ("warm_up", 0, 0.9), ("label_smoothing", 0, 0.999), ("model_offset", 0, 1e9),
+            ("target_offset", 0, 1e9), ("max_precision", 1e-6, math.inf), ("temperature", 1, 1e9),
+            ("anneal_epochs", 0, 1e9), ("repetition_probability", 0, 1),
+            ("shift_examples", 0, 1e9), ("student_width", 0.01, 1e3), ("limit_train", 1, 1e9)):
         value = getattr(args, key)
         if value is not None and not low <= value <= high:
             raise UserError(f"--{key.replace('_', '-')} {value}: must lie in [{low}, {high}]")
@@ -299,9 +298,11 @@ def read_member(path, net):
     for key in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
+    state = state if isinstance(state, dict) else {}
+    state = {k: v for k, v in state.items() if isinstance(k, str) and isinstance(v, Tensor)}
     own = net.state_dict()
     first = next(iter(own))
-    prefix = next((k.removesuffix(first) for k in state if k.endswith(first)), "")
+    prefix = min((k.removesuffix(first) for k in state if k.endswith(first)), key=len, default="")
     state = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
     differing = sorted(k for k in {*own, *state}
                        if k not in own or k not in state or own[k].shape != state[k].shape)
@@ -317,6 +318,7 @@ def read_member(path, net):
 # ---- Method -------------------------------------------------------------------------------------
 # B rows, M members, K classes; z student logits [B, K]; all statistics and losses are float64.
 
+LOG_ROOT = 0.5 * math.log(2 * math.pi)
 EPS = 2.0**-23  # published code: in the precision, so that agreeing members have a finite one
 
 
@@ -389,11 +391,11 @@ def rkl_proxy_loss(logits, ensemble, precision, model_offset=1.0, target_offset=
     """KL(Dir(exp(z) + m) || Dir(pi b + 1)) / b [B], up to a constant: the paper's loss.
 
     target "published": b = beta_0 + K t, which counts the smoothing t twice, as the published code;
-    "paper": b = beta_0 + K (t - 1), so that t = 1 has the paper's target pi beta_0 + 1. Without
+    "paper": b = beta_0, whose target is the paper's pi beta_0 + 1, whatever t. Without
     `value` the rows are 0 and their gradient right, in a third of the time.
     """
     k = logits.shape[-1]
-    b = precision + k * (target_offset if target == "published" else target_offset - 1)
+    b = precision + (k * target_offset if target == "published" else 0)
     return ReverseKL.apply(logits, ensemble.log_probs, b, model_offset, value)
 
 
@@ -463,8 +465,6 @@ def dirichlet_entropy(alpha) -> Tensor:
     return own.sum(-1) + whole[..., 0] + (k - 1) * LOG_ROOT
 
 
-LOG_ROOT = 0.5 * math.log(2 * math.pi)
-
 # Uncertainties [B], larger is more uncertain; all in nats but confidence.
 MEASURES = ("confidence", "total_uncertainty", "data_uncertainty", "mutual_information", "epkl",
             "rmi")
@@ -522,9 +522,9 @@ def student_outputs(logits, offset=1.0) -> Outputs:
 
 
 def proxy_outputs(ensemble, target_offset=0.0) -> Outputs:
-    """The ensemble's proxy Dir(pi beta_0 + t): what a perfect student would say."""
+    """The ensemble's proxy Dir(pi beta_0 + t)."""
     alpha = ensemble.log_probs.exp() * proxy_precision(ensemble)[:, None] + target_offset
-    return dirichlet_outputs(alpha.clamp_min(1e-300), ensemble.log_probs)
+    return dirichlet_outputs(alpha, ensemble.log_probs)
 
 
 def mimo_rows(n, repetitions, probability, members, generator) -> Tensor:
@@ -622,13 +622,11 @@ def batch_loss(model, kind, batch, epoch, step, teachers, args, world):
         shown = forward_kl_loss(logits.detach(), ensemble).sum() / size
         agrees = logits.argmax(-1) == ensemble.log_probs.argmax(-1)
         return loss, shown, agrees.sum() / size
-    loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum",
-                           label_smoothing=args.label_smoothing) / (size * net_members(logits))
-    return loss, loss.detach(), (logits.argmax(-1) == labels).sum() / (size * net_members(logits))
-
-
-def net_members(logits) -> int:
-    return logits.shape[1] if logits.ndim == 3 else 1
+    size *= logits.shape[1] if logits.ndim == 3 else 1  # MIMO: rows and members
+    logits, labels = logits.flatten(0, -2), labels.flatten()
+    loss = F.cross_entropy(logits, labels, reduction="sum",
+                           label_smoothing=args.label_smoothing) / size
+    return loss, loss.detach(), (logits.argmax(-1) == labels).sum() / size
 
 
 def mimo_batch(batch, epoch, step, args, world):
@@ -793,23 +791,27 @@ def train_epoch(model, kind, optimiser, loader, epoch, steps, lr_at, progress, s
 
 # ---- Evaluation ---------------------------------------------------------------------------------
 
-# Per example and model, beside the measures; the label's log probability and rank decide the rest.
-COLUMNS = ("log_prob", "correct", "top5", "brier", "precision", *MEASURES)
+# Per example and model, beside the measures; the first five are of the classes predicted from.
+COLUMNS = ("log_prob", "correct", "top5", "brier", "top_prob", "precision", *MEASURES)
 
 
 def columns_of(outputs, labels, classes=None) -> Tensor:
     """[B, len(COLUMNS)] of a batch. `classes`: the labels' classes among the K; predictions are
-    restricted to them, before the softmax, uncertainties are not."""
+    restricted to them (an ensemble's after averaging; published: each member's before),
+    uncertainties are not. Where labels are not among the classes only the measures have a meaning.
+    """
     log_probs = outputs.log_probs
     if classes is not None:
         log_probs = log_probs[:, classes].log_softmax(-1)
     probs, own = log_probs.exp(), labels.clamp_max(log_probs.shape[1] - 1)[:, None]
     log_prob = log_probs.gather(1, own)
-    rank = (log_probs > log_prob).sum(-1)
+    before = torch.arange(log_probs.shape[1], device=own.device) < own
+    rank = ((log_probs > log_prob) | (log_probs == log_prob) & before).sum(-1)
     brier = probs.square().sum(-1) - 2 * log_prob[:, 0].exp() + 1
     first = log_probs.argmax(-1) == labels
     return torch.stack([log_prob[:, 0], first.double(), (rank < 5).double(), brier,
-                        outputs.precision, *(outputs.measures[m] for m in MEASURES)], 1)
+                        probs.max(-1).values, outputs.precision,
+                        *(outputs.measures[m] for m in MEASURES)], 1)
 
 
 class Models(NamedTuple):
@@ -871,8 +873,7 @@ def predictive_metrics(columns) -> dict:
     correct = at["correct"] > 0
     values = {"accuracy": at["correct"].mean().item(), "top5_accuracy": at["top5"].mean().item(),
               "nll": -at["log_prob"].mean().item(), "brier": at["brier"].mean().item(),
-              "ece15": calibration(1 - at["confidence"], correct)[0],
-              "mce15": calibration(1 - at["confidence"], correct)[1]}
+              **dict(zip(("ece15", "mce15"), calibration(at["top_prob"], correct)))}
     for measure in MEASURES:
         if not at[measure].isnan().any():
             values[f"prr_{measure}"] = common.prediction_rejection_ratio(at[measure], correct)
@@ -1048,7 +1049,8 @@ def load_sets(args, world) -> dict:
             except UserError as error:
                 if not name.startswith("imagenet_"):
                     raise
-                print(f"{name} skipped: {error}", flush=True)
+                if world.is_main:
+                    print(f"{name} skipped: {error}", flush=True)
                 continue
             ood[Path(name.removeprefix("folder:")).name] = own, subset(own, train, name)
     kinds, shift = [], None
@@ -1221,7 +1223,7 @@ def published_results(columns, sets) -> dict:
     for row, own in columns["test"].items():
         at = dict(zip(COLUMNS, own.T))
         correct = (at["correct"] > 0).numpy()
-        ece, mce = published_calibration((1 - at["confidence"]).numpy(), correct)
+        ece, mce = published_calibration(at["top_prob"].numpy(), correct)
         values = {"acc1": at["correct"].mean().item(), "acc5": at["top5"].mean().item(),
                   "ECE": ece, "MCE": mce, "brier": at["brier"].mean().item(),
                   "NLL": -at["log_prob"].mean().item()}

@@ -24,6 +24,8 @@ from scipy.stats import multivariate_normal
 import common
 import ddu
 import forde
+import gbnn2d
+import proxy_distill
 from common import UserError
 
 CPU = ["--device", "cpu"]
@@ -1053,10 +1055,12 @@ def test_misuse_by_two_processes(small, tmp_path):
 # ---- The README ---------------------------------------------------------------------------------
 
 
+SCRIPTS = (ddu, forde, gbnn2d, proxy_distill)
+
+
 def readme_commands():
     """The commands in fenced blocks of README.md: continuation lines joined, chains split."""
-    path = REPO / "README.md"
-    text = path.read_text() if path.exists() else ""
+    text = (REPO / "README.md").read_text()
     blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [part.strip().removeprefix("$ ") for line in lines
@@ -1069,7 +1073,7 @@ def usage_commands(script):
     return [line.strip() for line in usage.replace("\\\n", " ").splitlines() if line.strip()]
 
 
-def parse_command(line, scripts=(ddu, forde)):
+def parse_command(line, scripts=SCRIPTS):
     """Parse what stands after the script's name in a command line; None if it runs no script."""
     words = shlex.split(line, comments=True)
     while words and "=" in words[0]:  # environment variables
@@ -1113,9 +1117,19 @@ def test_the_commands_of_the_docstring_parse():
 
 def test_the_commands_of_the_readme_parse():
     commands = readme_commands()
-    if not any("ddu.py" in line for line in commands):
-        pytest.skip("no README.md with commands yet")
     assert any([parse_command(line) for line in commands])
     for line in commands:
         for script in re.findall(r"(?:python|torchrun)\b.*?(\w+\.py)\b", line.split("#")[0]):
             assert (REPO / script).exists() or (REPO / "tests" / script).exists(), line
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.__name__)
+def test_the_commands_in_the_text_of_the_readme_parse(script):
+    """`python X.py ...`, and `X.py ...` in tables: published results and commands rest on them."""
+    name = f"{script.__name__}.py"
+    text = re.sub(r"^```.*?^```", "", (REPO / "README.md").read_text(), flags=re.M | re.S)
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
+    lines = [s for s in spans if re.match(rf"([A-Z_]+=\S+ )?((python|torchrun)\b.* )?{name} -", s)]
+    assert lines
+    for line in lines:
+        script.parse_args(shlex.split(line.split(f"{name} ")[1].replace("…", "")))
