@@ -19,7 +19,11 @@ Usage:
       proxy_distill.py --dataset imagenet --method base --seed 3   # two machines, R = 0 and 1
 
 Expected:
-  not measured
+  numbers, n = 3 seeds, mean +- standard error, two CPU cores, under three minutes each; accuracy, and
+    AUROC of letters and of blended numbers by mutual information (EnD: by total uncertainty):
+    reverse KL 97.67 +- 0.21 %, 0.992 +- 0.004, 0.966 +- 0.002; EnD 97.61 +- 0.08 %, 0.979 +- 0.001,
+    0.941 +- 0.005; EnD2's likelihood and the forward KL 0.1 %, that is, they do not train.
+  imagenet, ResNet-50: not measured.
 
 Differs from the published code (github.com/yandex-research/proxy-dirichlet-distillation):
   - The default loss is the paper's, rkl_proxy. The published ImageNet command has --loss proxy, the
@@ -1016,19 +1020,19 @@ def plot_story(plt, path, columns):
         axes[0].plot(100 * rejected, 100 * error, color=colour, label=ROWS[row])
     axes[0].set(xlabel="rejected as most uncertain, %", ylabel="errors left, % of all",
                 xlim=(0, 100), yscale="log", ylim=(50 / len(at["correct"]), 130))
-    axes[0].legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
     ensemble, precision = columns.get("ensemble"), COLUMNS.index("precision")
     for (row, own), colour in zip(columns.items(), COLOURS):
         measured = row.startswith("student") and not own[:, precision].isnan().any()
         if ensemble is not None and measured:
             axes[1].plot(ensemble[:, precision], own[:, precision], ".", ms=2, color=colour,
-                         label=ROWS[row], rasterized=True)
+                         rasterized=True)
     if ensemble is not None:
         low, high = np.quantile(ensemble[:, precision], [0.001, 0.999])
         axes[1].plot([low, high], [low, high], "k--", lw=1, label="equal")
         axes[1].set(xscale="log", yscale="log", xlabel="precision of the ensemble's proxy",
                     ylabel="precision of the student")
-        axes[1].legend(frameon=False, fontsize=8, markerscale=4)
+        axes[1].legend(loc="lower right")
     common.save_figure(plt, figure, path)
 
 
