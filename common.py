@@ -709,7 +709,7 @@ def add_common_arguments(parser, datasets):
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--eval", action="store_true", help="evaluate the finished run of these options")
     add("--resume", default="auto", metavar="{auto,never,PATH}",
-        help="auto: go on from this run's own checkpoint; never: start anew; PATH: from that file")
+        help="auto: go on from this run's own checkpoint; never: start anew; PATH: from there")
     add("--limit-steps", type=int, metavar="N", help="end each epoch after N steps")
     add("--plot", action=flag, default=True, help="draw the pictures (needs matplotlib)")
     add("--quiet", action="store_true", help="print the final table only")

@@ -549,7 +549,9 @@ def corruption_kinds(name, data_dir="data"):
         return list(CORRUPTIONS)
     if name.startswith("cifar"):
         return [kind for kind in CIFAR_C_KINDS if (folder / f"{kind}.npy").exists()]
-    return _folders_in(folder)
+    joined = [f.rsplit("-", 1)[0].removeprefix("imagenet-c-") for f in _folders_in(Path(data_dir))
+              if name == "imagenet_c" and f.startswith("imagenet-c-")]
+    return sorted({*_folders_in(folder), *joined})
 
 
 def load_corrupted(name, kind, severity, data_dir="data"):
@@ -558,7 +560,8 @@ def load_corrupted(name, kind, severity, data_dir="data"):
     cifar10_c, cifar100_c  CIFAR-10-C/<kind>.npy and labels.npy: 10,000 rows a severity
     tiny_imagenet_c        Tiny-ImageNet-C/<kind>/<severity>/<class>/ or <class>.zip, in memory,
                            any number of images a class, labels by wnids.txt
-    imagenet_c             imagenet-c/<kind>/<severity>/<class>/, a StreamedSet, 224x224, uncropped
+    imagenet_c             imagenet-c/<kind>/<severity>/<class>/, or imagenet-c-<kind>-<severity>/
+                           <class>/, a StreamedSet, 224x224, uncropped
     glyphs_c               computed; `kind` is one of CORRUPTIONS
     Raises UserError for unknown names and kinds, absent, damaged and ill-shaped files.
     """
@@ -573,6 +576,8 @@ def load_corrupted(name, kind, severity, data_dir="data"):
         images, labels = _cifar_c(name, Path(data_dir, folder), kind, severity, site)
         return ImageSet(title, images, labels, *TORCHVISION[name.removesuffix("_c")][3:6])
     root = Path(data_dir, folder, kind, str(severity))
+    if name == "imagenet_c" and not root.is_dir():
+        root = Path(data_dir, f"imagenet-c-{kind}-{severity}")
     if not root.is_dir():
         raise _absent(name, root, site)
     if name == "imagenet_c":

@@ -19,10 +19,10 @@ Usage:
       proxy_distill.py --dataset imagenet --method base --seed 3   # two machines, R = 0 and 1
 
 Expected:
-  numbers, n = 3 seeds, mean +- standard error, two CPU cores, under three minutes each; accuracy, and
-    AUROC of letters and of blended numbers by mutual information (EnD: by total uncertainty):
-    reverse KL 97.67 +- 0.21 %, 0.992 +- 0.004, 0.966 +- 0.002; EnD 97.61 +- 0.08 %, 0.979 +- 0.001,
-    0.941 +- 0.005; EnD2's likelihood and the forward KL 0.1 %, that is, they do not train.
+  numbers, n = 3 seeds, mean +- standard error, two CPU cores, minutes each; accuracy, and AUROC of
+    letters and of blended numbers by mutual information (EnD: by total uncertainty): reverse KL
+    97.67 +- 0.21 %, 0.992 +- 0.004, 0.966 +- 0.002; EnD 97.61 +- 0.08 %, 0.979 +- 0.001, 0.941 +-
+    0.005; EnD2's likelihood and the forward KL 0.1 %, that is, they do not train.
   imagenet, ResNet-50: not measured.
 
 Differs from the published code (github.com/yandex-research/proxy-dirichlet-distillation):
@@ -173,6 +173,8 @@ def check_args(args):
         value = getattr(args, key)
         if value is not None and not low <= value <= high:
             raise UserError(f"--{key.replace('_', '-')} {value}: must lie in [{low}, {high}]")
+    if args.method == "all" and args.resume not in ("auto", "never"):
+        raise UserError("--resume PATH is for one network; add --method base, mimo or distill")
     if args.cache_teachers and args.augment:
         raise UserError("--cache-teachers: augmented views change with every epoch; add "
                         "--no-augment")
@@ -818,6 +820,9 @@ def columns_of(outputs, labels, classes=None) -> Tensor:
                         *(outputs.measures[m] for m in MEASURES)], 1)
 
 
+SEVERITIES = (1, 2, 3, 4, 5)
+
+
 class Models(NamedTuple):
     """What is evaluated together: the members' forward passes serve three rows of the table."""
 
@@ -928,13 +933,13 @@ def milliseconds(models, shape, batch_size, args, world) -> dict:
     rows = {f"student_{loss}": (net,) for loss, (net, _) in models.students.items()}
     if models.members:
         rows |= {"single": models.members[:1], "ensemble": models.members}
-    if not rows:
-        return {}
-    like = next(next(iter(rows.values()))[0].parameters())
-    x = like.new_zeros(batch_size, *shape).contiguous(memory_format=torch.channels_last)
+    if models.mimo is not None:
+        rows["mimo"] = (models.mimo,)
 
     def once(nets):
-        clock = common.Stopwatch(world.device)
+        like, (channels, *size) = next(nets[0].parameters()), shape
+        x = like.new_zeros(batch_size, channels * nets[0].mimo, *size)
+        x, clock = x.contiguous(memory_format=torch.channels_last), common.Stopwatch(world.device)
         for net in nets:
             with autocast(args, world):
                 net(x)
@@ -951,7 +956,7 @@ def evaluate(models, sets, args, world) -> tuple[dict, dict]:
     for name, (dataset, classes) in sets["ood"].items():
         columns[name] = predict(models, dataset, args, world, classes)
     shifted = {s: [predict(models, sets["shift"](kind, s), args, world)
-                   for kind in sets["kinds"]] for s in range(1, 6)} if sets["kinds"] else {}
+                   for kind in sets["kinds"]] for s in SEVERITIES} if sets["kinds"] else {}
     batch_size = min(256, len(sets["test"]))
     seconds = milliseconds(models, sets["test"].shape, batch_size, args, world)
     for row, own in test.items():
@@ -968,17 +973,28 @@ def evaluate(models, sets, args, world) -> tuple[dict, dict]:
             if classes is not None or getattr(dataset, "label_probs", None) is not None:
                 values |= {f"{name}_{k}": v for k, v in
                            predictive_metrics(columns[name][row]).items()}
-        for severity, parts in shifted.items():
-            together = torch.cat([part[row] for part in parts])
-            values |= {f"c_s{severity}_{k}": v for k, v in predictive_metrics(together).items()}
         if shifted:
-            keys = ("accuracy", "nll", "ece15", "brier")
-            values |= {f"c_{k}": float(np.mean([values[f"c_s{s}_{k}"] for s in shifted]))
-                       for k in keys}
+            values |= shift_metrics(sets["kinds"], shifted, row)
         if row.startswith("student") and "ensemble" in test:
             values |= rank_correlations(own, test["ensemble"])
         metrics |= {f"{row}/{k}": v for k, v in values.items()}
     return metrics, columns
+
+
+def shift_metrics(kinds, shifted, row) -> dict:
+    """`c_s<severity>_…` with all kinds of a severity pooled, `c_…` their means over severities, and
+    where there are the published extra kinds `c15_…` without them."""
+    groups = {"c": [True] * len(kinds)}
+    if extra := {*data.CIFAR_C_KINDS[15:]} & {*kinds}:
+        groups["c15"] = [kind not in extra for kind in kinds]
+    values = {}
+    for name, chosen in groups.items():
+        for severity, parts in shifted.items():
+            pooled = torch.cat([part[row] for part, use in zip(parts, chosen) if use])
+            values |= {f"{name}_s{severity}_{k}": v for k, v in predictive_metrics(pooled).items()}
+        values |= {f"{name}_{k}": float(np.mean([values[f"{name}_s{s}_{k}"] for s in shifted]))
+                   for k in ("accuracy", "nll", "ece15", "brier")}
+    return values
 
 
 ROWS = {"single": "single network", "ensemble": "ensemble", "ensemble_proxy": "its proxy",
@@ -1125,7 +1141,8 @@ def members_of(args, sets, world, make=True) -> list:
             net = read_member(args.ensemble_paths[i], net)
             nets.append(net.to(world.device, memory_format=torch.channels_last).eval())
             continue
-        own = common.with_options(args, seed=seed, eval=args.eval or not make)
+        own = common.with_options(args, seed=seed, eval=args.eval or not make,
+                                  resume=args.resume if make else "auto")
         try:
             nets.append(finish(net, "base", f"base-seed{seed}", sets, own, world))
         except UserError as error:

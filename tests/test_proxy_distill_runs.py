@@ -242,7 +242,7 @@ def test_published_json(small, tmp_path):
     assert "mutual_information_PRR" not in found["imagenet_val"]
 
 
-def test_folders_of_jpegs(tmp_path):
+def test_folders_of_jpegs(tmp_path, monkeypatch):
     """ImageNet's layout, streamed: members, students, and a set with a part of the classes."""
     rng = np.random.default_rng(0)
     for c, name in enumerate(("n01", "n02", "n03")):
@@ -250,19 +250,25 @@ def test_folders_of_jpegs(tmp_path):
         write_images(tmp_path / "data/imagenet/val" / name, 4, rng, np.eye(3)[c] * 130)
     for c, name in ((0, "n01"), (2, "n03")):
         write_images(tmp_path / "data/imagenet-a" / name, 3, rng, np.eye(3)[c] * 130)
+    for kind, severity in (("fog", 1), ("fog", 2), ("spatter", 1), ("spatter", 2)):
+        layout = ("imagenet-c/{}/{}", "imagenet-c-{}-{}")[severity - 1].format(kind, severity)
+        for name in ("n01", "n02", "n03"):
+            write_images(tmp_path / "data" / layout / name, 1, rng, 60)
+    monkeypatch.setattr(proxy_distill, "SEVERITIES", (1, 2))
     metrics = proxy_distill.main([
         "--dataset", "imagenet", "--data-dir", str(tmp_path / "data"), "--out-dir",
         str(tmp_path / "runs"), "--model", "resnet18", "--width", "0.05", "--student-width", "0.05",
         "--members", "2", "--base-epochs", "1", "--epochs", "1", "--batch-size", "12", "--workers",
         "0", "--lr", "0.01", "--base-lr", "0.01", "--losses", "rkl_proxy", "--no-mimo", "--shift",
-        "none", "--device", "cpu", "--no-plot"])
+        "published", "--device", "cpu", "--no-plot"])
     results = strict_json(tmp_path / "runs/proxy_distill/imagenet-resnet18-w0.05/all-seed1/"
                           "results.json")
     assert results["n"] == {"test": 12, "imagenet_a": 6}  # imagenet_o, imagenet_r: not there
     for row in ("single", "ensemble", "student_rkl_proxy"):
         assert 0 <= metrics[f"{row}/imagenet_a_accuracy"] <= 1
         assert {f"{row}/imagenet_a_auroc_total_uncertainty",
-                f"{row}/imagenet_a_masked_auroc_total_uncertainty"} <= metrics.keys()
+                f"{row}/imagenet_a_masked_auroc_total_uncertainty",
+                f"{row}/c_accuracy", f"{row}/c15_accuracy", f"{row}/c_s2_nll"} <= metrics.keys()
 
 
 @pytest.mark.parametrize("argv, said", [
@@ -271,9 +277,20 @@ def test_folders_of_jpegs(tmp_path):
     ("--repetition-probability 2", "--repetition-probability"), ("--dataset nothing", "nothing"),
     ("--ensemble-paths nowhere.pt nowhere.pt", "nowhere.pt"), ("--eval", "train first"),
     ("--max-precision 0", "--max-precision"), ("--method distill", "--method base --seed 1"),
-    ("--student-width 0", "--student-width"), ("--ood nothing", "nothing")])
+    ("--student-width 0", "--student-width"), ("--ood nothing", "nothing"),
+    ("--resume nowhere.pt", "--method base")])
 def test_misuse_is_one_line_and_status_2(small, refused, argv, said):
     assert said in refused(*small, *argv.split())
+
+
+def test_resume_from_a_file_is_for_the_student(small):
+    """--resume PATH of another run's student: its weights, and this run's members."""
+    whole = proxy_distill.main([*small, "--losses", "rkl_proxy"])
+    root = folder(small)
+    (root / "student_rkl_proxy-seed1").rename(root / "moved")
+    again = proxy_distill.main([*small, "--method", "distill", "--eval", "--resume",
+                                str(root / "moved" / "last.pt")])
+    assert timeless(again) == timeless(whole)
 
 
 def test_changed_options_name_themselves(small, refused):
