@@ -1222,8 +1222,8 @@ def ood_scores(p, several=True) -> dict:
     return scores
 
 
-def evaluate(module, sets, args, world) -> dict:
-    """Test metrics and OOD detection of one stage's network."""
+def evaluate(module, sets, args, world) -> tuple[dict, Prediction]:
+    """Test metrics and OOD detection of one stage's network, and its prediction of the test set."""
     test = predict(module, sets["test"], args, world, args.mc)
     several = args.mc > 1 and isinstance(module, Stochastic)
     metrics, inside = predictive_metrics(test, sets["test"].labels), ood_scores(test, several)
@@ -1232,7 +1232,7 @@ def evaluate(module, sets, args, world) -> dict:
         for score in inside:
             values = common.ood_metrics(inside[score], outside[score], larger_means="ood")
             metrics |= {f"{name}_{k}_{score}": v for k, v in values.items()}
-    return metrics
+    return metrics, test
 
 
 def compression_report(shared) -> dict:
@@ -1401,10 +1401,10 @@ def plot_weights(plt, path, mu, shared, curve, prediction, labels):
         drawn = shared.draw().cpu()
     span = np.quantile(mu.numpy(), [0.001, 0.999])
     for values, colour, label in ((mu, COLOURS[0], "mean-field means"),
-                                  (drawn, COLOURS[1], "one draw of the shared weights")):
+                                  (drawn, COLOURS[1], "a draw, shared")):
         axes[0].hist(values.numpy(), 80, range=span, histtype="step", color=colour, label=label)
     axes[0].set(xlabel="weight", ylabel="weights", yscale="log")
-    axes[0].legend(frameon=False)
+    axes[0].legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     axes[1].plot(*zip(*curve), "o-", color=COLOURS[0])
     axes[1].set(xlabel="merge threshold tau_d (W2)", ylabel="components K", xscale="log")
     probs = prediction.probs / prediction.probs.sum(1, keepdim=True)
@@ -1498,7 +1498,9 @@ def run_stages(args, world) -> dict:
     metrics, field, codes, shared = {}, None, None, None
 
     def measure(stage, module):
-        metrics.update({f"{stage}/{k}": v for k, v in evaluate(module, sets, args, world).items()})
+        values, prediction = evaluate(module, sets, args, world)
+        metrics.update({f"{stage}/{k}": v for k, v in values.items()})
+        return prediction
 
     net = make_network(args, sets["train"].num_classes, sets["train"].shape)
     layout = Layout(net, args.keep_layers)
@@ -1521,13 +1523,13 @@ def run_stages(args, world) -> dict:
             shared = Shared(copy_of(field.net, args, sets), layout, codes[name], args.draw,
                             args.blend).to(world.device, memory_format=torch.channels_last)
             refresh_batch_norm(shared, sets["train"], args, world)
-            measure(name, shared)
+            prediction = measure(name, shared)
     if last == "final":
         for parameter in shared.net.parameters() if not args.train_bn else ():
             parameter.requires_grad_(False)
         finish(shared, "final", args.final_epochs, lambda steps: lambda step: args.beta, sets, args,
                world)
-        measure("final", shared)
+        prediction = measure("final", shared)
         for mode in ("hier", "shared", "perweight") if args.compare_draws else ():
             shared.draw_mode = mode
             measure(f"final_{mode}", shared)
@@ -1541,7 +1543,7 @@ def run_stages(args, world) -> dict:
     if world.is_main:
         print(f"\n{run_name(args)}\n\n{format_results(metrics, sets['ood'])}\n", flush=True)
         if args.plot and shared is not None and (plt := common.pyplot()):
-            draw_pictures(plt, run.directory, shared, field, codes, sets, args, world)
+            draw_pictures(plt, run.directory, shared, field, codes, prediction, sets, args)
             run.say(f"pictures in {run.directory}")
     return metrics
 
@@ -1554,7 +1556,7 @@ def export_all(shared, sets, args, world) -> int:
     return own.stat().st_size
 
 
-def draw_pictures(plt, directory, shared, field, codes, sets, args, world):
+def draw_pictures(plt, directory, shared, field, codes, prediction, sets, args):
     """plane.png and weights.png."""
     points = torch.stack([field.mu, field.sigma], 1).detach().cpu()
     plot_plane(plt, directory / "plane.png", points, {k: codes[k] for k in ("clustered", "merged")})
@@ -1563,8 +1565,6 @@ def draw_pictures(plt, directory, shared, field, codes, sets, args, world):
     gradient = torch.zeros(len(mixture.weights))
     curve = [(t, len(merge_mixture(mixture, gradient, t, math.inf, args.tau_v)[0].weights))
              for t in middle * np.geomspace(0.05, 20, 12)]
-    alone = common.World(device=world.device)  # the main process predicts without the others
-    prediction = predict(shared, sets["test"], args, alone, args.mc)
     plot_weights(plt, directory / "weights.png", points[:, 0], shared, curve, prediction,
                  sets["test"].labels)
 
@@ -1596,8 +1596,8 @@ def run_loaded(args, world) -> dict:
     if sets["train"].num_classes != num_classes or tuple(sets["train"].shape) != shape:
         raise UserError(f"--load {args.load}: a network for {num_classes} classes of {shape}")
     shared.to(world.device, memory_format=torch.channels_last)
-    metrics = {f"loaded/{k}": v for k, v in evaluate(shared, sets, args, world).items()}
-    metrics |= compression_report(shared)
+    metrics, _ = evaluate(shared, sets, args, world)
+    metrics = {f"loaded/{k}": v for k, v in metrics.items()} | compression_report(shared)
     if world.is_main:
         print(format_results(metrics, sets["ood"]))
     return metrics
