@@ -576,8 +576,9 @@ def load_corrupted(name, kind, severity, data_dir="data"):
         images, labels = _cifar_c(name, Path(data_dir, folder), kind, severity, site)
         return ImageSet(title, images, labels, *TORCHVISION[name.removesuffix("_c")][3:6])
     root = Path(data_dir, folder, kind, str(severity))
-    if name == "imagenet_c" and not root.is_dir():
-        root = Path(data_dir, f"imagenet-c-{kind}-{severity}")
+    joined = Path(data_dir, f"imagenet-c-{kind}-{severity}")
+    if name == "imagenet_c" and joined.is_dir():
+        root = joined
     if not root.is_dir():
         raise _absent(name, root, site)
     if name == "imagenet_c":

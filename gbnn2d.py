@@ -33,6 +33,8 @@ Differs from the published code (github.com/gfhvbjk/Anonymous):
     draw (all members of a component equal), --draw perweight has no uncertainty of the component.
   - Outliers by the magnitude of the mean gradient of an epoch, not the signed one of a batch.
   - EM (--gmm kmeans: the published k-means); blended weights' alphas sum to one; merged moments.
+  - Batch norm has running statistics, measured anew with drawn weights after clustering and fixed in
+    the last stage, which so trains what predicts (there: a batch's own, in the test too).
   - Predictions are means of probabilities; means of logits and votes stand beside them.
 """
 

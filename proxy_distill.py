@@ -414,7 +414,7 @@ class ReverseKL(torch.autograd.Function):
                         + psi1(alpha_0) - pi_k psi1(alpha_k) }.
 
     Value and gradient are written with x psi1(x) - 1 and with what Stirling leaves of lnGamma and
-    psi, so that nothing cancels however large alpha is: autograd is noise from z = 30 on.
+    psi, so that nothing cancels however large alpha is; autograd is noise from z = 40 on.
     """
 
     @staticmethod

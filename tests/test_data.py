@@ -818,7 +818,8 @@ def test_two_moons():
 
 SIZES = {"glyphs": (9000, 1000, 2000, 10), "glyphs_ambiguous": (9000, 1000, 2000, 10),
          "dirty_glyphs": (14400, 1600, 4000, 10), "glyphs_letters": (9000, 1000, 2000, 16),
-         "numbers": (27000, 3000, 5000, 1000)}
+         "numbers": (27000, 3000, 5000, 1000), "numbers_letters": (27000, 3000, 5000, 1000),
+         "numbers_ambiguous": (4500, 500, 2000, 1000)}
 
 
 @pytest.mark.parametrize("name", data.EMBEDDED)
@@ -830,7 +831,8 @@ def test_embedded_sets(name):
         sizes[:2] = len(train), len(val)
     assert [len(train), len(val), len(test)] == sizes and test.num_classes == classes
     assert test.shape == (1, 28, 28) and test.images.dtype == torch.uint8
-    assert test.labels.unique().tolist() == list(range(classes))
+    if name != "numbers_ambiguous":  # sampled labels, few of each class
+        assert test.labels.unique().tolist() == list(range(classes))
     pool = torch.cat([train.images, val.images]) / 255
     assert pool.mean() == pytest.approx(test.mean[0], abs=1e-4) and test.mean == train.mean
     assert pool.std() == pytest.approx(test.std[0], abs=1e-4) and pool.max() == 1
@@ -838,7 +840,7 @@ def test_embedded_sets(name):
     assert not torch.equal(load(name, "train", seed=2).labels, train.labels)
 
 
-@pytest.mark.parametrize("name", ["glyphs", "glyphs_ambiguous"])
+@pytest.mark.parametrize("name", ["glyphs", "glyphs_ambiguous", "numbers_ambiguous"])
 def test_embedded_sets_are_the_same_every_time(name):
     first = load(name, "test", seed=1)
     data._embedded.cache_clear()
@@ -847,6 +849,16 @@ def test_embedded_sets_are_the_same_every_time(name):
     assert torch.equal(first.images, again.images) and torch.equal(first.labels, again.labels)
     rows = {image.numpy().tobytes() for image in load(name, "train").images}
     assert not rows & {image.numpy().tobytes() for image in again.images}
+
+
+def test_blended_numbers_follow_their_distribution():
+    test = load("numbers_ambiguous", "test")
+    probs, hits = test.label_probs, test.label_probs.gather(1, test.labels[:, None])
+    assert torch.allclose(probs.sum(1), torch.ones(2000)) and ((probs > 0).sum(1) == 2).all()
+    top = probs.amax(1)
+    assert (hits > 0).all() and 0.5 <= top.min() and top.max() <= 0.65 + 1e-6
+    likely = (hits[:, 0] == top).double().mean().item()  # as often as its probability
+    assert likely == pytest.approx(top.mean().item(), abs=4 * math.sqrt(0.25 / 2000))
 
 
 def test_ambiguous_labels_follow_their_distribution():
