@@ -1,5 +1,6 @@
 """data.py: splits, published layouts, streaming, the loader, corruptions, OOD and embedded sets."""
 import hashlib
+import math
 import pickle
 import subprocess
 import sys
