@@ -35,32 +35,14 @@ DISTANCE = "input_gradient_cosine_distance"
 KINDS = list(data.CORRUPTIONS)
 LN10 = math.log(10)
 
+SCRIPT = "forde"
+
 
 @pytest.fixture
 def small(tmp_path):
     """Options of a run that takes half a second: three members, four steps an epoch (a partial
     batch of 12 is left), two epochs, shuffled and augmented."""
     return [*BASE, "--augment", "--out-dir", str(tmp_path / "runs")]
-
-
-@pytest.fixture
-def refused(tmp_path, monkeypatch, capfd):
-    """refused(*argv): stderr of a start that must end with status 2 and one line, in this process,
-    and leave every file as it is."""
-    def run(*argv, writes=()):
-        before = snapshot(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["forde.py", *(str(a) for a in argv)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            common.run_script(forde.main)
-        err = capfd.readouterr().err
-        assert stop.value.code == 2 and err.count("\n") == 1, (stop.value.code, err)
-        assert err.startswith("forde.py: error: "), err
-        after = snapshot(tmp_path)
-        assert {k for k in {*before, *after} if before.get(k) != after.get(k)} <= {*writes}
-        return err
-
-    return run
 
 
 def keep_few_tests(replace=setattr):

@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from test_streaming import write_images
 import common
 import gbnn2d
 
+SCRIPT = "gbnn2d"
 STAGES = ("det", "stoch", "clustered", "merged", "final")
 
 
@@ -44,23 +44,6 @@ def named(options, name):
 def state_of(options, name, stage):
     path = folder(options).with_name(name) / stage / "last.pt"
     return torch.load(path, weights_only=True)
-
-
-@pytest.fixture
-def refused(tmp_path, monkeypatch, capfd):
-    """refused(*argv): stderr of a start that must end with status 2, one line, no file changed."""
-    def run(*argv):
-        before = snapshot(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["gbnn2d.py", *map(str, argv)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            common.run_script(gbnn2d.main)
-        err = capfd.readouterr().err
-        assert stop.value.code == 2 and err.count("\n") == 1, (stop.value.code, err)
-        assert err.startswith("gbnn2d.py: error: ") and snapshot(tmp_path) == before
-        return err
-
-    return run
 
 
 def test_all_stages_leave_their_files_and_eval_repeats_them(small, capfd):

@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +10,14 @@ import pytest
 import torch
 from conftest import Child, run_proxy_distill_in_float64, start_ranks
 from PIL import Image
-from test_runs import parse_command, snapshot, strict_json, usage_commands
+from test_runs import parse_command, strict_json, usage_commands
 from test_streaming import write_images
 
 import common
 import data
 import proxy_distill
 
+SCRIPT = "proxy_distill"
 LOSSES = proxy_distill.LOSSES
 ROWS = ("single", "ensemble", "ensemble_proxy", *(f"student_{loss}" for loss in LOSSES))
 
@@ -55,23 +55,6 @@ def assert_equal_weights(a, b):
 
 def timeless(metrics):
     return {k: v for k, v in metrics.items() if not k.endswith("ms_per_example")}
-
-
-@pytest.fixture
-def refused(tmp_path, monkeypatch, capfd):
-    """refused(*argv): stderr of a start that must end with status 2, one line, no file changed."""
-    def run(*argv):
-        before = snapshot(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["proxy_distill.py", *map(str, argv)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            common.run_script(proxy_distill.main)
-        err = capfd.readouterr().err
-        assert stop.value.code == 2 and err.count("\n") == 1, (stop.value.code, err)
-        assert err.startswith("proxy_distill.py: error: ") and snapshot(tmp_path) == before
-        return err
-
-    return run
 
 
 def test_the_story_leaves_its_files_and_eval_repeats_it(small):
