@@ -3,7 +3,8 @@
 Shared by the five scripts; no model, no loss, nothing of one paper. Three parts:
 
   Metrics      accuracy, NLL, Brier, calibration, ensemble decomposition, OOD detection, rejection,
-               temperature: pure functions on tensors, Python floats out, `ValueError` on bad input.
+               temperature, regression by mixtures of Gaussians: pure functions on tensors, Python
+               floats out, `ValueError` on bad input.
   Processes    torchrun or a single process in one code path; seeding; exact sharded evaluation;
                batch norm and dropout that do not depend on the number of processes.
   Runs         the shared command line, the run directory, atomic checkpoints, results, signals.
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from scipy.optimize import brentq
+from scipy.special import erf, ndtri
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,8 +46,9 @@ class UserError(ValueError):
 # Arguments are whatever torch.as_tensor takes, on any device; scalars come back as Python floats.
 # Sums over classes run where the tensor lives, in float64 (float32 on a device without it), in
 # blocks of rows: no N x K copy in float64 exists. The N numbers that remain go to the CPU, in
-# float64. Half precision is widened first. NaN, empty or misshapen input, labels out of range and
-# rows that are not probabilities are refused with a ValueError of one line; "Raises" names others.
+# float64. Half precision is widened first. NaN, empty or misshapen input, labels out of range,
+# rows that are not probabilities and variances of 0 are refused with a ValueError of one line;
+# "Raises" names others.
 
 TOLERANCE = 1e-3  # how far the sum of a row of probabilities may be from 1; float32 errs by 1e-6
 
@@ -189,6 +192,25 @@ def nll(log_probs, labels) -> float:
         _check_sums(block.exp_().sum(-1), "exp(log_probs)")
     own = _vector(log_probs.gather(1, labels[:, None])[:, 0], "log_probs")
     return 0.0 - float(own.mean(dtype=np.float64))
+
+
+def lpd(log_probs, labels) -> float:
+    """Log predictive density of an equal mixture, (1/N) sum_n log (1/S) sum_s p_s(y_n), in nats.
+
+    From the log-probabilities: finite where the mean probability underflows. S = 1 is -`nll`.
+
+    Args: log_probs [S, N, K], normalised; labels int [N].
+    Returns: nats per example, large is good. Raises: as `nll`.
+    """
+    log_probs = _tensor(log_probs)
+    shape = list(log_probs.shape)
+    _require(len(shape) == 3 and 0 not in shape, f"log_probs: expected [S, N, K], got {shape}")
+    labels = _matrix_and_labels(log_probs[0], labels, "log_probs")[1]
+    for (block,) in _blocks(log_probs.transpose(0, 1), wide=False):
+        _check_sums(block.exp_().sum(-1), "exp(log_probs)")
+    own = _wide(log_probs.gather(2, labels.expand(shape[0], -1)[..., None])[..., 0])
+    mixture = _vector(own.logsumexp(0) - math.log(shape[0]), "log_probs")
+    return float(mixture.mean(dtype=np.float64))
 
 
 def brier(probs, labels) -> float:
@@ -338,15 +360,34 @@ def average_precision(scores, positive) -> float:
     return float(np.diff(tp, prepend=0) @ (tp / (tp + fp)) / tp[-1])
 
 
-def fpr_at_tpr(scores, positive, tpr: float = 0.95) -> float:
+def fpr_at_tpr(scores, positive, tpr: float = 0.95, interpolate: bool = False) -> float:
     """Smallest false positive rate among thresholds score >= t with true positive rate >= tpr.
 
-    Args: scores, positive as `auroc`; 0 < tpr <= 1. Thresholds are scores, without interpolation.
-    Returns: 0..1, 1 for constant scores. Raises: as `auroc`.
+    Args: scores, positive as `auroc`; 0 < tpr <= 1. Thresholds are scores; with `interpolate` the
+        ROC points are joined by straight lines, as in ood-metrics: where several points have this
+        true positive rate, the largest of their false positive rates, at tpr = 1 always 1.
+    Returns: 0..1; for constant scores 1, or tpr if interpolated. Raises: as `auroc`.
     """
     _require(0 < tpr <= 1, f"tpr: expected 0 < tpr <= 1, got {tpr}")
     tp, fp = _threshold_counts(scores, positive)
+    if interpolate:
+        return float(np.interp(tpr, np.append(0, tp) / tp[-1], np.append(0, fp) / fp[-1]))
     return float(fp[np.argmax(tp / tp[-1] >= tpr)] / fp[-1])
+
+
+def detection_error(scores, positive, tpr: float = 0.95) -> float:
+    """Smallest (1 - w) (1 - TPR) + w FPR among thresholds score >= t with TPR >= tpr.
+
+    w is the fraction of positives. These are the weights of ood-metrics; the fraction of all rows
+    misclassified has them the other way round, and is the same for equally many of both classes.
+
+    Args: scores, positive as `auroc`; 0 < tpr <= 1.
+    Returns: 0..1, w for constant scores. Raises: as `auroc`.
+    """
+    _require(0 < tpr <= 1, f"tpr: expected 0 < tpr <= 1, got {tpr}")
+    tp, fp = _threshold_counts(scores, positive)
+    rate, w = tp / tp[-1], tp[-1] / (tp[-1] + fp[-1])
+    return float(((1 - w) * (1 - rate) + w * fp / fp[-1])[rate >= tpr].min())
 
 
 def ood_metrics(id_scores, ood_scores, *, larger_means: str) -> dict[str, float]:
@@ -451,6 +492,271 @@ def fit_temperature_grid(logits, labels) -> float:
     for z, label in _blocks(logits, labels):
         total += [float(F.cross_entropy(z / t, label, reduction="sum")) for t in grid]
     return float(grid[total.argmin()])
+
+
+class Moments(NamedTuple):
+    """Mean and variance of mixtures of Gaussians, [N] each; total = aleatoric + epistemic."""
+
+    mean: Tensor
+    aleatoric: Tensor
+    epistemic: Tensor
+    total: Tensor
+
+
+def _finite_range(x: Tensor, name: str) -> tuple[float, float]:
+    low, high = map(float, x.aminmax())  # both NaN if there is one
+    _require(math.isfinite(low) and math.isfinite(high), f"{name}: expected finite numbers")
+    return low, high
+
+
+def _gaussians(means, variances, *targets) -> tuple[Tensor, ...]:
+    """The arguments as tensors on one device, checked."""
+    means, variances, *targets = map(_tensor, (means, variances, *targets))
+    shape = list(means.shape)
+    _require(len(shape) == 2 and 0 not in shape, f"means: expected [S, N], got {shape}")
+    fits = variances.shape == means.shape
+    _require(fits, f"variances: expected {shape} as means, got {list(variances.shape)}")
+    for x in targets:
+        _require(list(x.shape) == shape[1:], f"targets: expected {shape[1:]}, got {list(x.shape)}")
+        _finite_range(x, "targets")
+    _finite_range(means, "means")
+    low = _finite_range(variances, "variances")[0]
+    _require(low > 0, f"variances: expected numbers above 0, got {low:.4g}")
+    return means, *(x.to(means.device) for x in (variances, *targets))
+
+
+def _columns(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Blocks of [S, N] and [N] along N, in float64; they may share memory with the arguments."""
+    columns = max(1, (2**17 if tensors[0].device.type == "cpu" else 2**24) // len(tensors[0]))
+    for block in zip(*(x.split(columns, -1) for x in tensors)):
+        yield tuple(map(_wide, block))
+
+
+def gaussian_mixture_moments(means, variances) -> Moments:
+    """Moments of the equal mixture (1/S) sum_s N(m_s, v_s).
+
+    mean = mean_s m_s; aleatoric = mean_s v_s; epistemic = mean_s (m_s - mean)^2, divided by S and
+    not S - 1, so that total = aleatoric + epistemic is the variance of the mixture.
+
+    Args: means [S, N], finite; variances [S, N], > 0.
+    Returns: Moments on the same device, float64 (float32 where there is none).
+    """
+    parts = []
+    for m, v in _columns(*_gaussians(means, variances)):
+        mean, aleatoric = m.mean(0), v.mean(0)
+        epistemic = (m - mean).square_().mean(0)
+        parts.append(torch.stack([mean, aleatoric, epistemic, aleatoric + epistemic]))
+    return Moments(*torch.cat(parts, 1))
+
+
+def mixture_lpd(means, variances, targets) -> float:
+    """Log density of the equal mixture, (1/N) sum_n log (1/S) sum_s N(y_n; m_sn, v_sn), in nats.
+
+    Not the density of the Gaussian with the moments of the mixture unless S = 1.
+
+    Args: means [S, N], finite; variances [S, N], > 0; targets y [N], finite.
+    Returns: nats per example, log(2 pi) / 2 included, large is good; it depends on the unit of y.
+    """
+    means, variances, targets = _gaussians(means, variances, targets)
+    total = 0.0
+    for m, v, y in _columns(means, variances, targets):
+        total += float(((y - m).square_().div_(v) + v.log()).mul_(-0.5).logsumexp(0).sum())
+    return total / len(targets) - math.log(len(means)) - math.log(2 * math.pi) / 2
+
+
+def _mean_abs_sum(difference: Tensor, variance: Tensor) -> float:
+    """Sum of E|X|, X ~ N(difference, variance), over all elements."""
+    std = variance.sqrt()
+    z = difference / std
+    mean_abs = (z * z).mul_(-0.5).exp_().mul_(math.sqrt(2 / math.pi))
+    return float(mean_abs.add_(torch.erf(z / math.sqrt(2)).mul_(z)).mul_(std).sum())
+
+
+def mixture_crps(means, variances, targets) -> float:
+    """Continuous ranked probability score of the equal mixture, mean_n E|X - y_n| - E|X - X'| / 2.
+
+    X and X' are independent draws. With A(d, v) = E|N(d, v)|, in closed form (Grimit et al. 2006),
+    the score of a point is mean_s A(y - m_s, v_s) - mean_st A(m_s - m_t, v_s + v_t) / 2. Each of
+    the S (S - 1) / 2 pairs is evaluated: time O(N S^2), memory O(N S).
+
+    Args: means [S, N], finite; variances [S, N], > 0; targets y [N], finite.
+    Returns: 0.., small is good, in the unit of y: mean over n of the integral over x of
+        (F(x) - [x >= y])^2, F the distribution function of the mixture.
+    """
+    means, variances, targets = _gaussians(means, variances, targets)
+    s, total = len(means), 0.0
+    for m, v, y in _columns(means, variances, targets):
+        total += _mean_abs_sum(y - m, v) / s
+        total -= float(v.sqrt().sum()) / math.sqrt(math.pi) / s**2  # the pairs of s with itself
+        for lag in range(1, s // 2 + 1):  # each pair once: s with s + lag, cyclically
+            pairs = _mean_abs_sum(m - m.roll(lag, 0), v + v.roll(lag, 0))
+            total -= pairs / s**2 / (2 if 2 * lag == s else 1)  # half a turn meets each pair twice
+    return total / len(targets)
+
+
+def _matched(means, variances, targets) -> tuple[Tensor, Tensor, Tensor]:
+    """The Gaussian with the moments of each mixture, as a mixture of one: [1, N], [1, N], [N]."""
+    means, variances, targets = _gaussians(means, variances, targets)
+    moments = gaussian_mixture_moments(means, variances)
+    return moments.mean[None], moments.total[None], _wide(targets)
+
+
+def _matched_arrays(means, variances, targets) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean, standard deviation and target [N], float64 on the CPU, as `_matched`."""
+    mean, variance, targets = (x.cpu().numpy() for x in _matched(means, variances, targets))
+    return mean[0].astype(np.float64), np.sqrt(variance[0].astype(np.float64)), targets
+
+
+def gaussian_crps(means, variances, targets) -> float:
+    """CRPS of the Gaussian with the moments of the mixture; `mixture_crps` if S = 1. Time O(N S).
+
+    Args: means [S, N], finite; variances [S, N], > 0; targets [N], finite. Returns: 0.., small is
+    good, in the unit of the targets.
+    """
+    return mixture_crps(*_matched(means, variances, targets))
+
+
+def regression_ece(means, variances, targets) -> float:
+    """Quantile calibration error, mean over 20 levels of |level - fraction of targets below it|.
+
+    Levels 0.01 to 0.99, evenly spaced. y is at or below the quantile of the mixture exactly if its
+    distribution function F(y) = (1/S) sum_s Phi((y - m_s) / sqrt(v_s)) is at most the level: exact,
+    and no quantile is searched for.
+
+    Args: means [S, N], finite; variances [S, N], > 0; targets [N], finite. Returns: 0..0.5.
+    """
+    means, variances, targets = _gaussians(means, variances, targets)
+    cdf = [
+        torch.special.ndtr((y - m) / v.sqrt()).mean(0)
+        for m, v, y in _columns(means, variances, targets)
+    ]
+    levels = np.linspace(0.01, 0.99, 20)
+    below = np.searchsorted(np.sort(torch.cat(cdf).cpu().numpy()), levels, side="right")
+    return float(np.abs(below / len(targets) - levels).mean())
+
+
+def ence(means, variances, targets) -> float:
+    """Expected normalised calibration error, mean_b |RMV_b - RMSE_b| / RMV_b over equal-mass bins.
+
+    Points are sorted by the standard deviation of their mixture and cut into chunks of ceil(N / 15)
+    (the last one may be shorter: 15 chunks for N >= 197, fewer for some smaller N). RMV is the root
+    mean variance of a chunk. Points of equal variance share their mean squared error, so that the
+    result does not depend on their order.
+
+    Args: means [S, N], finite; variances [S, N], > 0; targets [N], finite. Returns: 0..
+    """
+    mean, std, targets = _matched_arrays(means, variances, targets)
+    std, error = _sort_sharing_ties(std, (targets - mean) ** 2)
+    start = np.arange(0, len(std), -(-len(std) // 15))
+    variance, error = (np.add.reduceat(x, start) for x in (std**2, error))
+    return float(np.abs(1 - np.sqrt(error / variance)).mean())
+
+
+def z_score_variance(means, variances, targets) -> float | None:
+    """Unbiased variance of (y - mean) / std of the mixtures; 1 is calibrated; None for N = 1.
+
+    Args: means [S, N], finite; variances [S, N], > 0; targets y [N], finite.
+    """
+    mean, std, targets = _matched_arrays(means, variances, targets)
+    return float(((targets - mean) / std).var(ddof=1)) if len(std) > 1 else None
+
+
+def rmv(means, variances) -> float:
+    """Root mean variance sqrt(mean_n total_n), the sharpness. Args: as `gaussian_mixture_moments`.
+
+    Returns: in the unit of the means.
+    """
+    return math.sqrt(float(gaussian_mixture_moments(means, variances).total.mean()))
+
+
+def cv(means, variances) -> float | None:
+    """Coefficient of variation of the standard deviations of the mixtures, unbiased std / mean.
+
+    Args: as `gaussian_mixture_moments`. Returns: 0 if all points have one variance; None for N = 1.
+    """
+    std = gaussian_mixture_moments(means, variances).total.sqrt()
+    return float(std.std() / std.mean()) if len(std) > 1 else None
+
+
+def _point_errors(mean: np.ndarray, target: np.ndarray) -> dict[str, float | None]:
+    error, size = np.abs(target - mean), np.abs(target) + np.abs(mean)
+    square, spread = (error**2).mean(), np.ptp(target) > 0
+    relative = np.divide(2 * error, size, out=np.zeros_like(error), where=size > 0)  # 0 / 0 = 0
+    return {
+        "mae": float(error.mean()),
+        "rmse": math.sqrt(square),
+        "mdae": float(np.median(error)),
+        "marpd": float(relative.mean()),
+        "r2": float(1 - square / target.var()) if spread else None,
+        "corr": float(np.corrcoef(mean, target)[0, 1]) if spread and np.ptp(mean) > 0 else None,
+    }
+
+
+def _interval_calibration(z: np.ndarray) -> dict[str, float]:
+    """Gaps between 100 levels 0..1 and the fraction of targets in the central interval of each."""
+    levels = np.linspace(0, 1, 100)
+    needed = np.sort(erf(np.abs(z) / math.sqrt(2)))  # the smallest level that holds the target
+    gap = np.searchsorted(needed, levels, side="right") / len(z) - levels
+    left, right = gap[:-1], gap[1:]
+    size = np.abs(left) + np.abs(right)
+    crossing = left * right < 0  # two triangles instead of a trapezoid
+    height = np.where(crossing, (left**2 + right**2) / np.where(crossing, size, 1), size)
+    return {
+        "rms_cal": math.sqrt((gap**2).mean()),
+        "ma_cal": float(np.abs(gap).mean()),
+        "miscal_area": float(height.mean() / 2),
+    }
+
+
+def _quantile_scores(z: np.ndarray, std: np.ndarray) -> dict[str, float]:
+    """Check and interval score of Gaussians, means over the levels 0.01, 0.02, ..., 0.99."""
+    check, interval = [], []
+    for q in np.linspace(0.01, 0.99, 99):
+        above = z - ndtri(q)
+        check.append(std @ np.maximum(q * above, (q - 1) * above))
+        half = ndtri(0.5 + q / 2)
+        interval.append(std @ (2 * half + 2 / (1 - q) * np.maximum(np.abs(z) - half, 0)))
+    return {"check": float(np.mean(check) / len(z)), "interval": float(np.mean(interval) / len(z))}
+
+
+def regression_metrics(means, variances, targets) -> dict[str, float | None]:
+    """All scores of regression by an equal mixture of S Gaussians per point, in O(N S).
+
+    Of the mixture: lpd (`mixture_lpd`), ece (`regression_ece`) and the means over n of aleatoric,
+    epistemic and total variance. Of the Gaussian with the moments of the mixture: ence,
+    z_score_var, rmv, cv, and what uncertainty-toolbox reports: nll (log(2 pi) / 2 included; nats);
+    mae, rmse, mdae (median); marpd, mean of 2 |y - m| / (|y| + |m|), 0..2 and not percent as there,
+    0 / 0 = 0; r2, corr; gaussian_crps as crps; check and interval score, means over the levels 0.01
+    to 0.99; rms_cal, ma_cal, miscal_area: root mean square, mean, and area of the gaps between 100
+    levels 0..1 of central intervals and the fraction of targets inside; sharp, equal to rmv.
+
+    The 24th number of the published code, its `loss`, is left out: at test time it is the mean
+    squared error, rmse^2. `mixture_crps` is left out: it takes O(N S^2).
+
+    Args: means [S, N], finite; variances [S, N], > 0; targets y [N], finite.
+    Returns: 23 floats, in the unit of y or its square where they have one; None (null in JSON)
+        where undefined: z_score_var and cv for N = 1, r2 and corr for constant targets, corr for
+        constant means.
+    """
+    moments = gaussian_mixture_moments(means, variances)
+    matched = _matched(means, variances, targets)
+    mean, std, y = _matched_arrays(*matched)
+    z = (y - mean) / std
+    return {
+        "lpd": mixture_lpd(means, variances, targets),
+        "nll": -mixture_lpd(*matched),
+        **_point_errors(mean, y),
+        "crps": gaussian_crps(*matched),
+        **_quantile_scores(z, std),
+        "ece": regression_ece(means, variances, targets),
+        "ence": ence(*matched),
+        "z_score_var": z_score_variance(*matched),
+        **_interval_calibration(z),
+        "rmv": rmv(*matched[:2]),
+        "sharp": rmv(*matched[:2]),
+        "cv": cv(*matched[:2]),
+        **{name: float(getattr(moments, name).mean()) for name in Moments._fields[1:]},
+    }
 
 
 def standard_error(values) -> float | None:
@@ -785,6 +1091,12 @@ def save_arrays(path, arrays):
     """Write {name: tensor} as an .npz file, atomically."""
     with _replacing(path) as file:
         np.savez(file, **{name: np.asarray(array) for name, array in arrays.items()})
+
+
+def save_array(path, array):
+    """Write one array as an .npy file, atomically; np.load maps it into memory."""
+    with _replacing(path) as file:
+        np.save(file, np.ascontiguousarray(array), allow_pickle=False)
 
 
 def to_json(value):
