@@ -5,14 +5,22 @@
     for batch in Loader(train, 128, "cuda", shuffle=True, augment="crop_flip").epoch(3):
         batch.images                                      # float32, normalised, on the device
 
+    train = load_text("sst2", "train", "data")            # or load_molecules("qm9", "train")
+    for batch in SequenceLoader(train, 16, "cuda", shuffle=True).epoch(3):
+        batch.tokens                                      # int64, padded with 0, on the device
+
 Small sets are an `ImageSet`: uint8 tensors that the `Loader` keeps on the device, where it crops,
 flips and normalises whole batches. Folders too large for memory are a `StreamedSet`, decoded in
-worker processes. `DATASETS` lists the names that `load` knows. What the user can mend raises
-`UserError`, in one line.
+worker processes. Sentences are a `TextSet` and molecules a `MoleculeSet`: rows of any length, laid
+one after the other. `DATASETS`, `TEXTS` and `MOLECULES` list the names. What the user can mend
+raises `UserError`, in one line.
 """
 import io
 import math
 import os
+import unicodedata
+from array import array
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -56,6 +64,16 @@ DATASETS = {
     "imagenet_r": "ImageNet-R, streamed from imagenet-r/<class>/, test only",
     "folder:PATH": "a folder of images: flat (labels 0), or class subfolders (streamed, unless "
                    "image_size is given)",
+}
+TEXTS = {
+    "reviews": "embedded: sentences of praise or blame, 2 classes; 6,000 / 500 val / 1,000 test",
+    "reviews_finance": "embedded, OOD: neutral headlines, in reviews' vocabulary; as many",
+    "sst2": "SST-2, 67,349 / 872 / 1,821 (other splits where GLUE's test labels are withheld)",
+}
+MOLECULES = {
+    "clusters": "embedded: 4-10 atoms under a pair potential; 4,000 / 500 val / 1,000 test",
+    "clusters_large": "embedded, OOD: 11-16 atoms under the same potential; as many",
+    "qm9": "QM9, 110,000 / 10,000 / 10,831, or as large a share of the molecules that are there",
 }
 
 
@@ -135,6 +153,20 @@ class StreamedSet:
     def rename(self, name):
         return replace(self, name=name)
 
+    def unreadable(self, rows):
+        """bool [n]: whether files `rows` [n] cannot be decoded. Each is read once, by threads."""
+        def fails(row):
+            try:
+                self.dataset.open(row)
+            except UserError:
+                return True
+            return False
+
+        with ThreadPoolExecutor() as pool:  # in parts: every waiting task takes memory
+            found = [torch.tensor(list(pool.map(fails, part.tolist())), dtype=torch.bool)
+                     for part in rows.split(4096)]
+        return torch.cat(found)
+
     def in_memory(self):
         """An ImageSet of all files, decoded by a thread pool."""
         images = torch.empty(len(self), *self.shape, dtype=torch.uint8)
@@ -171,7 +203,7 @@ class ImageFiles(Dataset):
         try:
             with Image.open(path) as file:
                 image = file.convert("RGB")
-        except (OSError, SyntaxError, ValueError) as error:
+        except Exception as error:  # Pillow's readers raise many types, few of them documented
             raise _unreadable(path, error) from None
         if self.expect and image.size != self.expect:
             raise UserError(f"{path}: width and height {image.size}, expected {self.expect}; "
@@ -1114,3 +1146,831 @@ def _blends(training, generator):
     rows = torch.arange(n).repeat_interleave(times)
     sampled = torch.rand(len(rows), generator=generator) < w[rows, 0]
     return images[rows], torch.where(sampled, first[rows], second[rows]), 10, probs[rows], rows
+
+
+# ---- Texts and molecules -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class TextSet:
+    """N sentences in memory, one after the other, each `[CLS] ... [SEP]`.
+
+    tokens   int32 [T], ids below len(vocab); T is the sum of `lengths`
+    lengths  int64 [N], tokens of each sentence, with [CLS] and [SEP]
+    labels   int64 [N], in 0..num_classes-1
+    vocab    the word piece of each id; 0 is "[PAD]", which no sentence holds
+    """
+    name: str
+    tokens: Tensor
+    lengths: Tensor
+    labels: Tensor
+    num_classes: int
+    vocab: tuple
+
+    def __post_init__(self):
+        if len(self.tokens) != int(self.lengths.sum()) or len(self.lengths) != len(self.labels):
+            raise UserError(f"{self.name}: {len(self.tokens)} tokens, {len(self.lengths)} lengths "
+                            f"that sum to {int(self.lengths.sum())}, {len(self.labels)} labels")
+
+    def __len__(self):
+        return len(self.labels)
+
+    def select(self, index):
+        """The sentences `index` (a slice, integers [n] or a mask [N]) as a new set."""
+        rows = _rows(len(self), index)
+        return replace(self, tokens=self.tokens[_ragged(self.lengths, rows)],
+                       lengths=self.lengths[rows], labels=self.labels[rows])
+
+    def rename(self, name):
+        return replace(self, name=name)
+
+
+@dataclass(frozen=True, eq=False)
+class MoleculeSet:
+    """N molecules in memory, the atoms of one after those of the other.
+
+    numbers     int64 [A], atomic numbers, in 1..100; A is the sum of `sizes`
+    positions   float64 [A,3], ångström
+    sizes       int64 [N], atoms of each molecule
+    labels      float64 [N], the target: energies in eV (float32 would be a meV off at QM9's)
+    references  float64 [101], the target of a free atom by atomic number, eV; zeros where the
+                target is no total energy
+    """
+    name: str
+    numbers: Tensor
+    positions: Tensor
+    sizes: Tensor
+    labels: Tensor
+    references: Tensor
+
+    def __post_init__(self):
+        atoms, shapes = len(self.numbers), (tuple(self.positions.shape), len(self.references))
+        if int(self.sizes.sum()) != atoms or len(self.sizes) != len(self.labels) or shapes != (
+                (atoms, 3), 101):
+            raise UserError(f"{self.name}: {atoms} numbers, positions {shapes[0]}, sizes that sum "
+                            f"to {int(self.sizes.sum())}, {len(self.sizes)} sizes, "
+                            f"{len(self.labels)} labels, {shapes[1]} references")
+
+    def __len__(self):
+        return len(self.labels)
+
+    def select(self, index):
+        """The molecules `index` (a slice, integers [n] or a mask [N]) as a new set."""
+        rows = _rows(len(self), index)
+        atoms = _ragged(self.sizes, rows)
+        return replace(self, numbers=self.numbers[atoms], positions=self.positions[atoms],
+                       sizes=self.sizes[rows], labels=self.labels[rows])
+
+    def rename(self, name):
+        return replace(self, name=name)
+
+
+def load_text(name, split, data_dir="data", *, vocab_file=None, like=None, limit=None):
+    """One of `TEXTS` as a TextSet; its splits are fixed.
+
+    split       "train", "val", "test"; those of sst2: see sst2_has_test_labels
+    vocab_file  BERT's vocab.txt, a word piece a line; by default sst2 has the `vocabulary` of its
+                training sentences (embedded sets keep their own)
+    like        a TextSet whose vocabulary is used instead: that of the model's training set
+    limit       keep this many sentences, evenly spaced
+    Raises UserError for unknown names and values, absent and damaged files.
+    """
+    _check_part(name, split, limit, TEXTS)
+    if name == "sst2":
+        sentences, labels = _sst2(Path(data_dir) / "SST-2", split)
+    else:
+        sentences, labels = _embedded_text(name)
+        part = _part(split, 6000)
+        sentences, labels = sentences[part], labels[part]
+    if like is not None:
+        vocab = like.vocab
+    elif name != "sst2":
+        vocab = _embedded_vocabulary()
+    elif vocab_file is not None:
+        vocab = read_vocabulary(vocab_file)
+    else:
+        vocab = vocabulary(sentences if split == "train" else
+                           _sst2(Path(data_dir) / "SST-2", "train")[0])
+    keep = _evenly(len(labels), limit)
+    tokens, lengths = tokenise([sentences[row] for row in keep.tolist()], vocab)
+    return TextSet(name, tokens, lengths, labels[keep], 2, vocab)
+
+
+def load_molecules(name, split, data_dir="data", *, target="u0", limit=None):
+    """One of `MOLECULES` as a MoleculeSet; its splits are fixed.
+
+    split   "train", "val", "test"; qm9's are the published ones where all 130,831 molecules are
+            there, else the same shares of a permutation drawn in the same way
+    target  one of `QM9_TARGETS`, for qm9; clusters have one target, their energy
+    limit   keep this many molecules, evenly spaced
+    Raises UserError for unknown names and values, absent and damaged files.
+    """
+    _check_part(name, split, limit, MOLECULES)
+    if name == "qm9":
+        dataset = _qm9(Path(data_dir) / "QM9", target)
+        order = torch.from_numpy(np.random.default_rng(0).permutation(len(dataset)))
+        ends = [round(rows / 130831 * len(dataset)) for rows in (0, 110000, 120000, 130831)]
+        part = ("train", "val", "test").index(split)
+        rows = order[ends[part]:ends[part + 1]]
+    else:
+        if target != "u0":
+            raise UserError(f"{name}: target {target!r} is unknown; its one target is u0")
+        dataset = _embedded_molecules(name)
+        rows = torch.arange(len(dataset))[_part(split, 4000)]
+    return dataset.select(rows[_evenly(len(rows), limit)])
+
+
+def _check_part(name, split, limit, names):
+    if name not in names:
+        raise UserError(f"dataset {name!r} is unknown; choose from {', '.join(names)}")
+    if split not in ("train", "val", "test"):
+        raise UserError(f"split {split!r} is unknown; choose train, val or test")
+    if limit is not None and limit < 1:
+        raise UserError(f"limit {limit}: expected limit >= 1")
+
+
+def _rows(n, index):
+    """int64: the row numbers of n rows that `index` selects."""
+    if not isinstance(index, slice):
+        index = torch.as_tensor(index)
+        index = index.long() if not len(index) else index  # an empty list comes as floats
+    return torch.arange(n)[index]
+
+
+def _evenly(n, limit):
+    """int64: all of n rows, or `limit` of them, evenly spaced."""
+    return torch.arange(n) if limit is None or limit >= n else torch.arange(limit) * n // limit
+
+
+def _ragged(sizes, rows, total=None, starts=None):
+    """int64 [total]: where the entries of `rows` lie, if rows of `sizes` entries lie one after
+    the other. A `total` given beforehand (and `starts`) spares a wait for the device."""
+    starts, counts = sizes.cumsum(0) - sizes if starts is None else starts, sizes[rows]
+    shift = starts[rows] - (counts.cumsum(0) - counts)
+    total = int(counts.sum()) if total is None else total
+    return torch.arange(total, device=sizes.device) + shift.repeat_interleave(
+        counts, output_size=total)
+
+
+# ---- Batches of texts and molecules --------------------------------------------------------------
+
+
+class TextBatch(NamedTuple):
+    tokens: Tensor      # int64 [b,L], padded with 0, on the device; so are labels and index
+    labels: Tensor      # int64 [b]
+    index: Tensor       # int64 [b], rows of the set
+    global_size: int    # sentences in this batch over all processes
+
+
+class Molecules(NamedTuple):
+    """Molecules as one graph. An edge leads from `sources` to `targets` for every two atoms of a
+    molecule closer than the cutoff, both ways, sorted by target; none from an atom to itself."""
+    numbers: Tensor     # int64 [a], atomic numbers
+    positions: Tensor   # float32 [a,3], ångström
+    molecule: Tensor    # int64 [a], in 0..count-1, ascending
+    sources: Tensor     # int64 [e], atoms in 0..a-1
+    targets: Tensor     # int64 [e], ascending
+    count: int          # molecules
+
+
+class MoleculeBatch(NamedTuple):
+    molecules: Molecules
+    labels: Tensor      # float64 [b]
+    index: Tensor       # int64 [b], rows of the set
+    global_size: int    # molecules in this batch over all processes
+
+
+class SequenceLoader:
+    """Batches of a TextSet or a MoleculeSet, in an order that depends on (seed, epoch) alone.
+
+    `batch_size` is global: each batch is cut into `world_size` contiguous near-equal pieces, as
+    Loader does. The last, partial batch is kept.
+
+    by_length  texts: sentences of like length share batches. Shuffled, each 50 batches are sorted
+               by length and the batches then permuted, so that the partial one may come anywhere;
+               else all sentences are sorted
+    pad_to     texts: tokens a row; 0: the longest sentence of the global batch
+    cutoff     molecules: ångström; edges are found once, here
+    """
+
+    def __init__(self, dataset, batch_size, device="cpu", *, seed=0, shuffle=False, by_length=True,
+                 rank=0, world_size=1, cutoff=5.0, pad_to=0):
+        if batch_size < 1 or not len(dataset) or not 0 <= rank < world_size:
+            raise UserError(f"batch_size {batch_size}, {len(dataset)} rows, rank {rank} of "
+                            f"{world_size}: expected at least 1, 1 and a rank below the world size")
+        self.dataset, self.batch_size, self.device = dataset, batch_size, torch.device(device)
+        self.seed, self.shuffle, self.rank, self.world_size = seed, shuffle, rank, world_size
+        self.text, self.pad_to = isinstance(dataset, TextSet), pad_to
+        self.by_length = by_length and self.text
+        self.labels = dataset.labels.to(self.device)
+        self._place_texts() if self.text else self._place_molecules(cutoff)
+
+    def _place_texts(self):
+        longest = int(self.dataset.lengths.max())
+        if self.pad_to and self.pad_to < longest:
+            raise UserError(f"{self.dataset.name}: pad_to {self.pad_to} is less than the "
+                            f"{longest} tokens of its longest sentence")
+        real = torch.arange(self.pad_to or longest) < self.dataset.lengths[:, None]
+        table = torch.zeros(real.shape, dtype=torch.int32)
+        self.table = table.masked_scatter_(real, self.dataset.tokens).to(self.device)
+
+    def _place_molecules(self, cutoff):
+        sources, targets, self.edges = find_edges(self.dataset, cutoff)
+        self.bonds = torch.stack([sources, targets]).to(self.device)
+        self.numbers = self.dataset.numbers.to(self.device)
+        self.positions = self.dataset.positions.float().to(self.device)
+        sizes = torch.stack([self.dataset.sizes, self.edges])
+        self.counts, self.starts = (t.to(self.device) for t in (sizes, sizes.cumsum(1) - sizes))
+
+    def __len__(self):
+        """Batches in an epoch, over all processes."""
+        return -(-len(self.dataset) // self.batch_size)
+
+    def epoch(self, epoch=0, start=0):
+        """Iterate over the batches of `epoch` from number `start` on; earlier ones cost nothing."""
+        generator, n = _generator(self.seed, epoch), len(self.dataset)
+        order = torch.randperm(n, generator=generator) if self.shuffle else torch.arange(n)
+        batches = torch.arange(len(self))
+        if self.by_length:
+            chunk = torch.arange(n) // (50 * self.batch_size if self.shuffle else n)
+            key = chunk * (int(self.dataset.lengths.max()) + 1) + self.dataset.lengths[order]
+            order = order[key.argsort(stable=True)]
+            if self.shuffle:
+                batches = torch.randperm(len(self), generator=generator)
+        pieces = [self._piece(batch) for batch in batches[start:].tolist()]
+        return (self._texts if self.text else self._molecules)(order, pieces)
+
+    def _piece(self, batch):
+        """(start of the batch, first, last, global size): this rank's part is order[first:last]."""
+        begin = batch * self.batch_size
+        size = min(self.batch_size, len(self.dataset) - begin)
+        share, longer = divmod(size, self.world_size)
+        first = begin + self.rank * share + min(self.rank, longer)
+        return begin, first, first + share + (self.rank < longer), size
+
+    def _texts(self, order, pieces):
+        lengths = F.pad(self.dataset.lengths[order], (0, -len(order) % self.batch_size))
+        longest = lengths.view(-1, self.batch_size).amax(1).tolist()
+        order = order.to(self.device)
+        for begin, first, last, size in pieces:
+            index = order[first:last]
+            tokens = self.table[index, :self.pad_to or longest[begin // self.batch_size]].long()
+            yield TextBatch(tokens, self.labels[index], index, size)
+
+    def _molecules(self, order, pieces):
+        ends = torch.stack([self.dataset.sizes, self.edges])[:, order].cumsum(1)
+        ends, order = F.pad(ends, (1, 0)).tolist(), order.to(self.device)
+        for _, first, last, size in pieces:
+            index = order[first:last]
+            atoms, edges = (end[last] - end[first] for end in ends)
+            yield MoleculeBatch(self._graph(index, atoms, edges), self.labels[index], index, size)
+
+    def _graph(self, index, atoms, edges):
+        """The molecules `index`, of so many atoms and edges in all."""
+        (sizes, bonds), (first_atom, first_bond) = self.counts, self.starts
+        at = _ragged(sizes, index, atoms, first_atom)
+        counts, row = sizes[index], torch.arange(len(index), device=self.device)
+        shift = (counts.cumsum(0) - counts).repeat_interleave(bonds[index], output_size=edges)
+        sources, targets = self.bonds[:, _ragged(bonds, index, edges, first_bond)] + shift
+        return Molecules(self.numbers[at], self.positions[at],
+                         row.repeat_interleave(counts, output_size=atoms), sources, targets,
+                         len(index))
+
+
+def find_edges(dataset, cutoff=5.0):
+    """(sources int16 [E], targets int16 [E], edges int64 [N] a molecule): the two atoms, counted
+    within their molecule, of all pairs of different atoms closer than `cutoff`; by target."""
+    found, sizes = [], dataset.sizes
+    starts, pairs = sizes.cumsum(0) - sizes, sizes * sizes
+    parts = pairs.cumsum(0).sub_(1) // 2**21  # as many molecules at a time as memory holds easily
+    for rows in torch.arange(len(sizes)).split(parts.unique_consecutive(
+            return_counts=True)[1].tolist()):
+        molecule = rows.repeat_interleave(pairs[rows])
+        n = sizes[molecule]
+        pair = torch.arange(len(n)) - (pairs[rows].cumsum(0) - pairs[rows]).repeat_interleave(
+            pairs[rows])
+        target, source, first = pair // n, pair % n, starts[molecule]
+        apart = dataset.positions[first + source] - dataset.positions[first + target]
+        near = (apart.square().sum(1) < cutoff**2) & (source != target)
+        found.append((source[near].short(), target[near].short(),
+                      molecule[near].sub_(rows[0]).bincount(minlength=len(rows))))
+    return tuple(torch.cat(part) for part in zip(*found))
+
+
+# ---- Texts: files and word pieces ----------------------------------------------------------------
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+SST2_SITE = "https://dl.fbaipublicfiles.com/glue/data/SST-2.zip"
+CJK = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F),
+       (0x2B740, 0x2B81F), (0x2B820, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F))
+
+
+def sst2_has_test_labels(data_dir="data"):
+    """Whether SST-2/test.tsv is labelled (header sentence<TAB>label): the splits depend on it.
+
+    With labels: train.tsv 67,349, dev.tsv 872, test.tsv 1,821, as published. GLUE withholds them
+    (header index<TAB>sentence); then test is dev.tsv, val is 2,000 rows of train.tsv (the first of
+    torch.randperm under seed 0; of short files a tenth) and train the others. train.tsv has phrases
+    of its sentences as rows of their own, so that this val shares sentences with train: it is
+    easier than test, and what is fitted on it is too confident.
+    """
+    path = Path(data_dir) / "SST-2" / "test.tsv"
+    header = _read_lines("sst2", path, SST2_SITE)[0]
+    if header not in ("sentence\tlabel", "index\tsentence"):
+        raise UserError(f"{path}: header {header[:80]!r}; expected 'sentence<TAB>label', or "
+                        "'index<TAB>sentence' where the labels are withheld")
+    return header == "sentence\tlabel"
+
+
+def _sst2(folder, split):
+    """(sentences, labels int64 [N])."""
+    labelled = sst2_has_test_labels(folder.parent)
+    if labelled or split == "test":
+        files = {"train": "train", "val": "dev", "test": "test" if labelled else "dev"}
+        return _read_sst2(folder / f"{files[split]}.tsv")
+    sentences, labels = _read_sst2(folder / "train.tsv")
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    n_val = min(2000, len(labels) // 10)
+    rows = order[:n_val] if split == "val" else order[n_val:].sort()[0]
+    return [sentences[row] for row in rows.tolist()], labels[rows]
+
+
+def _read_lines(name, path, site, end="\n"):
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise _absent(name, path, site) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from None
+    # not splitlines, which cuts at more characters than these
+    return text.replace("\r\n", "\n").removesuffix("\n").split(end)
+
+
+def _read_sst2(path):
+    """(sentences, labels int64 [N]) of sentence<TAB>label rows, without quoting."""
+    header, *lines = _read_lines("sst2", path, SST2_SITE)
+    if header != "sentence\tlabel":
+        raise UserError(f"{path}: header {header[:80]!r}; expected 'sentence<TAB>label'")
+    rows = [line.split("\t") for line in lines]
+    for number, row in enumerate(rows, 2):
+        if len(row) != 2:
+            raise UserError(f"{path}, line {number}: {len(row)} fields; expected "
+                            "sentence<TAB>label")
+        if not row[0].strip():
+            raise UserError(f"{path}, line {number}: the sentence is empty")
+        if row[1] not in ("0", "1"):
+            raise UserError(f"{path}, line {number}: label {row[1][:80]!r}; expected 0 or 1")
+    if not rows:
+        raise _damaged("sst2", path, SST2_SITE, "no rows")
+    sentences, labels = zip(*rows)
+    return sentences, torch.tensor([int(label) for label in labels])
+
+
+def read_vocabulary(path):
+    """A vocab.txt (a word piece a line, line number = id, [PAD] first) as a tuple."""
+    vocab = tuple(_read_lines("vocabulary", Path(path), "https://huggingface.co/bert-base-uncased"))
+    missing = [token for token in SPECIAL[:4] if token not in vocab]
+    if missing or vocab[0] != SPECIAL[0]:
+        what = f"{', '.join(missing)} missing" if missing else "[PAD] is not its first line"
+        raise UserError(f"{path}: {what}; expected BERT's vocab.txt, a word piece a line")
+    return vocab
+
+
+def vocabulary(sentences, size=30522):
+    """At most `size` word pieces: BERT's special tokens; every character c, then every ##c; words
+    that come twice or more, by falling frequency, equals in alphabetical order."""
+    words = Counter()
+    for word, count in Counter(w for s in sentences for w in _clean(s).split()).items():
+        for piece in _basic_words(word):
+            words[piece] += count
+    characters = sorted({c for word in words for c in word})
+    pieces = [*SPECIAL, *characters, *("##" + c for c in characters)]
+    frequent = sorted((w for w, count in words.items() if count > 1 and len(w) > 1),
+                      key=lambda word: (-words[word], word))
+    return tuple((pieces + frequent)[:size])
+
+
+def tokenise(sentences, vocab, max_length=268):
+    """BERT's uncased WordPiece: (tokens int32 [T], lengths int64 [N]), each `[CLS] ... [SEP]`.
+
+    Lower case, no accents, punctuation and CJK characters alone; each word is cut from the left
+    into the longest pieces that `vocab` has. A word that cannot be, or of more than 100
+    characters, is [UNK]. Sentences keep their first max_length - 2 pieces. "[SEP]" in a text is
+    three words, as in the original code, not a special token.
+    """
+    table = {piece: number for number, piece in enumerate(vocab)}
+    ids, codes, counts = {}, [], []  # each different word is cut once
+    for sentence in sentences:
+        words = _clean(sentence).split()
+        codes += [ids.setdefault(word, len(ids)) for word in words]
+        counts.append(len(words))
+    pieces = [[i for w in _basic_words(word) for i in _word_pieces(w, table)] for word in ids]
+    sizes = torch.tensor([len(p) for p in pieces], dtype=torch.int64)
+    pieces = torch.tensor([i for p in pieces for i in p], dtype=torch.int32)
+    codes, counts = (torch.tensor(t, dtype=torch.int64) for t in (codes, counts))
+    body = pieces[_ragged(sizes, codes)]
+    ends = F.pad(sizes[codes].cumsum(0), (1, 0))[F.pad(counts.cumsum(0), (1, 0))]
+    full = ends.diff()
+    lengths = full.clamp(max=max_length - 2) + 2
+    starts = lengths.cumsum(0) - lengths
+    within = torch.arange(len(body)) - ends[:-1].repeat_interleave(full)
+    kept, at = within < max_length - 2, (starts + 1).repeat_interleave(full) + within
+    tokens = torch.empty(int(lengths.sum()), dtype=torch.int32)
+    tokens[starts], tokens[starts + lengths - 1] = table["[CLS]"], table["[SEP]"]
+    tokens[at[kept]] = body[kept]
+    return tokens, lengths
+
+
+def _clean(text):
+    """Without control characters; any white space as " ", CJK characters between spaces."""
+    if text.isascii() and text.isprintable():
+        return text
+    out = []
+    for c in text:
+        if c in "\t\n\r" or unicodedata.category(c) == "Zs":
+            out.append(" ")
+        elif c != "\ufffd" and unicodedata.category(c)[0] != "C":
+            cjk = any(low <= ord(c) <= high for low, high in CJK)
+            out.append(f" {c} " if cjk else c)
+    return "".join(out)
+
+
+def _basic_words(word):
+    """A word without white space, in lower case and without accents, cut at punctuation."""
+    if word.isascii() and word.isalpha():
+        return [word.lower()]
+    out = []
+    for c in unicodedata.normalize("NFD", word.lower()):
+        kind = unicodedata.category(c)
+        if kind != "Mn":  # all ASCII signs count as punctuation, "$" and "^" too
+            sign = kind[0] == "P" or c.isascii() and c.isprintable() and not c.isalnum()
+            out.append(f" {c} " if sign else c)
+    return "".join(out).split()
+
+
+def _word_pieces(word, table):
+    """The ids of the longest pieces from the left, or [UNK]'s."""
+    ids, start = [], 0
+    while start < len(word) <= 100:
+        mark = "##" if start else ""
+        for end in range(len(word), start, -1):
+            if mark + word[start:end] in table:
+                break
+        else:
+            return [table["[UNK]"]]
+        ids.append(table[mark + word[start:end]])
+        start = end
+    return ids or [table["[UNK]"]]
+
+
+# ---- Molecules: files and energies ---------------------------------------------------------------
+
+HARTREE_EV, KCAL_MOL_EV = 27.211386246, 0.04336414  # as in PyTorch Geometric's copy of the set
+QM9_SITE = "https://doi.org/10.6084/m9.figshare.978904"
+QM9_SDF_SITE = "https://deepchemdata.s3-us-west-1.amazonaws.com/datasets/molnet_publish/qm9.zip"
+QM9_ELEMENTS = {"H": 1, "C": 6, "N": 7, "O": 8, "F": 9}
+QM9_ATOMS = {  # free atoms of QM9_ELEMENTS, hartree, as published
+    "u0": (-0.500273, -37.846772, -54.583861, -75.064579, -99.718730),
+    "u298": (-0.498857, -37.845355, -54.582445, -75.063163, -99.717314),
+    "h298": (-0.497912, -37.844411, -54.581501, -75.062219, -99.716370),
+    "g298": (-0.510927, -37.861317, -54.598897, -75.079532, -99.733544)}
+QM9_TARGETS = {  # name: factor to our unit. Energies in eV; others as published
+    "A": 1, "B": 1, "C": 1, "mu": 1, "alpha": 1, "homo": HARTREE_EV, "lumo": HARTREE_EV,
+    "gap": HARTREE_EV, "r2": 1, "zpve": HARTREE_EV, "u0": HARTREE_EV, "u298": HARTREE_EV,
+    "h298": HARTREE_EV, "g298": HARTREE_EV, "cv": 1, "u0_atom": KCAL_MOL_EV,
+    "u298_atom": KCAL_MOL_EV, "h298_atom": KCAL_MOL_EV, "g298_atom": KCAL_MOL_EV}
+
+
+def atom_references(target="u0"):
+    """float64 [101], eV: the free atoms' `target` by atomic number; zeros where it has none."""
+    references = torch.zeros(101, dtype=torch.float64)
+    if target in QM9_ATOMS:
+        values = torch.tensor(QM9_ATOMS[target], dtype=torch.float64)
+        references[list(QM9_ELEMENTS.values())] = values * HARTREE_EV
+    return references
+
+
+def _qm9(folder, target):
+    """All molecules that are there, in the order of their numbers, as a MoleculeSet."""
+    if target not in QM9_TARGETS:
+        raise UserError(f"target {target!r} is unknown; choose from {', '.join(QM9_TARGETS)}")
+    path = _qm9_path(folder)
+    stamps = tuple(file.stat().st_mtime_ns for file in (path, path.parent))
+    index, numbers, positions, sizes, columns = _read_qm9(path, stamps)
+    values = torch.from_numpy(np.ascontiguousarray(columns[target])) * QM9_TARGETS[target]
+    known = torch.tensor(list(QM9_ELEMENTS.values()))
+    strange = torch.isin(numbers, known, invert=True).nonzero().flatten()
+    if len(strange):
+        atom = int(strange[0])
+        row = int((sizes.cumsum(0) <= atom).sum())
+        raise UserError(f"{path}, molecule {index[row]}: element {int(numbers[atom])} is unknown; "
+                        f"QM9 has {', '.join(QM9_ELEMENTS)}")
+    if not (values.isfinite().all() and positions.isfinite().all()):
+        raise _damaged("qm9", path, QM9_SITE, "NaN or infinity among positions or targets")
+    return MoleculeSet("qm9", numbers, positions, sizes, values, atom_references(target))
+
+
+def _qm9_path(folder):
+    """What there is of QM9, the complete layouts first."""
+    for path in (folder / "gdb9.sdf", folder / "raw" / "gdb9.sdf", folder / "dsgdb9nsd",
+                 folder / "qm9_subset.npz"):
+        if path.exists():
+            return path
+    raise UserError(f"qm9: {folder} has none of gdb9.sdf (with gdb9.sdf.csv and uncharacterized.txt"
+                    f", {QM9_SDF_SITE}), dsgdb9nsd/*.xyz (with uncharacterized.txt, {QM9_SITE}), "
+                    "qm9_subset.npz")
+
+
+@lru_cache(maxsize=1)
+def _read_qm9(path, _):
+    """(molecule numbers, atomic numbers [A], positions [A,3], sizes [N], targets by name [N])."""
+    if path.suffix == ".npz":
+        arrays = load_arrays(path, ["index", "N", "Z", "R", "targets", "target_names"])
+        index, sizes, names = arrays["index"], arrays["N"], arrays["target_names"].tolist()
+        numbers, positions = arrays["Z"], arrays["R"]
+        columns = dict(zip(names, arrays["targets"].T))
+        shapes = (sizes.shape, numbers.shape, positions.shape, arrays["targets"].shape)
+        n, atoms = len(index), int(sizes.sum())
+        lacks = set(QM9_TARGETS) - set(columns)
+        if lacks or shapes != ((n,), (atoms,), (atoms, 3), (n, len(names))):
+            why = f"N, Z, R and targets have the shapes {shapes} for {n} molecules, {atoms} atoms"
+            why = f"no targets {', '.join(sorted(lacks))}" if lacks else why
+            raise _damaged("qm9", path, QM9_SITE, why)
+    else:
+        read = _read_sdf if path.suffix == ".sdf" else _read_xyz_files
+        index, numbers, positions, sizes, columns = read(path)
+        positions = np.array(positions).reshape(-1, 3)
+        if len(index) > 130831:
+            why = f"{len(index)} molecules remain, expected 130831"
+            raise _damaged("qm9", path.parent / "uncharacterized.txt", QM9_SITE, why)
+    return (index, torch.as_tensor(numbers).long(), torch.as_tensor(positions).double(),
+            torch.as_tensor(sizes).long(), columns)
+
+
+def _uncharacterized(path):
+    """The numbers of the molecules that are left out: lines that begin with one."""
+    first = [line.split()[0] for line in _read_lines("qm9", path, QM9_SITE) if line.strip()]
+    return {int(word) for word in first if word.isdecimal()}
+
+
+def _atoms(path, molecule, atoms):
+    """([atomic number], [x, y, z, ...]) of rows of text: symbol, x, y, z."""
+    try:
+        numbers = [QM9_ELEMENTS[atom[0]] for atom in atoms]
+        return numbers, [_number(word) for atom in atoms for word in atom[1:4]]
+    except KeyError as error:
+        raise UserError(f"{path}, molecule {molecule}: element {error} is unknown; QM9 has "
+                        f"{', '.join(QM9_ELEMENTS)}") from None
+    except ValueError as error:
+        why = f"molecule {molecule}: {_one_line(error)}"
+        raise _damaged("qm9", path, QM9_SITE, why) from None
+
+
+def _number(word):
+    """The published files write 1e-6 as 1.*^-6."""
+    return float(word.replace("*^", "e"))
+
+
+def _read_sdf(path):
+    """gdb9.sdf and gdb9.sdf.csv, as PyTorch Geometric reads them; coordinates have 4 digits."""
+    omitted = _uncharacterized(path.with_name("uncharacterized.txt"))
+    table = path.with_name("gdb9.sdf.csv")
+    header, *rows = (line.split(",") for line in _read_lines("qm9", table, QM9_SDF_SITE))
+    lacking = [target for target in QM9_TARGETS if target not in header]
+    if lacking or {len(row) for row in rows} != {len(header)}:
+        why = f"its header lacks {', '.join(lacking)}" if lacking else "rows of unequal length"
+        raise _damaged("qm9", table, QM9_SDF_SITE, why)
+    blocks = _read_lines("qm9", path, QM9_SDF_SITE, end="$$$$\n")
+    if len(blocks) != len(rows):
+        why = f"{len(blocks)} molecules, but {len(rows)} rows in {table.name}"
+        raise _damaged("qm9", path, QM9_SDF_SITE, why)
+    kept = [row for row in range(len(rows)) if row + 1 not in omitted]
+    numbers, positions, sizes = [], array("d"), []
+    for row in kept:
+        lines = blocks[row].split("\n")
+        n = lines[3][:3].strip() if len(lines) > 3 else ""
+        atoms = [line.split() for line in lines[4:4 + int(n)]] if n.isdecimal() else []
+        if not atoms or len(atoms) < int(n) or min(map(len, atoms)) < 4:
+            raise _damaged("qm9", path, QM9_SDF_SITE, f"molecule {row + 1} is cut")
+        part = _atoms(path, row + 1, [(atom[3], *atom[:3]) for atom in atoms])
+        numbers += part[0]
+        positions.extend(part[1])
+        sizes.append(len(atoms))
+    try:
+        columns = {target: np.array([float(rows[row][header.index(target)]) for row in kept])
+                   for target in QM9_TARGETS}
+    except ValueError as error:
+        raise _damaged("qm9", table, QM9_SDF_SITE, _one_line(error)) from None
+    return [row + 1 for row in kept], numbers, positions, sizes, columns
+
+
+def _read_xyz_files(folder):
+    """The published dsgdb9nsd_*.xyz, whose atomisation energies come from the free atoms'."""
+    omitted = _uncharacterized(folder.with_name("uncharacterized.txt"))
+    index, numbers, positions, sizes, targets = [], [], array("d"), [], []
+    for path in sorted(folder.glob("dsgdb9nsd_*.xyz")):
+        lines = [line.split() for line in _read_lines("qm9", path, QM9_SITE)]
+        n = int(lines[0][0]) if lines[0] and lines[0][0].isdecimal() else 0
+        if not n or len(lines) < n + 2 or len(lines[1]) != 17 or any(
+                len(atom) != 5 for atom in lines[2:n + 2]):
+            why = "not an atom count, a line of 15 properties and the atoms"
+            raise _damaged("qm9", path, QM9_SITE, why)
+        try:
+            molecule, values = int(lines[1][1]), [_number(word) for word in lines[1][2:]]
+        except ValueError as error:
+            raise _damaged("qm9", path, QM9_SITE, _one_line(error)) from None
+        if molecule in omitted:
+            continue
+        part = _atoms(path, molecule, lines[2:n + 2])
+        index.append(molecule)
+        sizes.append(n)
+        targets.append(values)
+        numbers += part[0]
+        positions.extend(part[1])
+    if not index:
+        raise _damaged("qm9", folder, QM9_SITE, "no molecule in dsgdb9nsd_*.xyz")
+    columns = dict(zip(QM9_TARGETS, np.array(targets).T))
+    molecule = np.repeat(np.arange(len(sizes)), sizes)
+    for target in QM9_ATOMS:
+        free = (atom_references(target) / HARTREE_EV).numpy()[numbers]
+        bound = columns[target] - np.bincount(molecule, free)
+        columns[target + "_atom"] = bound * HARTREE_EV / KCAL_MOL_EV
+    return index, numbers, positions, sizes, columns
+
+
+# atomic number: depth (eV), covalent radius (ångström), electronegativity
+PAIR_TERMS = {1: (3.2, 0.35, 2.2), 6: (3.9, 0.76, 2.55), 7: (3.2, 0.71, 3.04), 8: (3.0, 0.66, 3.44)}
+
+
+def pair_energy(numbers, positions):
+    """Energy of molecules under the clusters' potential, eV, float64 [...].
+
+    sum_i ref(Z_i) + sum_{i<j, d<5} D_ij (exp(-2a(d - r_ij)) - 2 exp(-a(d - r_ij))) cos^2(pi d/10)
+
+    with the distance d in ångström, r_ij the sum of covalent radii, D_ij the geometric mean of the
+    elements' depths times 1 + 0.2 |difference of electronegativities|, and a = 1.7 / ångström.
+
+    numbers    int64 [...,n]: 1, 6, 7, 8; 0 is no atom
+    positions  float64 [...,n,3], ångström
+    """
+    depth, radius, pull = torch.zeros(3, 101, dtype=torch.float64)
+    for z, values in PAIR_TERMS.items():
+        depth[z], radius[z], pull[z] = values
+    depth, radius, pull = (t[numbers] for t in (depth, radius, pull))
+    well = (depth[..., None] * depth[..., None, :]).sqrt()
+    well = well * (1 + 0.2 * (pull[..., None] - pull[..., None, :]).abs())
+    apart = positions[..., None, :] - positions[..., None, :, :]
+    d = apart.square().sum(-1).sqrt()
+    decay = torch.exp(-1.7 * (d - radius[..., None] - radius[..., None, :]))
+    energy = well * (decay.square() - 2 * decay) * torch.cos(math.pi * d / 10).square()
+    pairs = (d < 5).triu(1)
+    return atom_references()[numbers].sum(-1) + (energy * pairs).sum((-2, -1))
+
+
+# ---- Embedded texts and molecules ----------------------------------------------------------------
+
+
+def _part(split, training):
+    """The rows of an embedded set's train, val (500) or test (1000)."""
+    ends = {"train": (0, training), "val": (training, training + 500),
+            "test": (training + 500, training + 1500)}
+    return slice(*ends[split])
+
+
+@lru_cache(maxsize=None)
+def _embedded_molecules(name):
+    """All 5,500 rows of clusters or clusters_large."""
+    sizes = (4, 10) if name == "clusters" else (11, 16)
+    generator = _generator(2103, sizes[0])
+    n = torch.randint(sizes[0], sizes[1] + 1, (5500,), generator=generator)
+    numbers, positions = _grow(n, sizes[1], generator)
+    real = numbers > 0
+    return MoleculeSet(name, numbers[real], positions[real], n, pair_energy(numbers, positions),
+                       atom_references())
+
+
+def _grow(sizes, largest, generator, tries=12):
+    """(numbers int64 [N,largest], 0 after `sizes` atoms; positions float64 [N,largest,3]).
+
+    Each atom is put near bond length from an earlier one: at the first of `tries` random places no
+    nearer to any than 0.85 of the sum of radii, else at the widest.
+    """
+    n = len(sizes)
+    elements, shares = torch.tensor([1, 6, 7, 8]), torch.tensor([0.45, 0.3, 0.12, 0.13])
+    numbers = elements[shares.multinomial(n * largest, True, generator=generator)].view(n, -1)
+    radius = torch.tensor([PAIR_TERMS.get(z, (0, 0))[1] for z in range(9)], dtype=torch.float64)
+    radius, rows = radius[numbers], torch.arange(n)[:, None]
+    positions = torch.zeros(n, largest, 3, dtype=torch.float64)
+    for atom in range(1, largest):
+        parent = torch.randint(0, atom, (n, tries), generator=generator)
+        away = torch.randn(n, tries, 3, generator=generator, dtype=torch.float64)
+        bond = (radius[rows, parent] + radius[:, atom:atom + 1])[:, :, None]
+        bond = bond * (0.92 + 0.2 * torch.rand(n, tries, 1, generator=generator).double())
+        place = positions[rows, parent] + bond * F.normalize(away, dim=2)
+        apart = (place[:, :, None] - positions[:, None, :atom]).square().sum(3).sqrt()
+        room = (apart / (radius[:, None, :atom] + radius[:, None, atom:atom + 1])).amin(2)
+        best = torch.where((room >= 0.85).any(1), (room >= 0.85).byte().argmax(1), room.argmax(1))
+        positions[:, atom] = place[rows[:, 0], best]
+    return torch.where(torch.arange(largest) < sizes[:, None], numbers, 0), positions
+
+
+SUBJECTS = ("the film", "the movie", "the plot", "the acting", "the script", "this one",
+            "the dialogue", "the pacing", "this story", "the lead actor", "the ending", "the director 's cut",
+            "each scene", "the photography", "the score", "the first half", "the premise")
+PRAISE = ("good great funny clever moving superb charming fresh smart brilliant warm gripping "
+          "sharp lovely honest witty tender wonderful vivid elegant rich daring graceful splendid "
+          "nimble sincere radiant poignant dazzling inventive delightful assured luminous spirited subtle "
+          "thrilling stirring deft refreshing sublime playful exquisite humane masterful buoyant "
+          "astute beguiling sumptuous riveting heartfelt").split()
+BLAME = ("bad dull boring awful silly weak flat terrible stale tedious clumsy cheap lazy horrible "
+         "bland messy hollow dreadful shallow sloppy tired grating forced abysmal vapid muddled "
+         "lifeless pointless contrived dismal insipid leaden trite wooden smug atrocious turgid "
+         "inept soulless plodding maudlin garbled stilted wretched banal strident joyless drab "
+         "excruciating witless").split()
+STRONG = set("great superb brilliant wonderful splendid dazzling sublime exquisite masterful awful "
+             "riveting terrible horrible dreadful abysmal atrocious wretched excruciating".split())
+DEGREES = {"": 1.0, "very": 1.5, "really": 1.4, "quite": 1.2, "somewhat": 0.6, "a little": 0.5,
+           "extremely": 2.0, "so": 1.5, "rather": 0.9, "utterly": 2.0, "a bit": 0.5}
+NEGATIONS = {"": 1.0, "not": -0.7, "never": -0.9, "hardly": -0.6, "far from": -1.0,
+             "anything but": -1.2}
+HEDGES = {"": 1.0, "perhaps": 0.7, "i think": 0.8, "to be fair ,": 0.8, "maybe": 0.6,
+          "in truth": 1.2}
+TAILS = ("", "at times", "from start to finish", "in the second half", "for two hours", "overall",
+         "by the end", "for its genre", "on a large screen")
+JOINS = {"": (1.0, 0.0), ", but": (0.2, 1.5), ", although": (1.5, 0.2), "and": (1.0, 1.0),
+         ", yet": (0.3, 1.4), "even though": (1.4, 0.3)}
+COMPANIES = ("the bank", "the carmaker", "the retailer", "an oil producer", "the chip maker",
+             "a drug firm", "the airline", "the insurer", "a steel group", "the software company",
+             "the utility", "a shipping line", "the miner", "the lender", "the telecoms operator")
+REPORTS = ("reports", "expects", "confirms", "publishes", "files", "discusses", "repeats")
+FIGURES = ("quarterly revenue", "annual results", "a dividend", "its tax rate", "a bond sale",
+           "second half sales", "capital spending", "a share issue", "its cash position",
+           "a merger filing", "operating costs", "the order book", "export volumes")
+CONTEXTS = ("", "as markets open", "ahead of the central bank meeting", "after the annual meeting",
+            "while bond yields hold", "in its filing to the exchange", "as oil trades in a range",
+            "before the inflation report", "as the dollar is unchanged", "in line with forecasts")
+TIMES = ("", "on monday", "on friday", "this quarter", "for the fiscal year", "in early trading",
+         "analysts say", "the company says", "at the close")
+
+
+def _choose(options, n, generator, first=None, decay=0.0):
+    """(texts [n], numbers [n]): entries of a tuple, or of {text: number}; the k-th with a weight of
+    (k + 1)^-decay, the first with probability `first`, if given."""
+    weights = (torch.arange(len(options)) + 1.0) ** -decay
+    if first is not None:
+        weights[0] = first / (1 - first) * weights[1:].sum()
+    index = weights.multinomial(n, True, generator=generator).tolist()
+    texts = list(options)
+    values = list(options.values()) if isinstance(options, dict) else [0] * len(options)
+    return [texts[i] for i in index], torch.tensor(values)[index]
+
+
+def _opinions(n, generator):
+    """(texts [n], scores [n]): clauses such as `the plot is not very good at times`. Words late in
+    PRAISE and BLAME are rare."""
+    parts = [(HEDGES, 0.8), (SUBJECTS,), (("is", "seems", "feels", "was"),), (NEGATIONS, 0.85),
+             (DEGREES, 0.5), (tuple(zip(PRAISE, BLAME)), None, 1.2), (TAILS, 0.5)]
+    texts, values = zip(*(_choose(options, n, generator, *how) for options, *how in parts))
+    blame = torch.randint(0, 2, (n,), generator=generator)
+    words = [pair[sign] for pair, sign in zip(texts[5], blame.tolist())]
+    strength = torch.tensor([2.0 if word in STRONG else 1.0 for word in words])
+    score = values[0] * values[3] * values[4] * strength * (1 - 2 * blame)
+    return (*texts[:5], words, texts[6]), score
+
+
+def _reviews(n, generator):
+    """[(sentence, label)], at most n: one or two opinions, of one sign around "and", and the sign
+    of their weighted sum; those within 0.3 of zero are left out, and those of over 30 words."""
+    (first, a), (second, b) = (_opinions(n, generator) for _ in range(2))
+    joins, weights = _choose(JOINS, n, generator, 0.5)
+    score = weights[:, 0] * a + weights[:, 1] * b
+    second = [[part if one else "" for part, one in zip(column, joins)] for column in second]
+    sentences = [" ".join(filter(None, row)) for row in zip(*first, joins, *second)]
+    clear = ((score.abs() >= 0.3) & ((weights[:, 0] != weights[:, 1]) | (a * b > 0))).tolist()
+    labels = (score > 0).long().tolist()
+    return [pair for pair, keep in zip(zip(sentences, labels), clear)
+            if keep and len(pair[0].split()) <= 30]
+
+
+def _headlines(n, generator):
+    columns = [_choose(options, n, generator)[0]
+               for options in (COMPANIES, REPORTS, FIGURES, CONTEXTS, TIMES)]
+    return [(" ".join(filter(None, row)), 0) for row in zip(*columns)]
+
+
+@lru_cache(maxsize=None)
+def _embedded_text(name):
+    """(sentences, labels int64): 7,500 different rows."""
+    draw = _reviews if name == "reviews" else _headlines
+    rows = list(dict(draw(13000, _generator(2104, len(name)))).items())[:7500]
+    sentences, labels = zip(*rows)
+    return sentences, torch.tensor(labels)
+
+
+@lru_cache(maxsize=None)
+def _embedded_vocabulary():
+    """That of reviews and reviews_finance: as BERT's does, it knows words that training lacks, so
+    that OOD sentences do not give themselves away by their length."""
+    part = _part("train", 6000)
+    return vocabulary([*_embedded_text("reviews")[0][part],
+                       *_embedded_text("reviews_finance")[0][part]])

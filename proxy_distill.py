@@ -41,10 +41,11 @@ Differs from the published code (github.com/yandex-research/proxy-dirichlet-dist
 
 import argparse
 import hashlib
+import itertools
 import math
 import os
 import re
-import time
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -145,6 +146,9 @@ def parse_args(argv=None):
         "test set, by severity: computed, or the CIFAR-C or ImageNet-C files")
     add("--shift-examples", type=int, metavar="N", help="test images a corruption; 0: all")
     add("--limit-train", type=int, metavar="N", help="train on N images, evenly spaced")
+    add("--unreadable", choices=["refuse", "skip"], default="refuse", help="image files that do "
+        "not decode: end at the first, or leave them out and name them on stderr (skip reads every "
+        "file of the streamed folders once, before anything else)")
     add("--runs", type=int, default=1, help="repeat with the next members' seeds; mean and "
         "standard error")
     add("--published-json", metavar="FILE", help="also write the published layout of metrics")
@@ -328,6 +332,13 @@ LOG_ROOT = 0.5 * math.log(2 * math.pi)
 EPS = 2.0**-23  # published code: in the precision, so that agreeing members have a finite one
 
 
+def row_blocks(x, entries=2**15):
+    """Slices of the rows of x [B, ...]: on a CPU a few at a time, whose intermediate results stay
+    in its cache and take no fresh memory, which costs more than the arithmetic; else all."""
+    step = max(1, entries // x[0].numel()) if x.device.type == "cpu" and len(x) else max(1, len(x))
+    return [slice(start, start + step) for start in range(0, max(1, len(x)), step)]
+
+
 class Ensemble(NamedTuple):
     """What the losses and measures need of M predictions p_m [B, K]: sums over members."""
 
@@ -339,24 +350,37 @@ class Ensemble(NamedTuple):
 
 def ensemble_statistics(logits_of_members, temperature=1.0) -> Ensemble:
     """Statistics of members' logits [B, K], an iterable: one member in memory at a time."""
+    if isinstance(logits_of_members, (list, tuple, Tensor)):
+        blocks = row_blocks(logits_of_members[0], 2**17)
+        parts = [sums_over_members((z[rows] for z in logits_of_members), temperature)
+                 for rows in blocks]
+        return Ensemble(*map(torch.cat, zip(*parts))) if len(blocks) > 1 else parts[0]
+    return sums_over_members(logits_of_members, temperature)
+
+
+def sums_over_members(logits_of_members, temperature) -> Ensemble:
     m, total = 0, None
     for logits in logits_of_members:
-        z = logits.double() / temperature
-        z -= z.amax(-1, keepdim=True)
-        e = z.exp()
-        sums = e.sum(-1, keepdim=True)  # p = e / sums, ln p = z - ln sums
         if total is None:
-            total, mean_log = torch.zeros_like(z), torch.zeros_like(z)
-            data_nats = torch.zeros_like(z[..., 0])
-        total.addcdiv_(e, sums)
-        data_nats += (sums.log() - torch.linalg.vecdot(e, z)[..., None] / sums)[..., 0]
-        mean_log += z.sub_(sums.log())
+            z, e, total, mean_log = torch.zeros(4, *logits.shape, dtype=torch.float64,
+                                                device=logits.device)
+            data_nats, log_sums = torch.zeros_like(z[:, :1]), torch.zeros_like(z[:, :1])
+        z.copy_(logits)
+        if temperature != 1:
+            z /= temperature
+        z -= z.amax(-1, keepdim=True)
+        sums = torch.exp(z, out=e).sum(-1, keepdim=True)  # p = e / sums, ln p = z - ln sums
+        log_sum, share = sums.log(), 1 / sums
+        total.addcmul_(e, share)
+        mean_log += z
+        log_sums += log_sum
+        data_nats += log_sum - e.mul_(z).sum(-1, keepdim=True) * share
         m += 1
-    mean_log /= m
-    pi = (total / m).clamp_min_(torch.finfo(torch.float64).tiny)
+    mean_log.sub_(log_sums).div_(m)
+    pi = total.div_(m).clamp_min_(torch.finfo(torch.float64).tiny)
     log_pi = pi.log()
-    rmi = torch.linalg.vecdot(pi, log_pi - mean_log).clamp_min(0)
-    return Ensemble(log_pi, mean_log, data_nats / m, rmi)
+    rmi = torch.linalg.vecdot(pi, torch.sub(log_pi, mean_log, out=z)).clamp_min_(0)
+    return Ensemble(log_pi, mean_log.clone(), data_nats[:, 0] / m, rmi)
 
 
 def proxy_precision(ensemble, most=math.inf) -> Tensor:
@@ -413,23 +437,28 @@ class ReverseKL(torch.autograd.Function):
         dL/dz_k = e_k { [psi1(alpha_k) (alpha_k - 1) - psi1(alpha_0) (alpha_0 - K)] / b
                         + psi1(alpha_0) - pi_k psi1(alpha_k) }.
 
-    Value and gradient are written with x psi1(x) - 1 and with what Stirling leaves of lnGamma and
-    psi, so that nothing cancels however large alpha is; autograd is noise from z = 40 on.
+    Value and gradient are written with what Stirling leaves of lnGamma, psi and psi1, so that
+    nothing cancels however large alpha is; autograd is noise from z = 40 on.
     """
 
     @staticmethod
     def forward(ctx, logits, log_pi, b, offset, value):
-        e, pi, k = logits.double().exp(), log_pi.exp(), logits.shape[-1]
-        alpha = e + offset
-        alpha_0 = alpha.sum(-1, keepdim=True)
-        if ctx.needs_input_grad[0]:
-            (psi1, rest), (psi1_0, rest_0) = trigamma(alpha), trigamma(alpha_0)
-            gradient = (rest - psi1 - rest_0 + k * psi1_0) / b[:, None] + psi1_0 - pi * psi1
-            ctx.save_for_backward((e * gradient).to(logits.dtype))
-        if not value:
-            return torch.zeros_like(b)
-        fit = (pi * (torch.digamma(alpha) - torch.digamma(alpha_0))).sum(-1)
-        return -fit - dirichlet_entropy(alpha) / b
+        gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
+        loss = torch.zeros_like(b)
+        for rows in row_blocks(logits):
+            e, pi, b_ = logits[rows].double().exp(), log_pi[rows].exp(), b[rows, None]
+            alpha = e + offset
+            alpha_0 = alpha.sum(-1, keepdim=True)
+            if gradient is not None:
+                (psi1, rest), (psi1_0, rest_0) = trigamma(alpha), trigamma(alpha_0)
+                own = rest.div_(b_).addcmul_(psi1, pi + 1 / b_, value=-1)
+                own += (logits.shape[-1] * psi1_0 - rest_0) / b_ + psi1_0
+                gradient[rows] = own.mul_(e)
+            if value:
+                entropy, log_means = dirichlet_entropy(alpha)
+                loss[rows] = -torch.linalg.vecdot(pi, log_means) - entropy / b[rows]
+        ctx.save_for_backward(gradient)
+        return loss
 
     @staticmethod
     def backward(ctx, grad):
@@ -437,38 +466,64 @@ class ReverseKL(torch.autograd.Function):
         return grad[:, None].to(gradient) * gradient, None, None, None, None
 
 
+# psi, psi1 and lnGamma at x from Stirling's series at w = x + 6, in vector operations. The six
+# terms between come in pairs i, 5 - i, with q = (x + i)(x + 5 - i) = x (x + 5) + i (5 - i).
+PAIRS = (0, 4, 6)
+
+
+def polynomial(t, *coefficients):
+    """c_0 + c_1 t + c_2 t^2 + ..."""
+    *rest, last = coefficients
+    value = t * last
+    for c in rest[:0:-1]:
+        value.add_(c).mul_(t)
+    return value.add_(rest[0])
+
+
 def trigamma(x) -> tuple[Tensor, Tensor]:
-    """(psi1(x), x psi1(x) - 1) for x > 0, the second accurate where it is small."""
-    psi1 = torch.special.polygamma(1, x)
-    return psi1, torch.where(x > 16, trigamma_series(1 / x), x * psi1 - 1)
+    """(psi1(x), x psi1(x) - 1) for 0 < x < 1e150, both to a relative 1e-12.
+
+    psi1(x) = sum_{i<6} 1 / (x + i)^2 + psi1(w), psi1(w) = 1/w + 1/2w^2 + 1/6w^3 - 1/30w^5 + ...;
+    1/a^2 + 1/b^2 = v (v - 2 / (a + b)) with v = 1/a + 1/b."""
+    twice, product, y = 2 * x + 5, x * (x + 5), 1 / (x + 6)
+    t, half = y * y, 2 / twice
+    psi1 = polynomial(t, 1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66, -691 / 2730, 7 / 6)
+    psi1.mul_(y).add_(0.5).mul_(t)
+    for c in PAIRS:
+        v = twice / (product + c)
+        psi1.addcmul_(v, v - half)
+    rest = (x * psi1).sub_(y, alpha=6)  # x / w - 1 = -6 / w
+    return psi1.add_(y), rest
 
 
-def trigamma_series(y) -> Tensor:
-    """x psi1(x) - 1 for y = 1 / x, x > 16: y/2 + y^2/6 - y^4/30 + y^6/42 - y^8/30 + ..."""
-    t = y * y
-    return y / 2 + t * (1 / 6 - t * (1 / 30 - t * (1 / 42 - t * (1 / 30 - t * 5 / 66))))
+def digamma(x) -> tuple[Tensor, Tensor]:
+    """(psi(x), lnGamma(x) - (x - 1) psi(x) + x) for 0 < x < 1e150, to 1e-13 of max(1, |value|).
+
+    psi(x) = psi(w) - sum_{i<6} 1 / (x + i), lnGamma(x) = lnGamma(w) - sum_{i<6} ln(x + i); the
+    multiples of ln w and x that Stirling's series have cancel by hand."""
+    twice, product, w = 2 * x + 5, x * (x + 5), x + 6
+    y = 1 / w
+    t, ratio, v = y * y, torch.ones_like(x), 0.5 * y
+    for c in PAIRS:
+        q = product + c
+        v += twice / q
+        ratio *= q.mul_(t)  # prod (x + i) / w
+    v += t * polynomial(t, 1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132, -691 / 32760, 1 / 12)
+    own = y * polynomial(t, 1 / 12, -1 / 360, 1 / 1260, -1 / 1680, 1 / 1188, -691 / 360360, 1 / 156)
+    own.addcmul_(x - 1, v).add_(LOG_ROOT - 6)
+    log_w = w.log_()
+    own.add_(log_w, alpha=0.5).sub_(ratio.log_())
+    return log_w - v, own
 
 
-def dirichlet_entropy(alpha) -> Tensor:
-    """h(alpha) [B] = sum lnGamma(alpha_k) - lnGamma(alpha_0) - sum (alpha_k - 1)(psi(alpha_k) -
-    psi(alpha_0)), the differential entropy in nats.
+def dirichlet_entropy(alpha) -> tuple[Tensor, Tensor]:
+    """(h(alpha) [B] = sum lnGamma(alpha_k) - lnGamma(alpha_0) - sum (alpha_k - 1)(psi(alpha_k) -
+    psi(alpha_0)), nats; E ln p_k = psi(alpha_k) - psi(alpha_0) [B, K]) of Dir(alpha).
 
-    With Stirling's leading terms taken out: sum_k alpha_k = alpha_0 cancels exactly, by hand."""
-    k, alpha_0 = alpha.shape[-1], alpha.sum(-1, keepdim=True)
-
-    def rests(x):  # of lnGamma and psi
-        gamma = x.lgamma() - (x - 0.5) * x.log() + x - LOG_ROOT
-        psi = x.digamma() - x.log() + 0.5 / x
-        y = 1 / x.clamp_min(16)
-        t = y * y
-        series = y * (1 / 12 - t * (1 / 360 - t * (1 / 1260 - t / 1680)))
-        slope = -t * (1 / 12 - t * (1 / 120 - t * (1 / 252 - t / 240)))
-        return torch.where(x > 16, series, gamma), torch.where(x > 16, slope, psi)
-
-    (gamma, psi), (gamma_0, psi_0) = rests(alpha), rests(alpha_0)
-    own = 0.5 * alpha.log() + gamma + (alpha - 1) * (0.5 / alpha - psi)
-    whole = (0.5 - k) * alpha_0.log() - gamma_0 - (alpha_0 - k) * (0.5 / alpha_0 - psi_0)
-    return own.sum(-1) + whole[..., 0] + (k - 1) * LOG_ROOT
+    sum_k alpha_k = alpha_0 is left out of both sides."""
+    (psi, own), (psi_0, whole) = digamma(alpha), digamma(alpha.sum(-1, keepdim=True))
+    entropy = (own.sum(-1) - whole[:, 0]) - (alpha.shape[-1] - 1) * psi_0[:, 0]
+    return entropy, psi.sub_(psi_0)
 
 
 # Uncertainties [B], larger is more uncertain; all in nats but confidence.
@@ -476,20 +531,27 @@ MEASURES = ("confidence", "total_uncertainty", "data_uncertainty", "mutual_infor
             "rmi")
 
 
+# Of one network's logits: energy -ln sum exp z, and -max z; larger is more out-of-distribution. Of
+# a student with a precision they are that precision, a target; of a classifier they are free.
+SCORES = ("energy", "max_logit")
+
+
 class Outputs(NamedTuple):
     """What a model says about B inputs."""
 
     log_probs: Tensor  # [B, K] its prediction
-    measures: dict     # {name of MEASURES: [B], NaN where a model has none}
+    measures: dict     # {name of MEASURES, or of SCORES: [B], NaN where a model has none}
     precision: Tensor  # [B] alpha_0; beta_0 of an ensemble; of a softmax sum exp(z), untrained
 
 
 def ensemble_outputs(ensemble) -> Outputs:
     """MI = H(pi) - mean H(p_m); EPKL = mean over all ordered pairs KL(p_i || p_j) = MI + RMI."""
-    pi = ensemble.log_probs.exp()
-    total = -(pi * ensemble.log_probs).sum(-1)
+    total, top = torch.empty_like(ensemble.data), ensemble.log_probs.amax(-1).exp_()
+    for rows in row_blocks(ensemble.log_probs):
+        log_pi = ensemble.log_probs[rows]
+        total[rows] = -torch.linalg.vecdot(log_pi.exp(), log_pi)
     information = (total - ensemble.data).clamp_min(0)
-    return Outputs(ensemble.log_probs, measures_of(pi, total, ensemble.data, information,
+    return Outputs(ensemble.log_probs, measures_of(top, total, ensemble.data, information,
                                                    information + ensemble.rmi, ensemble.rmi),
                    proxy_precision(ensemble))
 
@@ -504,8 +566,8 @@ def dirichlet_outputs(alpha, log_probs) -> Outputs:
     total = torch.special.entr(p).sum(-1)
     expected = -(p * (torch.digamma(alpha + 1) - torch.digamma(alpha_0 + 1)[:, None])).sum(-1)
     information, epkl = (total - expected).clamp_min(0), (alpha.shape[-1] - 1) / alpha_0
-    return Outputs(log_probs, measures_of(log_probs.exp(), total, expected, information, epkl,
-                                          (epkl - information).clamp_min(0)), alpha_0)
+    return Outputs(log_probs, measures_of(log_probs.amax(-1).exp(), total, expected, information,
+                                          epkl, (epkl - information).clamp_min(0)), alpha_0)
 
 
 def softmax_outputs(logits) -> Outputs:
@@ -514,23 +576,46 @@ def softmax_outputs(logits) -> Outputs:
     log_probs = logits.double().log_softmax(-1)
     total = torch.special.entr(log_probs.exp()).sum(-1)
     nothing = torch.full_like(total, math.nan)
-    return Outputs(log_probs, measures_of(log_probs.exp(), total, *[nothing] * 4),
-                   logits.double().exp().sum(-1))
+    measures = measures_of(log_probs.amax(-1).exp(), total, *[nothing] * 4)
+    return Outputs(log_probs, measures | scores_of(logits), logits.double().exp().sum(-1))
 
 
-def measures_of(probs, *rest) -> dict:
-    return dict(zip(MEASURES, (1 - probs.max(-1).values, *rest)))
+def measures_of(top, *rest) -> dict:
+    return dict(zip(MEASURES, (1 - top, *rest)))
+
+
+def scores_of(logits) -> dict:
+    z = logits.double()
+    return dict(zip(SCORES, (-z.logsumexp(-1), -z.amax(-1))))
 
 
 def student_outputs(logits, offset=1.0) -> Outputs:
     """softmax(z) predicts, without the offset; Dir(exp(z) + offset) measures."""
-    return dirichlet_outputs(logits.double().exp() + offset, logits.double().log_softmax(-1))
+    z = logits.double()
+    outputs = dirichlet_outputs(z.exp() + offset, z.log_softmax(-1))
+    return outputs._replace(measures=outputs.measures | scores_of(z))
 
 
 def proxy_outputs(ensemble, target_offset=0.0) -> Outputs:
     """The ensemble's proxy Dir(pi beta_0 + t)."""
     alpha = ensemble.log_probs.exp() * proxy_precision(ensemble)[:, None] + target_offset
     return dirichlet_outputs(alpha, ensemble.log_probs)
+
+
+def ensemble_among(logits_of_members, classes=None):
+    """(Ensemble over all K classes, its log-probabilities [B, n] among `classes` [n], or all).
+
+    paper: each member's logits are restricted to the classes before its softmax, then averaged."""
+    own = []
+
+    def members():
+        for z in logits_of_members:
+            if classes is not None:
+                own.append(z[:, classes])
+            yield z
+
+    ensemble = ensemble_statistics(members())
+    return ensemble, ensemble.log_probs if classes is None else ensemble_statistics(own).log_probs
 
 
 def mimo_rows(n, repetitions, probability, members, generator) -> Tensor:
@@ -798,17 +883,13 @@ def train_epoch(model, kind, optimiser, loader, epoch, steps, lr_at, progress, s
 # ---- Evaluation ---------------------------------------------------------------------------------
 
 # Per example and model, beside the measures; the first five are of the classes predicted from.
-COLUMNS = ("log_prob", "correct", "top5", "brier", "top_prob", "precision", *MEASURES)
+COLUMNS = ("log_prob", "correct", "top5", "brier", "top_prob", "precision", *MEASURES, *SCORES)
 
 
-def columns_of(outputs, labels, classes=None) -> Tensor:
-    """[B, len(COLUMNS)] of a batch. `classes`: the labels' classes among the K; predictions are
-    restricted to them (an ensemble's after averaging; published: each member's before),
-    uncertainties are not. Where labels are not among the classes only the measures have a meaning.
-    """
-    log_probs = outputs.log_probs
-    if classes is not None:
-        log_probs = log_probs[:, classes].log_softmax(-1)
+def columns_of(outputs, labels) -> Tensor:
+    """[B, len(COLUMNS)] of a batch; labels [B] number the classes of `outputs.log_probs`. Where
+    they are not among these only the measures have a meaning."""
+    log_probs, nothing = outputs.log_probs, torch.full_like(outputs.precision, math.nan)
     probs, own = log_probs.exp(), labels.clamp_max(log_probs.shape[1] - 1)[:, None]
     log_prob = log_probs.gather(1, own)
     before = torch.arange(log_probs.shape[1], device=own.device) < own
@@ -817,7 +898,7 @@ def columns_of(outputs, labels, classes=None) -> Tensor:
     first = log_probs.argmax(-1) == labels
     return torch.stack([log_prob[:, 0], first.double(), (rank < 5).double(), brier,
                         probs.max(-1).values, outputs.precision,
-                        *(outputs.measures[m] for m in MEASURES)], 1)
+                        *(outputs.measures.get(m, nothing) for m in (*MEASURES, *SCORES))], 1)
 
 
 SEVERITIES = (1, 2, 3, 4, 5)
@@ -832,32 +913,38 @@ class Models(NamedTuple):
 
 
 @torch.no_grad()
-def outputs_of(models, images, args, world) -> dict:
-    """{row of the table: Outputs} of a batch."""
+def outputs_of(models, images, args, world, classes=None) -> dict:
+    """{row of the table: Outputs} of a batch, predicting among `classes`, or among all."""
     def forward(net, x=images):
         with autocast(args, world):
             return widen(net(x))
 
+    def restricted(outputs):
+        return outputs if classes is None else outputs._replace(
+            log_probs=outputs.log_probs[:, classes].log_softmax(-1))
+
     found = {}
     if models.members:
         first = forward(models.members[0])
-        found["single"] = softmax_outputs(first)
-        if len(models.members) > 1:
-            rest = (forward(net) for net in models.members[1:])
-            ensemble = ensemble_statistics(z for part in ((first,), rest) for z in part)
-            found["ensemble"] = ensemble_outputs(ensemble)
-            found["ensemble_proxy"] = proxy_outputs(ensemble)
+        found["single"] = restricted(softmax_outputs(first))
+    if len(models.members) > 1:
+        rest = (forward(net) for net in models.members[1:])
+        ensemble, log_probs = ensemble_among(itertools.chain([first], rest), classes)
+        rows = {"": ensemble_outputs(ensemble), "_proxy": proxy_outputs(ensemble),
+                "_proxy_t1": proxy_outputs(ensemble, 1.0)}
+        found |= {f"ensemble{k}": o._replace(log_probs=log_probs) for k, o in rows.items()}
     for loss, (net, offset) in models.students.items():
         logits = forward(net)
-        found[f"student_{loss}"] = softmax_outputs(logits) if loss == "forward_kl" else \
-            student_outputs(logits, offset)
+        found[f"student_{loss}"] = restricted(
+            softmax_outputs(logits) if loss == "forward_kl" else student_outputs(logits, offset))
     if models.mimo is not None:
-        members = models.mimo.mimo
-        logits = forward(models.mimo, images.repeat(1, members, 1, 1))
-        heads = logits.view(len(images), members, -1).unbind(1)
-        found["mimo"] = ensemble_outputs(ensemble_statistics(heads))
+        logits = forward(models.mimo, images.repeat(1, models.mimo.mimo, 1, 1))
+        heads = logits.view(len(images), models.mimo.mimo, -1).unbind(1)
         if args.mimo_average == "logits":
-            found["mimo"] = softmax_outputs(torch.stack(heads).mean(0))
+            found["mimo"] = restricted(softmax_outputs(torch.stack(heads).mean(0)))
+        else:
+            ensemble, log_probs = ensemble_among(heads, classes)
+            found["mimo"] = ensemble_outputs(ensemble)._replace(log_probs=log_probs)
     return found
 
 
@@ -868,8 +955,8 @@ def predict(models, dataset, args, world, classes=None) -> dict:
             net.eval()
     rows, index = {}, [torch.zeros(0, dtype=torch.long)]
     for batch in make_loader(dataset, args, world, max(512, args.batch_size)).epoch():
-        for name, outputs in outputs_of(models, batch.images, args, world).items():
-            rows.setdefault(name, []).append(columns_of(outputs, batch.labels, classes).cpu())
+        for name, outputs in outputs_of(models, batch.images, args, world, classes).items():
+            rows.setdefault(name, []).append(columns_of(outputs, batch.labels).cpu())
         index.append(batch.index.cpu())
     index = torch.cat(index)
     return {name: common.gather_rows(torch.cat(parts), index, len(dataset), world)
@@ -906,9 +993,10 @@ def published_calibration(confidence, correct) -> tuple[float, float]:
 
 
 def ood_metrics(inside, outside) -> dict:
-    """AUROC by measure, out-of-distribution positive, of two [N, len(COLUMNS)]."""
+    """AUROC and FPR95 by measure and by score, out-of-distribution positive, of two
+    [N, len(COLUMNS)]."""
     values = {}
-    for measure in MEASURES:
+    for measure in (*MEASURES, *SCORES):
         a, b = (c[:, COLUMNS.index(measure)] for c in (inside, outside))
         if not a.isnan().any():
             scored = common.ood_metrics(a, b, larger_means="ood")
@@ -950,49 +1038,65 @@ def milliseconds(models, shape, batch_size, args, world) -> dict:
 
 
 def evaluate(models, sets, args, world) -> tuple[dict, dict]:
-    """(metrics `<row>/<name>`, columns {set: {row: [N, C]}}) of all models on all sets."""
+    """(metrics `<row>/<name>`, columns {set: {row: [N, C]}}) of all models on all sets; a corrupted
+    test set's name is the pair (kind, severity)."""
     test = predict(models, sets["test"], args, world)
     columns, metrics = {"test": test}, {}
     for name, (dataset, classes) in sets["ood"].items():
         columns[name] = predict(models, dataset, args, world, classes)
-    shifted = {s: [predict(models, sets["shift"](kind, s), args, world)
-                   for kind in sets["kinds"]] for s in SEVERITIES} if sets["kinds"] else {}
+    for kind in sets["kinds"]:
+        for severity in SEVERITIES:
+            columns[kind, severity] = predict(models, sets["shift"](kind, severity), args, world)
     batch_size = min(256, len(sets["test"]))
     seconds = milliseconds(models, sets["test"].shape, batch_size, args, world)
     for row, own in test.items():
         values = predictive_metrics(own)
         if row in seconds:
             values["ms_per_example"] = seconds[row]
-        for i, (name, (dataset, classes)) in enumerate(sets["ood"].items()):
-            outside = ood_metrics(own, columns[name][row])
+        for i, name in enumerate(sets["ood"]):
+            other, masked = columns[name][row], inside(sets, name)
+            outside = ood_metrics(own, other)
             values |= {f"{name}_{k}": v for k, v in outside.items()} | (outside if not i else {})
-            if classes is not None:
-                masked = torch.isin(sets["test"].labels, classes)
-                values |= {f"{name}_masked_{k}": v for k, v in
-                           ood_metrics(own[masked], columns[name][row]).items()}
-            if classes is not None or getattr(dataset, "label_probs", None) is not None:
-                values |= {f"{name}_{k}": v for k, v in
-                           predictive_metrics(columns[name][row]).items()}
-        if shifted:
-            values |= shift_metrics(sets["kinds"], shifted, row)
+            if masked is not None:
+                values |= {f"{name}_masked_{k}": v
+                           for k, v in ood_metrics(own[masked], other).items()}
+            if labelled(sets, name):
+                values |= {f"{name}_{k}": v for k, v in predictive_metrics(other).items()}
+        if sets["kinds"]:
+            values |= shift_metrics(sets["kinds"], columns, row)
         if row.startswith("student") and "ensemble" in test:
             values |= rank_correlations(own, test["ensemble"])
         metrics |= {f"{row}/{k}": v for k, v in values.items()}
     return metrics, columns
 
 
-def shift_metrics(kinds, shifted, row) -> dict:
+def labelled(sets, name) -> bool:
+    """Whether the labels of an out-of-distribution set are classes that its images show: not
+    ImageNet-O's, whose folders are named after classes that its images are not of."""
+    dataset, classes = sets["ood"][name]
+    return classes is not None and name != "imagenet_o" or \
+        getattr(dataset, "label_probs", None) is not None
+
+
+def inside(sets, name):
+    """The test examples [N] (bool) of the classes that a set's folders name; None without."""
+    classes = sets["ood"][name][1]
+    mask = None if classes is None else torch.isin(sets["test"].labels, classes)
+    return mask if mask is not None and mask.any() else None
+
+
+def shift_metrics(kinds, columns, row) -> dict:
     """`c_s<severity>_…` with all kinds of a severity pooled, `c_…` their means over severities, and
     where there are the published extra kinds `c15_…` without them."""
-    groups = {"c": [True] * len(kinds)}
+    groups = {"c": kinds}
     if extra := {*data.CIFAR_C_KINDS[15:]} & {*kinds}:
-        groups["c15"] = [kind not in extra for kind in kinds]
+        groups["c15"] = [kind for kind in kinds if kind not in extra]
     values = {}
     for name, chosen in groups.items():
-        for severity, parts in shifted.items():
-            pooled = torch.cat([part[row] for part, use in zip(parts, chosen) if use])
+        for severity in SEVERITIES:
+            pooled = torch.cat([columns[kind, severity][row] for kind in chosen])
             values |= {f"{name}_s{severity}_{k}": v for k, v in predictive_metrics(pooled).items()}
-        values |= {f"{name}_{k}": float(np.mean([values[f"{name}_s{s}_{k}"] for s in shifted]))
+        values |= {f"{name}_{k}": float(np.mean([values[f"{name}_s{s}_{k}"] for s in SEVERITIES]))
                    for k in ("accuracy", "nll", "ece15", "brier")}
     return values
 
@@ -1024,11 +1128,12 @@ def format_results(metrics, ood) -> str:
 
 # ---- Plots --------------------------------------------------------------------------------------
 
-COLOURS = ["#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE", "#000000"]
+COLOURS = ["#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE", "#000000", "#BBBBBB"]
 
 
 def plot_story(plt, path, columns):
     """Rejection curves by total uncertainty; precision of the students against the ensemble's."""
+    columns = {row: own for row, own in columns.items() if row in ROWS}
     figure, axes = plt.subplots(1, 2, figsize=(11.5, 4.4), constrained_layout=True)
     for (row, own), colour in zip(columns.items(), COLOURS):
         at = dict(zip(COLUMNS, own.T))
@@ -1072,7 +1177,10 @@ def load_sets(args, world) -> dict:
                 if world.is_main:
                     print(f"{name} skipped: {error}", flush=True)
                 continue
-            ood[Path(name.removeprefix("folder:")).name] = own, subset(own, train, name)
+            ood[Path(name.removeprefix("folder:")).name] = own, subset(own, train)
+    if args.unreadable == "skip":  # outside of the block above: the processes share the work
+        train, test = (readable(dataset, world) for dataset in (train, test))
+        ood = {name: (readable(own, world), classes) for name, (own, classes) in ood.items()}
     kinds, shift = [], None
     if args.shift == "computed":
         some = test if not args.shift_examples else test.select(
@@ -1083,19 +1191,37 @@ def load_sets(args, world) -> dict:
     elif args.shift == "published":
         name = f"{args.dataset}_c"
         kinds = data.corruption_kinds(name, args.data_dir)
-        shift = lambda kind, severity: data.match(
-            data.load_corrupted(name, kind, severity, args.data_dir), train)
+
+        def shift(kind, severity):
+            own = data.match(data.load_corrupted(name, kind, severity, args.data_dir), train)
+            return readable(own, world) if args.unreadable == "skip" else own
+
         if not kinds and world.is_main:
             print(f"{name} is not in {args.data_dir}: skipped", flush=True)
     return {"train": train, "test": test, "ood": ood, "kinds": kinds, "shift": shift}
 
 
-def subset(dataset, train, name):
+def readable(dataset, world):
+    """`dataset` without the image files that cannot be decoded, the same on all processes, which
+    each try a part; the paths are named on stderr. Sets in memory have been read already."""
+    if not isinstance(dataset, data.StreamedSet):
+        return dataset
+    bad = torch.zeros(len(dataset), dtype=torch.uint8)
+    own = torch.arange(world.rank, len(bad), world.size)
+    bad[own] = dataset.unreadable(own).byte()
+    keep = common.all_reduce(bad, world) == 0
+    if world.is_main:
+        for row in (~keep).nonzero()[:, 0].tolist():
+            print(f"{dataset.dataset.paths[row]}: unreadable, skipped", file=sys.stderr, flush=True)
+    if not keep.any():
+        raise UserError(f"{dataset.name}: none of its {len(dataset)} files can be read")
+    return dataset if keep.all() else dataset.select(keep)
+
+
+def subset(dataset, train):
     """The classes [n] of a set among the training set's, by folder names; None if it has others."""
     known, own = getattr(train, "classes", ()), getattr(dataset, "classes", ())
-    if not own or name == "imagenet_o" or not {*own} <= {*known} or own == known:
-        return None  # ImageNet-O's folders are named after classes that its images are not of
-    return torch.tensor([known.index(c) for c in own])
+    return torch.tensor([known.index(c) for c in own]) if own and {*own} <= {*known} else None
 
 
 def run_name(args) -> str:
@@ -1112,7 +1238,7 @@ def open_run(args, world, kind, what, **more):
 
 def finish(net, kind, what, sets, args, world, teachers=None, **more):
     """Train a network, or read it where --eval: it must be complete."""
-    run = open_run(args, world, kind, what, **more)
+    run = open_run(args, world, kind, what, images=len(sets["train"]), **more)
     epochs = {"base": args.base_epochs, "mimo": args.mimo_epochs, "distill": args.epochs}[kind]
     if args.eval:
         state = run.load(required=True)
@@ -1162,13 +1288,20 @@ def fingerprint(nets) -> str:
     return digest.hexdigest()[:16]
 
 
+def images_key(dataset) -> str:
+    """A hash of the rows of a set: of the files' paths, or how many there are."""
+    paths = getattr(getattr(dataset, "dataset", None), "paths", [len(dataset)])
+    return hashlib.sha256("\n".join(map(str, paths)).encode()).hexdigest()[:16]
+
+
 def train_students(losses, members, sets, args, world) -> dict:
     """{loss: (network, offset)}, all from the same teachers."""
     whose, teachers = fingerprint(members), None
     if not args.eval:
         teachers = Teachers(members, args, world)
         if args.cache_teachers:
-            key = f"{args.dataset} {args.limit_train} {args.amp} {len(members)} {whose}\n"
+            key = (f"{args.dataset} {args.limit_train} {args.amp} {len(members)} {whose} "
+                   f"{images_key(sets['train'])}\n")
             path = Path(args.out_dir) / "proxy_distill" / run_name(args) / \
                 f"teachers-seed{args.seed}.f32"
             cache = TeacherCache(path, key, sets["train"], world)
@@ -1205,12 +1338,14 @@ def run_all(args, world) -> dict:
     run = common.Run(args, "proxy_distill",
                      f"{run_name(args)}/{what[args.method]}-seed{args.seed}", config, world)
     run.results(metrics, {"evaluate_s": clock.seconds()},
-                n={name: len(next(iter(rows.values()))) for name, rows in columns.items()})
+                n={name if isinstance(name, str) else "c_{}_s{}".format(*name):
+                   len(next(iter(rows.values()))) for name, rows in columns.items()})
     if world.is_main:
         print(f"\n{run_name(args)}, seed {args.seed}\n\n"
               f"{format_results(metrics, sets['ood'])}\n", flush=True)
         if args.published_json:
-            common.write_json(args.published_json, published_results(columns, sets))
+            common.write_json(args.published_json,
+                              published_results(columns, sets, args.dataset))
         if args.plot and (plt := common.pyplot()):
             plot_story(plt, run.directory / "story.png", columns["test"])
             run.say(f"picture in {run.directory}")
@@ -1236,29 +1371,65 @@ def run_seeds(args, world) -> dict:
     return means
 
 
-def published_results(columns, sets) -> dict:
-    """{row: the published layout}: `imagenet_val` and so on, names and bins as there."""
-    names = dict(zip(MEASURES, ("confidence", "entropy_of_expected", "expected_entropy",
+# Names of MEASURES there.
+PUBLISHED = dict(zip(MEASURES, ("confidence", "entropy_of_expected", "expected_entropy",
                                 "mutual_information", "EPKL", "MKL")))
+
+
+def published_results(columns, sets, dataset) -> dict:
+    """{row: {domain: {name: value}}}, domains and names as the published code writes them, without
+    what cannot be measured: accuracy where labels mean nothing, mutual information of a softmax."""
     found = {}
-    for row, own in columns["test"].items():
-        at = dict(zip(COLUMNS, own.T))
-        correct = (at["correct"] > 0).numpy()
-        ece, mce = published_calibration(at["top_prob"].numpy(), correct)
-        values = {"acc1": at["correct"].mean().item(), "acc5": at["top5"].mean().item(),
-                  "ECE": ece, "MCE": mce, "brier": at["brier"].mean().item(),
-                  "NLL": -at["log_prob"].mean().item()}
-        for measure, name in names.items():
-            if not at[measure].isnan().any():
-                values[f"{name}_PRR"] = common.prediction_rejection_ratio(at[measure], correct)
-        domains = {"imagenet_val": values}
-        for other in sets["ood"]:
-            scored = ood_metrics(own, columns[other][row])
-            domains[other.replace("_", "-")] = {
-                name: scored[f"auroc_{measure}"] for measure, name in names.items()
-                if f"auroc_{measure}" in scored}
-        found[row] = domains
+    for row, val in columns["test"].items():
+        domains = {"imagenet_val": published_accuracy(val) | published_rejection(val)}
+        for name in sets["ood"]:
+            domains |= published_domain(name.replace("_", "-"), val, columns[name][row],
+                                        inside(sets, name), labelled(sets, name))
+        for kind in sets["kinds"]:
+            for severity in SEVERITIES:
+                title = f"{dataset.replace('_', '-')}-c-{kind}-{severity}"
+                domains |= published_domain(title, val, columns[kind, severity][row], slice(None))
+        found[row] = {domain: dict(sorted(domains[domain].items())) for domain in sorted(domains)}
     return found
+
+
+def published_domain(name, val, own, mask, labels=True) -> dict:
+    """{name: ..., name_masked: ..., name_with_val: ...} of one set beside `val`, both
+    [N, len(COLUMNS)]: AUROC against all of val; against its rows `mask`, of the set's classes, if
+    it has any; rejection where both are pooled."""
+    accuracy = published_accuracy(own) if labels else {}
+    found = {name: accuracy | published_auroc(val, own)}
+    if mask is not None:
+        found[f"{name}_masked"] = accuracy | published_auroc(val[mask], own)
+    if labels:
+        found[name] |= published_rejection(own)
+        found[f"{name}_with_val"] = published_rejection(torch.cat([val, own]))
+    return found
+
+
+def published_accuracy(columns) -> dict:
+    at = dict(zip(COLUMNS, columns.T))
+    ece, mce = published_calibration(at["top_prob"].numpy(), (at["correct"] > 0).numpy())
+    return {"acc1": at["correct"].mean().item(), "acc5": at["top5"].mean().item(), "ECE": ece,
+            "MCE": mce, "brier": at["brier"].mean().item(), "NLL": -at["log_prob"].mean().item()}
+
+
+def published_auroc(inside, outside) -> dict:
+    scored = ood_metrics(inside, outside)
+    return {name: scored[f"auroc_{measure}"] for measure, name in PUBLISHED.items()
+            if f"auroc_{measure}" in scored}
+
+
+def published_rejection(columns) -> dict:
+    """`X_PRR` and `X_PR-AUC`, one minus the area under `common.rejection_curve`."""
+    values, correct = {}, columns[:, COLUMNS.index("correct")] > 0
+    for measure, name in PUBLISHED.items():
+        own = columns[:, COLUMNS.index(measure)]
+        if not own.isnan().any():
+            _, error = common.rejection_curve(own, correct)
+            values[f"{name}_PRR"] = common.prediction_rejection_ratio(own, correct)
+            values[f"{name}_PR-AUC"] = 1 - float((error[1:] + error[:-1]).mean() / 2)
+    return values
 
 
 def main(argv=None) -> dict:

@@ -69,9 +69,9 @@ MOLECULE_LRS = [1e-6, *(i * 1e-7 for i in range(5, 0, -1)), *(i * 1e-8 for i in 
 PRESETS = {
     # paper: 30 members of seeds 1-30, 30 ensembles of each K, 200 samples in total; published
     # settings throughout
-    "": dict(model="wrn_16_4", depth=None, width=1.0, norm="frn", epochs=100, batch_size=128,
-             lr=0.1, weight_decay=5e-4, opt="sgd", patience=100, min_epochs=100, members=30,
-             ensembles=[1, 2, 5, 10, 20], combinations=30, samples=200, val_samples=100,
+    "": dict(model="wrn_16_4", depth=None, width=1.0, norm="frn", dropout=0.0, epochs=100,
+             batch_size=128, lr=0.1, weight_decay=5e-4, opt="sgd", patience=100, min_epochs=100,
+             members=30, ensembles=[1, 2, 5, 10, 20], combinations=30, samples=200, val_samples=100,
              methods=["map", "swa", "swag", "llla", "la_nf"], num_val=2000, swag_epochs=100,
              swag_lrs=SWAG_LRS, swag_weight_decay=None, dropouts=[0.05, 0.1, 0.2], ivon_epochs=200,
              ivon_lr=0.2, structure="full", flow_layers=10, flow_epochs=20, flow_lr=1e-3,
@@ -79,18 +79,19 @@ PRESETS = {
              amp="off", compile=False, eval_batch_size=2048),
     "cifar10": dict(ood=["svhn+cifar100"]),
     "cifar100": dict(ood=["svhn+cifar10"]),
-    "sst2": dict(model="bert_256_4", batch_size=64, lr=5e-3, weight_decay=3e-3),
+    "sst2": dict(model="bert_256_4", dropout=0.5, batch_size=64, lr=5e-3, weight_decay=3e-3),
     "qm9": dict(model="painn", batch_size=100, lr=5e-4, weight_decay=0.01, opt="adamw", epochs=650,
                 patience=50, min_epochs=650, swag_lrs=MOLECULE_LRS),
     "mnist": dict(model="wrn_16_4", ood=["fashion_mnist"]),
     "fashion_mnist": dict(model="wrn_16_4", ood=["mnist"]),
-    "glyphs": dict(depth=10, width=0.25, epochs=6, batch_size=64, members=3, ensembles=[1, 3],
-                   combinations=3, samples=20, val_samples=20, methods=list(METHODS), num_val=500,
-                   limit_train=3000, swag_epochs=6, swag_lrs=[0.03, 0.01], dropouts=[0.1],
-                   ivon_epochs=8, flow_epochs=5, ood=["glyphs_letters"], limit_test=1000),
-    "reviews": dict(model="bert_256_4", depth=2, width=0.25, epochs=8, batch_size=64, lr=0.05,
-                    weight_decay=1e-4, members=3, ensembles=[1, 3], combinations=3, samples=50,
-                    val_samples=50, methods=list(METHODS), swag_epochs=8, swag_lrs=[0.05, 0.02],
+    "glyphs": dict(depth=10, width=0.25, epochs=6, batch_size=32, lr=0.2, weight_decay=1e-4,
+                   members=3, ensembles=[1, 3], combinations=3, samples=20, val_samples=20,
+                   methods=list(METHODS), num_val=500, limit_train=3000, swag_epochs=6,
+                   swag_lrs=[0.03, 0.01], dropouts=[0.1], ivon_epochs=8, flow_epochs=5,
+                   ood=["glyphs_letters"], limit_test=1000),
+    "reviews": dict(model="bert_256_4", depth=2, width=0.25, dropout=0.1, epochs=8, batch_size=64,
+                    lr=2e-3, weight_decay=0.01, opt="adamw", members=3, ensembles=[1, 3],
+                    combinations=3, samples=50, val_samples=50, methods=list(METHODS), swag_epochs=8, swag_lrs=[0.05, 0.02],
                     dropouts=[0.1], ivon_epochs=10, flow_epochs=5, ood=["reviews_finance"]),
     "clusters": dict(model="painn", width=0.25, epochs=30, batch_size=50, lr=2e-3,
                      weight_decay=0.01, opt="adamw", members=3, ensembles=[1, 3], combinations=3,
@@ -107,8 +108,8 @@ COMMON_OPTIONS = ("dataset", "model", "depth", "width", "norm", "batch_size", "n
                   "limit_train", "limit_steps", "target", "cutoff", "vocab", "batch_by")
 PIECE_OPTIONS = {
     "map": ("epochs", "lr", "weight_decay", "opt", "patience", "min_epochs", "augment", "mse_steps",
-            "y_var"),
-    "ivon": ("ivon_epochs", "ivon_lr", "ivon_hess_init", "ivon_weight_decay", "ivon_ess",
+            "y_var", "dropout"),
+    "ivon": ("dropout", "ivon_epochs", "ivon_lr", "ivon_hess_init", "ivon_weight_decay", "ivon_ess",
              "augment"),
     "swag": ("swag_epochs", "swag_weight_decay", "match_published"),
     "llla": ("structure", "prior_precision", "val_samples"),
@@ -133,6 +134,7 @@ def parse_args(argv=None):
     add("--val-samples", type=int, help="samples by which validation chooses (published: 100)")
     add("--model", choices=["wrn_16_4", "wrn_28_10", "bert_256_4", "painn"], help="paper: all four")
     add("--depth", type=int, help="of a wide ResNet (6 n + 4), layers of BERT, rounds of PaiNN")
+    add("--dropout", type=float, help="of MAP's network in training (published: 0, BERT .5)")
     add("--norm", choices=["frn", "bn"], help="of a wide ResNet (paper: frn, without batch "
         "statistics)")
     add("--opt", choices=["sgd", "adamw"], help="of MAP: SGD with Nesterov momentum .9, or AdamW")
@@ -223,7 +225,7 @@ def check_args(args):
             ("flow_epochs", 0, 1e9), ("flow_lr", 0, 1e9), ("ivon_epochs", 0, 1e9),
             ("ivon_lr", 0, 1e9), ("ivon_hess_init", 1e-12, 1e9), ("ivon_weight_decay", 1e-12, 1e9),
             ("ivon_ess", 1e-12, 1e12), ("y_var", 1e-12, 1e9), ("cutoff", 0.1, 1e3),
-            ("min_epochs", 0, 1e9)):
+            ("min_epochs", 0, 1e9), ("dropout", 0, 0.99)):
         value = getattr(args, key)
         if value is not None and not low <= value <= high:
             raise UserError(f"--{key.replace('_', '-')} {value}: must lie in [{low}, {high}]")
@@ -494,20 +496,19 @@ class PaiNN(nn.Module):
         return head_outputs(flat_head(self.head)[None], last)[0]
 
 
-def make_network(args, train_set, dropout=None):
-    """The network of --model for a training set; dropout None: MAP's (0, BERT .5)."""
-    rate = {} if dropout is None else {"dropout": dropout}
+def make_network(args, train_set, dropout):
+    """The network of --model for a training set."""
     if args.model == "bert_256_4":
         dim = 8 * max(1, round(32 * args.width))
         return Bert(train_set.num_classes, len(train_set.vocab), dim, args.depth or 4, 8, 8 * dim,
-                    **rate)
+                    dropout)
     if args.model == "painn":
         return PaiNN(energy_statistics(train_set), train_set.references,
                      2 * max(1, round(64 * args.width)), args.depth or 3, cutoff=args.cutoff,
-                     **rate)
+                     dropout=dropout)
     depth, widen_factor = {"wrn_16_4": (16, 4), "wrn_28_10": (28, 10)}[args.model]
     return WideResNet(train_set.num_classes, train_set.shape[0], args.depth or depth, widen_factor,
-                      args.norm, args.width, **rate)
+                      args.norm, args.width, dropout)
 
 
 def energy_statistics(molecules):
@@ -1337,9 +1338,10 @@ class Member:
         return self.made[name]
 
     def network(self, dropout=None):
-        """A new network, from this seed's random weights."""
+        """A new network, from this seed's random weights; with MAP's dropout, or another."""
         common.seed_all(self.seed)
-        net = make_network(self.args, self.sets["train"], dropout)
+        rate = self.args.dropout if dropout is None else dropout
+        net = make_network(self.args, self.sets["train"], rate)
         return net.to(self.world.device, memory_format=torch.channels_last)
 
     def finished(self, kind, net, recipe, keeper, run):
@@ -1743,8 +1745,8 @@ class Outputs:
         k, own = len(chosen), self.samples(method)
         order = stratified_order(k, k if own == 1 else own, order_seed)
         parts = [self.read(method, seed, name)[:, rows] for seed in chosen]
-        found = torch.empty(len(order), *parts[0].shape[1:], dtype=torch.from_numpy(
-            parts[0][:0]).dtype)
+        found = torch.empty(len(order), *parts[0].shape[1:],
+                            dtype=getattr(torch, parts[0].dtype.name))
         for i, part in enumerate(parts):
             at = order == i
             found[at] = torch.from_numpy(np.array(part[:int(at.sum())]))
@@ -1854,7 +1856,8 @@ def summarise(rows, sets, args) -> tuple[dict, dict, dict]:
 
 CLASS_COLUMNS = (("accuracy", "accuracy %", 100, 2), ("lpd", "LPD nats", 1, 4),
                  ("ece15", "ECE15 %", 100, 2))
-MOLECULE_COLUMNS = (("mae", "MAE meV", 1000, 2), ("lpd", "LPD nats", 1, 3), ("ece", "ECE %", 100, 2))
+MOLECULE_COLUMNS = (("mae", "MAE meV", 1000, 2), ("lpd", "LPD nats", 1, 3),
+                    ("ece", "ECE %", 100, 2))
 
 
 def table_columns(metrics, sets, args):

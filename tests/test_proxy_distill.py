@@ -441,22 +441,48 @@ def test_a_small_student_follows_the_reverse_kl_only():
 
 
 def test_trigamma_and_what_is_left_of_it():
-    x = torch.cat([torch.logspace(-3, 20, 60), torch.tensor([1.0, 15.9, 16.0, 16.1])]).double()
-    psi1, rest = pd.trigamma(x)
-    with mpmath.workdps(60):
+    x = torch.cat([torch.logspace(-18, 60, 160, dtype=torch.float64), torch.arange(1, 40) / 2])
+    with mpmath.workdps(90):
         exact = [mpmath.psi(1, mpmath.mpf(v)) for v in x.tolist()]
-        left = [v * p - 1 for v, p in zip(x.tolist(), exact)]
-    np.testing.assert_allclose(psi1, np.array(exact, float), rtol=1e-8)
-    np.testing.assert_allclose(rest, np.array(left, float), rtol=2e-8)
-    large = x > 16
-    np.testing.assert_allclose(rest[large], np.array(left, float)[large], rtol=1e-13)
+        left = [float(v * p - 1) for v, p in zip(x.tolist(), exact)]
+    psi1, rest = pd.trigamma(x)
+    np.testing.assert_allclose(psi1, np.array(exact, float), rtol=1e-12)
+    np.testing.assert_allclose(rest, left, rtol=1e-12)
+
+
+def test_digamma_and_its_part_of_the_entropy():
+    x = torch.cat([torch.logspace(-18, 60, 160, dtype=torch.float64), torch.arange(1, 40) / 2])
+    with mpmath.workdps(90):
+        exact = [mpmath.mpf(v) for v in x.tolist()]
+        psi = [float(mpmath.digamma(v)) for v in exact]
+        part = [float(mpmath.loggamma(v) - (v - 1) * mpmath.digamma(v) + v) for v in exact]
+    for ours, right in zip(pd.digamma(x), (psi, part)):
+        np.testing.assert_allclose(ours, right, rtol=1e-13, atol=1e-13)
+
+
+def test_rows_in_blocks_are_the_rows():
+    """More entries than a block has, and a number of rows that no block divides."""
+    logits, z = members(m=3, b=103, k=1000).float(), torch.randn(103, 1000)
+    assert len(pd.row_blocks(z)) > 2
+    e = pd.ensemble_statistics(logits)
+    rows, grad = gradient("rkl_proxy", z, e)
+    for i in (0, 31, 32, 102):
+        one = pd.ensemble_statistics(member[i:i + 1] for member in logits)
+        alone, slope = gradient("rkl_proxy", z[i:i + 1], one)
+        np.testing.assert_allclose(rows[i], alone[0], rtol=1e-12)
+        np.testing.assert_allclose(grad[i], slope[0], rtol=1e-6, atol=1e-9)
+    whole, streamed = (pd.ensemble_statistics(z) for z in (logits, iter(logits)))
+    for a, b in zip(whole, streamed):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 0.1, 1, 15, 17, 1e3, 1e8, 1e12, 1e20])
 def test_dirichlet_entropy_is_exact(scale):
     alpha = scale * (0.5 + torch.rand(3, 6).double())
     alpha[1, 0], alpha[2, 3] = 1.0, 50.0  # mixed sizes too
-    ours = pd.dirichlet_entropy(alpha)
+    ours, log_means = pd.dirichlet_entropy(alpha)
+    np.testing.assert_allclose(log_means, alpha.digamma() - alpha.sum(-1, True).digamma(),
+                               rtol=1e-12, atol=1e-12)
     with mpmath.workdps(80):
         for row, value in zip(alpha.tolist(), ours.tolist()):
             a = [mpmath.mpf(x) for x in row]
@@ -1036,30 +1062,55 @@ def test_certain_predictions_are_calibrated_if_right():
     np.testing.assert_allclose(found, (0.1, 0.1))
 
 
+def of_pixels(*nets, students=None, mimo=None, average="probs", classes=None, x=None):
+    """`outputs_of` networks `Fixed` on random images."""
+    args = SimpleNamespace(amp="off", mimo_average=average)
+    x = torch.randn(200, 1, 2, 2) if x is None else x
+    return x, pd.outputs_of(pd.Models([*nets], students or {}, mimo), x, args, WORLD, classes)
+
+
 def test_a_subset_of_classes_is_that_of_its_logits():
-    z, classes = 2 * torch.randn(300, 30).double(), torch.tensor([2, 3, 7, 11, 12, 20, 29])
-    labels = torch.distributions.Categorical(logits=z[:, classes]).sample()
-    own = pd.columns_of(pd.student_outputs(z), labels, classes)
-    small = pd.columns_of(pd.student_outputs(z[:, classes]), labels)
-    for name in ("log_prob", "correct", "top5", "brier"):
-        np.testing.assert_allclose(column(own, name), column(small, name), rtol=1e-10, atol=1e-14,
-                                   err_msg=name)
-    whole = pd.columns_of(pd.student_outputs(z), classes[labels])
-    for name in ("precision", *pd.MEASURES):  # uncertainties are of all classes
-        assert torch.equal(column(own, name), column(whole, name)), name
-    p = softmax(z[:, classes].numpy(), -1)
-    assert column(own, "log_prob").exp().numpy() == pytest.approx(p[np.arange(300), labels])
-    brier = ((p - np.eye(7)[labels]) ** 2).sum(-1)
-    np.testing.assert_allclose(column(own, "brier"), brier, rtol=1e-10)
+    """Of an ensemble: of each member's, before its softmax."""
+    classes = torch.tensor([2, 3, 7, 11, 12, 20, 29])
+    nets, two = [Fixed(30) for _ in range(3)], Fixed(30, 2)
+    students = {"rkl_proxy": (Fixed(30), 1.0), "forward_kl": (Fixed(30), 1.0)}
+    x, own = of_pixels(*nets, students=students, mimo=two, classes=classes)
+    _, whole = of_pixels(*nets, students=students, mimo=two, x=x)
+    _, logits = of_pixels(mimo=two, classes=classes, average="logits", x=x)
+    with torch.no_grad():
+        z, heads = [net(x) for net in nets], two(torch.cat([x, x], 1))
+        right = {"single": z[0][:, classes].softmax(-1),
+                 "mimo": heads[..., classes].softmax(-1).mean(1),
+                 **{f"student_{k}": net(x)[:, classes].softmax(-1)
+                    for k, (net, _) in students.items()}}
+    for name in ("ensemble", "ensemble_proxy", "ensemble_proxy_t1"):
+        right[name] = sum(m[:, classes].softmax(-1) for m in z) / 3
+    assert own.keys() == right.keys()
+    for name, p in right.items():
+        np.testing.assert_allclose(own[name].log_probs.exp(), p, rtol=1e-9, err_msg=name)
+        np.testing.assert_allclose(own[name].log_probs.exp().sum(-1), 1, rtol=1e-12)
+        for measure, value in whole[name].measures.items():  # uncertainties are of all classes
+            np.testing.assert_array_equal(own[name].measures[measure], value)
+        assert torch.equal(own[name].precision, whole[name].precision)
+    np.testing.assert_allclose(logits["mimo"].log_probs.exp(),
+                               heads.mean(1)[:, classes].softmax(-1), rtol=1e-9)
+    after = whole["ensemble"].log_probs.exp()[:, classes]  # restricted after the mean: another
+    assert (after / after.sum(-1, keepdim=True) - right["ensemble"]).abs().max() > 0.01
 
 
-def test_calibration_of_a_subset_is_of_its_own_probabilities():
-    """Right and wrong are of the restricted prediction; so must be the confidence beside them."""
-    z, classes = 2 * torch.randn(300, 30).double(), torch.tensor([2, 3, 7, 11, 12, 20, 29])
-    labels = torch.distributions.Categorical(logits=z[:, classes]).sample()
-    values = pd.predictive_metrics(pd.columns_of(pd.student_outputs(z), labels, classes))
-    right = multiclass_calibration_error(z[:, classes].softmax(-1), labels, 7, n_bins=15)
-    assert values["ece15"] == pytest.approx(right.item(), abs=1e-6)
+def test_metrics_of_a_subset_are_of_its_own_probabilities():
+    """Right and wrong are of the restricted prediction; so must be what is beside them."""
+    classes = torch.tensor([2, 3, 7, 11, 12, 20, 29])
+    x, own = of_pixels(Fixed(30), Fixed(30), classes=classes)
+    for out in own.values():
+        labels = torch.distributions.Categorical(logits=out.log_probs).sample()
+        values, p = pd.predictive_metrics(pd.columns_of(out, labels)), out.log_probs.exp()
+        right = multiclass_calibration_error(p, labels, 7, n_bins=15)
+        assert values["ece15"] == pytest.approx(right.item(), abs=1e-6)
+        assert values["accuracy"] == (p.argmax(-1) == labels).double().mean().item()
+        assert values["nll"] == pytest.approx(log_loss(labels, p.numpy(), labels=np.arange(7)))
+        brier = ((p - nn.functional.one_hot(labels, 7)) ** 2).sum(-1).mean().item()
+        assert values["brier"] == pytest.approx(brier, rel=1e-9)
 
 
 def test_ood_scores_are_scikit_learns():
@@ -1092,6 +1143,68 @@ def test_epkl_is_a_mean_and_rmi_what_the_mutual_information_leaves():
     assert values["auroc_epkl"] == pytest.approx(roc_auc_score(is_ood, 25 * epkl))
     assert values["auroc_rmi"] == pytest.approx(roc_auc_score(is_ood, rmi))
     assert values["auroc_rmi"] != pytest.approx(roc_auc_score(is_ood, 25 * epkl - mi))
+
+
+def published_parts():
+    """(columns, sets): 60 test examples of 4 classes, a set of classes 1 and 3, one without labels,
+    ImageNet-O, a corruption; `single` a softmax."""
+    def draw(n, k):
+        z = torch.randn(n, k).double()
+        labels = torch.randint(k, (n,))
+        outputs = {"single": pd.softmax_outputs(z), "student_rkl_proxy": pd.student_outputs(z)}
+        return {row: pd.columns_of(out, labels) for row, out in outputs.items()}
+
+    two = torch.tensor([1, 3])
+    columns = {"test": draw(60, 4), "imagenet_a": draw(20, 2), "svhn": draw(15, 4),
+               "imagenet_o": draw(10, 2), **{("fog", s): draw(60, 4) for s in pd.SEVERITIES}}
+    sets = {"test": SimpleNamespace(labels=torch.arange(60) % 4), "kinds": ["fog"],
+            "ood": {"imagenet_a": (None, two), "svhn": (None, None), "imagenet_o": (None, two)}}
+    return columns, sets
+
+
+def test_the_published_layout():
+    columns, sets = published_parts()
+    found = pd.published_results(columns, sets, "imagenet")["student_rkl_proxy"]
+    names = ("confidence", "entropy_of_expected", "expected_entropy", "mutual_information", "EPKL",
+             "MKL")
+    accuracy = {"acc1", "acc5", "ECE", "MCE", "brier", "NLL"}
+    rejection = {f"{x}_{k}" for x in names for k in ("PRR", "PR-AUC")}
+    scored = {"imagenet-a": True, "svhn": False, "imagenet-o": False,
+              **{f"imagenet-c-fog-{s}": True for s in pd.SEVERITIES}}
+    wanted = {"imagenet_val": accuracy | rejection}
+    for name, labels in scored.items():
+        wanted[name] = {*names} | (accuracy | rejection if labels else set())
+        if name != "svhn":
+            wanted[f"{name}_masked"] = {*names} | (accuracy if labels else set())
+        if labels:
+            wanted[f"{name}_with_val"] = rejection
+    assert {k: {*v} for k, v in found.items()} == wanted
+    assert list(found) == sorted(found) and all(list(v) == sorted(v) for v in found.values())
+
+    val, own = (columns[n]["student_rkl_proxy"] for n in ("test", "imagenet_a"))
+    masked = val[torch.arange(60) % 2 == 1]  # of classes 1 and 3
+    pooled = torch.cat([val, own])
+    auroc = lambda a, b, m: roc_auc_score(np.arange(len(a) + len(b)) >= len(a),
+                                          np.append(column(a, m), column(b, m)))
+    for measure, name in zip(pd.MEASURES, names):
+        assert found["imagenet-a"][name] == pytest.approx(auroc(val, own, measure))
+        assert found["imagenet-a_masked"][name] == pytest.approx(auroc(masked, own, measure))
+        for title, rows in (("imagenet-a", own), ("imagenet-a_with_val", pooled),
+                            ("imagenet_val", val)):
+            right = column(rows, "correct").numpy()[np.argsort(-column(rows, measure).numpy())]
+            errors = np.append(np.cumsum((1 - right)[::-1])[::-1], 0) / len(right)
+            area = np.trapezoid(errors, dx=1 / len(right))
+            assert found[title][f"{name}_PR-AUC"] == pytest.approx(1 - area)
+            wrong = column(rows, "correct") == 0
+            assert found[title][f"{name}_PRR"] == pytest.approx(
+                2 * roc_auc_score(wrong, column(rows, measure)) - 1)
+    assert found["imagenet-a_masked"]["acc1"] == found["imagenet-a"]["acc1"] == pytest.approx(
+        column(own, "correct").mean().item())
+    for s in pd.SEVERITIES:  # all classes: the mask is everything
+        assert found[f"imagenet-c-fog-{s}_masked"]["EPKL"] == found[f"imagenet-c-fog-{s}"]["EPKL"]
+    plain = pd.published_results(columns, sets, "imagenet")["single"]
+    assert {k for k in plain["imagenet_val"] if k.endswith("_PRR")} == {
+        "confidence_PRR", "entropy_of_expected_PRR"}
 
 
 def test_rank_correlations_are_those_of_ranks():
@@ -1131,10 +1244,17 @@ def test_rows_of_the_table(average):
                               "forward_kl": (plain, 1.0)}, two)
     x = torch.randn(5, 1, 2, 2)
     found = pd.outputs_of(models, x, args, WORLD)
-    assert set(found) == {*pd.ROWS} - {"student_dirichlet_likelihood"}
+    assert set(found) == {*pd.ROWS, "ensemble_proxy_t1"} - {"student_dirichlet_likelihood"}
     probs = {name: out.log_probs.exp() for name, out in found.items()}
     with torch.no_grad():
         z, heads = [net(x) for net in nets], two(torch.cat([x, x], 1))
+        e = pd.ensemble_statistics(z)
+        for name, t in (("ensemble_proxy", 0), ("ensemble_proxy_t1", 6)):
+            np.testing.assert_allclose(found[name].precision, pd.proxy_precision(e) + t, rtol=1e-9)
+        for name, net in (("single", nets[0]), ("student_rkl_proxy", student)):
+            measures = found[name].measures
+            np.testing.assert_allclose(measures["energy"], -net(x).exp().sum(-1).log(), rtol=1e-9)
+            np.testing.assert_allclose(measures["max_logit"], -net(x).max(-1).values, rtol=1e-9)
         right = {"single": z[0].softmax(-1), "ensemble": sum(m.softmax(-1) for m in z) / 3,
                  "ensemble_proxy": sum(m.softmax(-1) for m in z) / 3,
                  "student_rkl_proxy": student(x).softmax(-1),

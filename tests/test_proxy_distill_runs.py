@@ -225,33 +225,113 @@ def test_published_json(small, tmp_path):
     assert "mutual_information_PRR" not in found["imagenet_val"]
 
 
-def test_folders_of_jpegs(tmp_path, monkeypatch):
-    """ImageNet's layout, streamed: members, students, and a set with a part of the classes."""
+WNIDS = [f"n0{c}" for c in range(6)]
+
+
+def write_tree(root):
+    """A --data-dir like ImageNet's: 6 classes, 304 JPEGs; of A, O and R a part of the classes, of C
+    two corruptions, one in each published layout, at severities 1 and 2."""
     rng = np.random.default_rng(0)
-    for c, name in enumerate(("n01", "n02", "n03")):
-        write_images(tmp_path / "data/imagenet/train" / name, 8, rng, np.eye(3)[c] * 130)
-        write_images(tmp_path / "data/imagenet/val" / name, 4, rng, np.eye(3)[c] * 130)
-    for c, name in ((0, "n01"), (2, "n03")):
-        write_images(tmp_path / "data/imagenet-a" / name, 3, rng, np.eye(3)[c] * 130)
-    for kind, severity in (("fog", 1), ("fog", 2), ("spatter", 1), ("spatter", 2)):
-        layout = ("imagenet-c/{}/{}", "imagenet-c-{}-{}")[severity - 1].format(kind, severity)
-        for name in ("n01", "n02", "n03"):
-            write_images(tmp_path / "data" / layout / name, 1, rng, 60)
+
+    def write(folder, count, classes=range(6)):
+        for c in classes:
+            write_images(root / folder / WNIDS[c], count, rng, 130 * np.array([c & 1, c & 2, c & 4]
+                                                                              ).clip(max=1))
+
+    write("imagenet/train", 24)
+    write("imagenet/val", 8)
+    write("imagenet-a", 8, (1, 4))
+    write("imagenet-r", 8, (0, 2, 5))
+    write("imagenet-o", 12, (2, 3))
+    for kind in ("fog", "spatter"):
+        write(f"imagenet-c/{kind}/1", 2)
+        write(f"imagenet-c-{kind}-2", 2)
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """Options of the whole story on `write_tree`, streamed, in a few seconds."""
+    write_tree(tmp_path / "data")
     monkeypatch.setattr(proxy_distill, "SEVERITIES", (1, 2))
-    metrics = proxy_distill.main([
-        "--dataset", "imagenet", "--data-dir", str(tmp_path / "data"), "--out-dir",
-        str(tmp_path / "runs"), "--model", "resnet18", "--width", "0.05", "--student-width", "0.05",
-        "--members", "2", "--base-epochs", "1", "--epochs", "1", "--batch-size", "12", "--workers",
-        "0", "--lr", "0.01", "--base-lr", "0.01", "--losses", "rkl_proxy", "--no-mimo", "--shift",
-        "published", "--device", "cpu", "--no-plot"])
-    results = strict_json(tmp_path / "runs/proxy_distill/imagenet-resnet18-w0.05/all-seed1/"
-                          "results.json")
-    assert results["n"] == {"test": 12, "imagenet_a": 6}  # imagenet_o, imagenet_r: not there
-    for row in ("single", "ensemble", "student_rkl_proxy"):
-        assert 0 <= metrics[f"{row}/imagenet_a_accuracy"] <= 1
-        assert {f"{row}/imagenet_a_auroc_total_uncertainty",
-                f"{row}/imagenet_a_masked_auroc_total_uncertainty",
-                f"{row}/c_accuracy", f"{row}/c15_accuracy", f"{row}/c_s2_nll"} <= metrics.keys()
+    return ["--dataset", "imagenet", "--data-dir", str(tmp_path / "data"), "--out-dir",
+            str(tmp_path / "runs"), "--name", "run", "--model", "resnet18", "--width", "0.05",
+            "--student-width", "0.05", "--members", "2", "--base-epochs", "1", "--epochs", "1",
+            "--batch-size", "48", "--workers", "0", "--lr", "0.01", "--base-lr", "0.01", "--losses",
+            "rkl_proxy", "--no-mimo", "--shift", "published", "--device", "cpu", "--no-plot",
+            "--limit-steps", "2", "--quiet"]
+
+
+def test_folders_of_jpegs(tree, tmp_path):
+    """Members, a student, all sets, the published file; --eval repeats it."""
+    tree += ["--published-json", str(tmp_path / "published.json")]
+    metrics = proxy_distill.main(tree)
+    results = strict_json(folder(tree) / "all-seed1" / "results.json")
+    assert results["n"] == {"test": 48, "imagenet_o": 24, "imagenet_a": 16, "imagenet_r": 24,
+                            **{f"c_{k}_s{s}": 12 for k in ("fog", "spatter") for s in (1, 2)}}
+    for row in ("single", "ensemble", "ensemble_proxy_t1", "student_rkl_proxy"):
+        wanted = {f"{row}/{k}" for k in ("c_accuracy", "c15_accuracy", "c_s2_nll")}
+        for name in ("imagenet_a", "imagenet_r", "imagenet_o"):
+            wanted |= {f"{row}/{name}_{k}auroc_total_uncertainty" for k in ("", "masked_")}
+            assert (f"{row}/{name}_accuracy" in metrics) == (name != "imagenet_o")
+        assert wanted <= metrics.keys()
+    published = strict_json(tmp_path / "published.json")
+    found = published["student_rkl_proxy"]
+    domains = {"imagenet-a", "imagenet-r", *(f"imagenet-c-{k}-{s}" for k in ("fog", "spatter")
+                                             for s in (1, 2))}
+    assert {*found} == {"imagenet_val", "imagenet-o", "imagenet-o_masked", *domains, *(
+        f"{d}_{k}" for d in domains for k in ("masked", "with_val"))}
+    assert found["imagenet-a"]["acc1"] == metrics["student_rkl_proxy/imagenet_a_accuracy"]
+    assert found["imagenet-r_masked"]["EPKL"] == metrics[
+        "student_rkl_proxy/imagenet_r_masked_auroc_epkl"]
+    again = proxy_distill.main([*tree, "--eval"])
+    assert timeless(again) == timeless(metrics)
+    assert strict_json(tmp_path / "published.json") == published
+
+
+def test_unreadable_files_are_refused_or_left_out(tree, tmp_path, capfd):
+    """Named by path; by two processes as by one; what is left is what folders without them give."""
+    broken = [tmp_path / "data" / name for name in (
+        "imagenet/train/n01/3.JPEG", "imagenet/train/n05/0.JPEG", "imagenet/val/n02/7.JPEG",
+        "imagenet-a/n04/2.JPEG", "imagenet-c/fog/1/n00/1.JPEG")]
+    broken[0].write_bytes(broken[0].read_bytes()[:600])  # truncated; the others are no images
+    for path in broken[1:]:
+        path.write_bytes(b"not an image")
+    tree[tree.index("--limit-steps") + 1] = "3"  # all of train
+    with pytest.raises(common.UserError) as error:
+        proxy_distill.main([*named(tree, "refused"), "--method", "base"])
+    assert any(str(error.value).startswith(f"{p}: unreadable") for p in broken[:2])
+
+    skip = ["--unreadable", "skip", "--shift", "none"]
+    one = Child(tmp_path, run_proxy_distill_in_float64, *named(tree, "one"), *skip, rank=9)
+    two = start_ranks(tmp_path, 2, run_proxy_distill_in_float64, *named(tree, "two"), *skip)
+    for child in (one, *two):
+        assert child.wait().status == 0, child.stderr[-2000:]
+    for said in (one.stderr, "".join(child.stderr for child in two)):
+        assert all(said.count(f"{path}: unreadable, skipped\n") == 1 for path in broken[:4])
+    proxy_distill.main([*named(tree, "skip"), "--unreadable", "skip", "--method", "base"])
+    assert f"{broken[4]}: unreadable, skipped" in capfd.readouterr().err
+    found = strict_json(folder(tree, "skip") / "base-seed1" / "results.json")
+    assert found["n"]["c_fog_s1"] == 11 and found["n"]["test"] == 47
+
+    for path in broken:
+        path.unlink()
+    without = Child(tmp_path, run_proxy_distill_in_float64, *named(tree, "without"), "--shift",
+                    "none", rank=8)
+    assert without.wait().status == 0, without.stderr[-2000:]
+    for what in ("base-seed1", "base-seed2", "student_rkl_proxy-seed1"):
+        a, b, c = (weights_of(folder(tree, name) / what) for name in ("one", "two", "without"))
+        assert_equal_weights(a, c)
+        for k, v in a.items():
+            difference = (v.double() - b[k].double()).abs().max()
+            assert difference < 1e-6 * max(1.0, v.abs().max()), (what, k)
+    one, two, without = (strict_json(folder(tree, name) / "all-seed1" / "results.json")
+                         for name in ("one", "two", "without"))
+    assert one["n"] == two["n"] == without["n"] == {
+        "test": 47, "imagenet_o": 24, "imagenet_a": 15, "imagenet_r": 24}
+    assert timeless(one["metrics"]) == timeless(without["metrics"])
+    for key, value in timeless(one["metrics"]).items():
+        if key.endswith(("nll", "brier", "accuracy")):
+            assert two["metrics"][key] == pytest.approx(value, abs=1e-5), key
 
 
 @pytest.mark.parametrize("argv, said", [
