@@ -153,6 +153,11 @@ class StreamedSet:
     def rename(self, name):
         return replace(self, name=name)
 
+    def squared(self):
+        """Resized to a square, not in proportion, before the crop (published code: of ImageNet)."""
+        side = round(self.dataset.crop * 256 / 224)
+        return replace(self, dataset=self.dataset.select(torch.arange(len(self)), [side, side]))
+
     def unreadable(self, rows):
         """bool [n]: whether files `rows` [n] cannot be decoded. Each is read once, by threads."""
         def fails(row):
@@ -181,7 +186,8 @@ class StreamedSet:
 
 
 class ImageFiles(Dataset):
-    """Image files as RGB uint8 [3,crop,crop]: shorter side to `resize`, then a centre crop.
+    """Image files as RGB uint8 [3,crop,crop]: shorter side to `resize`, or height and width to the
+    two numbers of it, then a centre crop.
 
     `expect` is the (width, height) that every file must have, if any.
     """
@@ -193,9 +199,10 @@ class ImageFiles(Dataset):
     def __len__(self):
         return len(self.paths)
 
-    def select(self, index):
+    def select(self, index, resize=None):
         paths = [self.paths[i] for i in index.tolist()]
-        return ImageFiles(paths, self.labels[index], self.resize, self.crop, self.expect)
+        resize = self.resize if resize is None else resize
+        return ImageFiles(paths, self.labels[index], resize, self.crop, self.expect)
 
     def open(self, row):
         """The file as an RGB PIL image; UserError where it cannot be read."""
@@ -1875,13 +1882,14 @@ def _grow(sizes, largest, generator, tries=12):
 
 
 SUBJECTS = ("the film", "the movie", "the plot", "the acting", "the script", "this one",
-            "the dialogue", "the pacing", "this story", "the lead actor", "the ending", "the director 's cut",
-            "each scene", "the photography", "the score", "the first half", "the premise")
+            "the dialogue", "the pacing", "this story", "the lead actor", "the ending",
+            "the director 's cut", "each scene", "the photography", "the score", "the first half",
+            "the premise")
 PRAISE = ("good great funny clever moving superb charming fresh smart brilliant warm gripping "
           "sharp lovely honest witty tender wonderful vivid elegant rich daring graceful splendid "
-          "nimble sincere radiant poignant dazzling inventive delightful assured luminous spirited subtle "
-          "thrilling stirring deft refreshing sublime playful exquisite humane masterful buoyant "
-          "astute beguiling sumptuous riveting heartfelt").split()
+          "nimble sincere radiant poignant dazzling inventive delightful assured luminous spirited "
+          "subtle thrilling stirring deft refreshing sublime playful exquisite humane masterful "
+          "buoyant astute beguiling sumptuous riveting heartfelt").split()
 BLAME = ("bad dull boring awful silly weak flat terrible stale tedious clumsy cheap lazy horrible "
          "bland messy hollow dreadful shallow sloppy tired grating forced abysmal vapid muddled "
          "lifeless pointless contrived dismal insipid leaden trite wooden smug atrocious turgid "
