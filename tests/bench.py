@@ -29,6 +29,7 @@ import ddu  # noqa: E402
 import forde  # noqa: E402
 import gbnn2d  # noqa: E402
 import proxy_distill  # noqa: E402
+import swag_laplace_ensembles as sle  # noqa: E402
 
 
 def best_seconds(*functions, repeat=3):
@@ -480,10 +481,144 @@ def bench_distill(members=5, batch_size=128):
           f"{1e3 * online_s:.0f} ms from the members; ratio {online_s / cached_s:.2f}")
 
 
+def bench_laplace(n=48_000, n_val=2000, n_test=10_000, d=256, classes=10, samples=200):
+    """The last layer's full posterior, the grid of 21 prior precisions and the predictive, against laplace-torch,
+    whose network is here the last layer alone: what it spends on features is not counted."""
+    from laplace import Laplace
+    generator = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(d, classes)
+    x = torch.randn(n + n_val + n_test, d, generator=generator).relu()
+    with torch.no_grad():
+        head.weight.copy_(0.3 * torch.randn(classes, d, generator=generator))
+        labels = torch.distributions.Categorical(logits=head(x)).sample()
+    parts = [sle.LastLayer(*rows) for rows in zip(x.split([n, n_val, n_test]), labels.split([n, n_val, n_test]))]
+    theta, seconds, found = sle.flat_head(head).detach(), {}, {}
+
+    def timed(name, function):
+        start = time.perf_counter()
+        value = function()
+        seconds[name] = time.perf_counter() - start
+        return value
+
+    def ours_grid(spectrum):
+        scores = sle.precision_scores(theta, spectrum, parts[1], torch.randn(100, len(theta)))
+        return sle.LAPLACE_GRID[int(np.argmax(scores))]
+
+    def ours_predict(spectrum, delta):
+        weights = sle.laplace_samples(theta, spectrum, delta, torch.randn(samples, len(theta)))
+        outputs = sle.in_rows(lambda part: sle.head_outputs(weights, part), parts[2], samples)
+        return sle.mixture_prefixes(outputs, [samples])[samples]
+
+    with torch.no_grad():
+        spectrum = timed("ours fit", lambda: sle.decompose("full", parts[0], theta))
+        delta = timed("ours grid", lambda: ours_grid(spectrum))
+        found["ours"] = timed("ours predict", lambda: ours_predict(spectrum, delta))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaders = [torch.utils.data.DataLoader(torch.utils.data.TensorDataset(p.x, p.labels), rows)
+                   for p, rows in zip(parts, (500, n_val, 1000))]
+        net = torch.nn.Sequential(torch.nn.Identity(), head)
+        peer = Laplace(net, "classification", "last_layer", "full")
+        timed("peer fit", lambda: peer.fit(loaders[0]))
+        timed("peer grid", lambda: peer.optimize_prior_precision(
+            "nn", "gridsearch", val_loader=loaders[1], n_samples=100, grid_size=21, link_approx="mc",
+            loss=lambda probs, y: torch.nn.functional.nll_loss(probs.log(), y)))
+        peer.prior_precision = delta
+        found["peer"] = timed("peer predict", lambda: torch.cat(
+            [peer(rows, "nn", link_approx="mc", n_samples=samples) for rows, _ in loaders[2]]).log())
+        peer.prior_precision = 1.0
+        wanted = peer.posterior_covariance
+        evidence = float(peer.log_marginal_likelihood())
+    with torch.no_grad():
+        q = spectrum.bases[0]
+        covariance = (q / (spectrum.values + 1.0)) @ q.T
+        log_lik = sle.log_density(sle.head_outputs(theta[None], parts[0]), parts[0].labels).double().sum()
+        ours = float(sle.log_marginal_likelihood(log_lik, theta, spectrum, 1.0))
+    totals = [sum(v for k, v in seconds.items() if k.startswith(who)) for who in ("ours", "peer")]
+    print(f"laplace: {n} x {d + 1} features, {classes} classes, {len(theta)} parameters: ours "
+          f"{totals[0]:.1f} s, laplace-torch {totals[1]:.1f} s; ratio {totals[1] / totals[0]:.1f}; "
+          + ", ".join(f"{k} {v:.2f} s" for k, v in seconds.items()))
+    gap = (covariance - wanted).abs().max() / wanted.abs().max()
+    print(f"  covariance within {gap:.1e} of the largest entry, evidence within {abs(ours / evidence - 1):.1e}; "
+          f"predictive NLL {-found['ours'].gather(1, parts[2].labels[:, None]).mean():.5f} and "
+          f"{-found['peer'].gather(1, parts[2].labels[:, None]).mean():.5f} nats (other noise)")
+
+
+def bench_swag(rows=500, rank=20, samples=8):
+    """Drawing SWAG's samples of WRN-16-4 (2.75 M weights) against evaluating them."""
+    args = sle.parse_args(["--dataset", "cifar10", "--device", "cpu"])
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (rows, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    dataset = data.ImageSet("random", images, torch.zeros(rows, dtype=torch.int64), 10, (0.5,) * 3, (0.25,) * 3)
+    net = sle.make_network(args, dataset, 0.0).to(memory_format=torch.channels_last)
+    parameters = sle.sampled_parameters(net)
+    start = sle.get_vector(parameters)
+    iterates = start + 1e-3 * torch.randn(rank, len(start), generator=generator)
+    moments = sle.swag_moments(iterates)
+
+    def draw():
+        return sle.swag_samples(*moments, torch.randn(samples, len(start)), torch.randn(samples, rank))
+
+    def evaluate():
+        sle.predict_net(net, dataset, args, common.World())
+
+    draw_s, evaluate_s = best_seconds(draw, evaluate)
+    whole = evaluate_s * 10_000 / rows
+    print(f"swag: {len(start)} weights, rank {rank}: {draw_s / samples:.3f} s a draw (blocks of {samples}), "
+          f"{evaluate_s:.2f} s to evaluate {rows} images; of 10,000 images the draw is "
+          f"{100 * draw_s / samples / whole:.2f} % of the evaluation")
+
+
+def bench_texts(n=640):
+    """An evaluation of BERT-256-4 on sentences of SST-2's lengths: batches by length against padding to 268."""
+    args = sle.parse_args(["--dataset", "sst2", "--device", "cpu"])
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(4, 52, (n,), generator=generator)
+    tokens = torch.randint(5, 30522, (int(lengths.sum()),), generator=generator, dtype=torch.int32)
+    dataset = data.TextSet("random", tokens, lengths, torch.zeros(n, dtype=torch.int64), 2,
+                           tuple(map(str, range(30522))))
+    net = sle.make_network(args, dataset, 0.0).eval()
+
+    def logits(**options):
+        found = torch.empty(n, 2)
+        for batch in data.SequenceLoader(dataset, 64, **options).epoch():
+            found[batch.index] = net(batch.tokens)
+        return found
+
+    with torch.no_grad():
+        difference = (logits() - logits(by_length=False, pad_to=268)).abs().max()
+        ours, peer = best_seconds(logits, lambda: logits(by_length=False, pad_to=268), repeat=2)
+    print(f"texts: {n} sentences of 4 to 51 tokens: by length {ours:.2f} s, padded to 268 {peer:.2f} s; ratio "
+          f"{peer / ours:.1f}; logits differ by {difference:.1e}")
+
+
+def bench_molecules(n=1000, peer_n=100):
+    """A training epoch of PaiNN (128 wide) in batches of 100, against one molecule at a time."""
+    args = sle.parse_args(["--dataset", "clusters", "--width", "1", "--batch-size", "100", "--device", "cpu"])
+    dataset = data.load_molecules("clusters", "train", limit=n)
+    net = sle.make_network(args, dataset, 0.0)
+    optimiser = torch.optim.SGD(net.parameters(), 1e-9)
+
+    def epoch(rows, batch_size):
+        for batch in data.SequenceLoader(rows, batch_size).epoch():
+            loss = sle.data_loss(net(batch.molecules), batch.labels) / batch_size
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+
+    few = dataset.select(torch.arange(peer_n) * n // peer_n)
+    ours, peer = best_seconds(lambda: epoch(dataset, 100), lambda: epoch(few, 1), repeat=2)
+    peer *= n / peer_n
+    print(f"molecules: {n} clusters: {ours:.2f} s an epoch, one by one {peer:.1f} s (from {peer_n}); ratio "
+          f"{peer / ours:.1f}")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     names = ["loader", "gaussians", "metrics", "spectral", "forde", "forde_memory", "mixture", "mixture_scale",
-             "wasserstein", "shared", "reverse_kl", "measures", "evaluation", "distill"]
+             "wasserstein", "shared", "reverse_kl", "measures", "evaluation", "distill",
+             "laplace", "swag", "texts", "molecules"]
     parser.add_argument("which", nargs="*", metavar="{" + ",".join(names) + "}")
     chosen = parser.parse_args().which or names
     if unknown := sorted({*chosen} - {*names}):
