@@ -86,6 +86,12 @@ def test_streamed_statistics_are_the_stacked_ones(temperature, m):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
 
 
+def test_no_gradient_reaches_the_members():
+    z = members().requires_grad_()
+    for given in ([*z], iter([*z])):
+        assert not any(part.requires_grad for part in pd.ensemble_statistics(given))
+
+
 def test_half_precision_members_are_widened_first():
     z = members(k=50).bfloat16()
     for a, b in zip(pd.ensemble_statistics(z, 3.0), pd.ensemble_statistics(z.double(), 3.0)):
@@ -407,6 +413,26 @@ def test_the_options_reach_the_loss(loss):
         right = loss_rows(loss, z, e, 0.7, 1.3, 9.0)
     grads = (torch.autograd.grad(rows.sum(), z)[0] for rows in (ours, right))
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("loss, low, high", [
+    ("forward_kl", 1.4, 2.0), ("rkl_proxy", 0.9, 1.6), ("dirichlet_likelihood", 3e3, 5e3),
+    ("proxy", 2e3, 4e3)])
+def test_sizes_of_gradients_on_ordinary_teachers(loss, low, high):
+    """What a learning rate for cross entropy meets, at a thousand classes."""
+    e = pd.ensemble_statistics(members(k=1000, b=20))
+    grad = gradient(loss, torch.randn(20, 1000).double(), e)[1]
+    assert low < grad.abs().sum(-1).mean().item() < high
+
+
+def test_a_batch_without_rows():
+    """The last batch of an epoch, where there are more processes than images."""
+    for make in (list, iter):
+        e = pd.ensemble_statistics(make([torch.zeros(0, 7)] * 3))
+        assert e.log_probs.shape == (0, 7) and e.rmi.shape == (0,)
+        for loss in pd.LOSSES:
+            rows, grad = gradient(loss, torch.zeros(0, 7), e)
+            assert rows.shape == (0,) and grad.shape == (0, 7)
 
 
 def test_a_small_student_follows_the_reverse_kl_only():
@@ -1096,6 +1122,15 @@ def test_a_subset_of_classes_is_that_of_its_logits():
                                heads.mean(1)[:, classes].softmax(-1), rtol=1e-9)
     after = whole["ensemble"].log_probs.exp()[:, classes]  # restricted after the mean: another
     assert (after / after.sum(-1, keepdim=True) - right["ensemble"]).abs().max() > 0.01
+
+
+def test_a_set_of_one_class_is_always_right():
+    _, own = of_pixels(Fixed(30), Fixed(30), mimo=Fixed(30, 2), classes=torch.tensor([17]))
+    for out in own.values():
+        values = pd.predictive_metrics(pd.columns_of(out, torch.zeros(200).long()))
+        assert values["accuracy"] == values["top5_accuracy"] == 1
+        assert values["nll"] == pytest.approx(0, abs=1e-12) == values["brier"] == values["ece15"]
+        assert values["prr_total_uncertainty"] is None
 
 
 def test_metrics_of_a_subset_are_of_its_own_probabilities():

@@ -269,7 +269,8 @@ def test_folders_of_jpegs(tree, tmp_path):
     assert results["n"] == {"test": 48, "imagenet_o": 24, "imagenet_a": 16, "imagenet_r": 24,
                             **{f"c_{k}_s{s}": 12 for k in ("fog", "spatter") for s in (1, 2)}}
     for row in ("single", "ensemble", "ensemble_proxy_t1", "student_rkl_proxy"):
-        wanted = {f"{row}/{k}" for k in ("c_accuracy", "c15_accuracy", "c_s2_nll")}
+        wanted = {f"{row}/{k}" for k in ("c_accuracy", "c15_accuracy", "c_s2_nll",
+                                         "c_spatter_s1_brier")}
         for name in ("imagenet_a", "imagenet_r", "imagenet_o"):
             wanted |= {f"{row}/{name}_{k}auroc_total_uncertainty" for k in ("", "masked_")}
             assert (f"{row}/{name}_accuracy" in metrics) == (name != "imagenet_o")
@@ -286,10 +287,31 @@ def test_folders_of_jpegs(tree, tmp_path):
     again = proxy_distill.main([*tree, "--eval"])
     assert timeless(again) == timeless(metrics)
     assert strict_json(tmp_path / "published.json") == published
+    squared = proxy_distill.main([*tree, "--eval", "--resize", "square"])
+    assert squared["single/nll"] != metrics["single/nll"]
+
+
+def test_square_images_are_not_in_proportion(tmp_path):
+    """Both sides to 256, then the centre, by Pillow."""
+    path = tmp_path / "imagenet/val/n00/0.PNG"
+    path.parent.mkdir(parents=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (50, 90, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    dataset = data.load("imagenet", "test", tmp_path)
+    square = Image.fromarray(pixels).resize((256, 256), Image.Resampling.BILINEAR)
+    right = torch.from_numpy(np.array(square)[16:240, 16:240]).permute(2, 0, 1)
+    assert torch.equal(dataset.squared().dataset[0][0], right)
+    assert not torch.equal(dataset.dataset[0][0], right)
+
+
+def run_on_32_pixels_in_float64(*argv):
+    load = data.load
+    data.load = lambda *rest, **more: load(*rest, **{**more, "image_size": 32})
+    run_proxy_distill_in_float64(*argv)
 
 
 def test_unreadable_files_are_refused_or_left_out(tree, tmp_path, capfd):
-    """Named by path; by two processes as by one; what is left is what folders without them give."""
+    """Named by path; by two processes as by one; what is left is what folders without them have."""
     broken = [tmp_path / "data" / name for name in (
         "imagenet/train/n01/3.JPEG", "imagenet/train/n05/0.JPEG", "imagenet/val/n02/7.JPEG",
         "imagenet-a/n04/2.JPEG", "imagenet-c/fog/1/n00/1.JPEG")]
@@ -297,41 +319,39 @@ def test_unreadable_files_are_refused_or_left_out(tree, tmp_path, capfd):
     for path in broken[1:]:
         path.write_bytes(b"not an image")
     tree[tree.index("--limit-steps") + 1] = "3"  # all of train
+    one = [*named(tree, "one"), "--method", "base"]
     with pytest.raises(common.UserError) as error:
-        proxy_distill.main([*named(tree, "refused"), "--method", "base"])
+        proxy_distill.main(named(one, "refused"))
     assert any(str(error.value).startswith(f"{p}: unreadable") for p in broken[:2])
 
-    skip = ["--unreadable", "skip", "--shift", "none"]
-    one = Child(tmp_path, run_proxy_distill_in_float64, *named(tree, "one"), *skip, rank=9)
-    two = start_ranks(tmp_path, 2, run_proxy_distill_in_float64, *named(tree, "two"), *skip)
-    for child in (one, *two):
-        assert child.wait().status == 0, child.stderr[-2000:]
-    for said in (one.stderr, "".join(child.stderr for child in two)):
+    more = ["--unreadable", "skip", "--shift", "none"]
+    alone = Child(tmp_path, run_on_32_pixels_in_float64, *named(tree, "one"), *more, rank=9)
+    both = start_ranks(tmp_path, 2, run_on_32_pixels_in_float64, *named(tree, "two"), *more)
+    for group in ([alone], both):
+        assert all(child.wait().status == 0 for child in group), group[0].stderr[-2000:]
+        said = "".join(child.stderr for child in group)
         assert all(said.count(f"{path}: unreadable, skipped\n") == 1 for path in broken[:4])
-    proxy_distill.main([*named(tree, "skip"), "--unreadable", "skip", "--method", "base"])
-    assert f"{broken[4]}: unreadable, skipped" in capfd.readouterr().err
-    found = strict_json(folder(tree, "skip") / "base-seed1" / "results.json")
-    assert found["n"]["c_fog_s1"] == 11 and found["n"]["test"] == 47
-
-    for path in broken:
-        path.unlink()
-    without = Child(tmp_path, run_proxy_distill_in_float64, *named(tree, "without"), "--shift",
-                    "none", rank=8)
-    assert without.wait().status == 0, without.stderr[-2000:]
     for what in ("base-seed1", "base-seed2", "student_rkl_proxy-seed1"):
-        a, b, c = (weights_of(folder(tree, name) / what) for name in ("one", "two", "without"))
-        assert_equal_weights(a, c)
+        a, b = (weights_of(folder(tree, name) / what) for name in ("one", "two"))
         for k, v in a.items():
             difference = (v.double() - b[k].double()).abs().max()
             assert difference < 1e-6 * max(1.0, v.abs().max()), (what, k)
-    one, two, without = (strict_json(folder(tree, name) / "all-seed1" / "results.json")
-                         for name in ("one", "two", "without"))
-    assert one["n"] == two["n"] == without["n"] == {
-        "test": 47, "imagenet_o": 24, "imagenet_a": 15, "imagenet_r": 24}
-    assert timeless(one["metrics"]) == timeless(without["metrics"])
-    for key, value in timeless(one["metrics"]).items():
+    a, b = (strict_json(folder(tree, name) / "all-seed1" / "results.json") for name in
+            ("one", "two"))
+    assert a["n"] == b["n"] == {"test": 47, "imagenet_o": 24, "imagenet_a": 15, "imagenet_r": 24}
+    for key, value in a["metrics"].items():
         if key.endswith(("nll", "brier", "accuracy")):
-            assert two["metrics"][key] == pytest.approx(value, abs=1e-5), key
+            assert b["metrics"][key] == pytest.approx(value, abs=1e-5), key
+
+    skip = [*named(one, "skip"), "--unreadable", "skip"]
+    metrics = proxy_distill.main(skip)
+    assert f"{broken[4]}: unreadable, skipped" in capfd.readouterr().err
+    found = strict_json(folder(skip, "skip") / "base-seed1" / "results.json")
+    assert found["n"]["c_fog_s1"] == 11 and found["n"]["test"] == 47
+    for path in broken:
+        path.unlink()
+    again = proxy_distill.main([*skip[:-2], "--eval"])
+    assert timeless(again) == timeless(metrics)
 
 
 @pytest.mark.parametrize("argv, said", [
@@ -377,3 +397,9 @@ def test_the_commands_of_the_docstring_parse():
     published = dict(model="resnet50", lr=0.8, batch_size=2048, epochs=90, base_epochs=120,
                      weight_decay=1e-4, loss="rkl_proxy", model_offset=1.0, target_offset=1.0)
     assert published.items() <= vars(parsed[1]).items()
+
+
+def test_the_published_learning_rate_is_that_of_what_is_trained():
+    for method, key in (("base", "base_lr"), ("mimo", "mimo_lr"), ("distill", "lr")):
+        args = vars(proxy_distill.parse_args(["--method", method, "--learning_rate", "0.123"]))
+        assert {k for k, v in args.items() if v == 0.123} == {key}
