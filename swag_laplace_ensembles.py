@@ -34,6 +34,8 @@ Differs from the published code:
   - LA-NF's sample s is one network for all of the test set; there, one for each batch.
   - Early stopping works after --min-epochs whenever patience runs out (there: only if it ran out in
     that very epoch, later).
+  - OOD metrics: in FPR at 95 % and AUPR (in) the data of the training set's kind are the positive
+    ones; there it was the others, and the former was interpolated.
   - Everything resumes and selects from local files; there, through a server.
   As published: validation data choose the MAP checkpoint, learning rates, and precisions alike.
 """
@@ -88,17 +90,18 @@ PRESETS = {
                    members=3, ensembles=[1, 3], combinations=3, samples=20, val_samples=20,
                    methods=list(METHODS), num_val=500, limit_train=3000, swag_epochs=6,
                    swag_lrs=[0.03, 0.01], dropouts=[0.1], ivon_epochs=8, flow_epochs=5,
-                   ood=["glyphs_letters"], limit_test=1000),
+                   ood=["glyphs_letters"], limit_test=1000, eval_batch_size=100),
     "reviews": dict(model="bert_256_4", depth=2, width=0.25, dropout=0.1, epochs=8, batch_size=64,
                     lr=2e-3, weight_decay=0.01, opt="adamw", members=3, ensembles=[1, 3],
                     combinations=3, samples=30, val_samples=30, methods=list(METHODS),
                     swag_epochs=8, swag_lrs=[0.03, 0.01], swag_weight_decay=1e-4, dropouts=[0.1],
-                    ivon_epochs=10, flow_epochs=5, ood=["reviews_finance"]),
-    "clusters": dict(model="painn", width=0.25, epochs=30, batch_size=50, lr=2e-3,
+                    ivon_epochs=10, flow_epochs=5, ood=["reviews_finance"],
+                    eval_batch_size=100),
+    "clusters": dict(model="painn", width=0.25, epochs=24, batch_size=50, lr=2e-3,
                      weight_decay=0.01, opt="adamw", members=3, ensembles=[1, 3], combinations=3,
-                     samples=50, val_samples=50, methods=list(METHODS), swag_epochs=8,
-                     swag_lrs=[1e-6, 1e-7], dropouts=[0.02], ivon_epochs=30, ivon_lr=0.02,
-                     flow_epochs=5, ood=["clusters_large"]),
+                     samples=30, val_samples=30, methods=list(METHODS), limit_train=2500,
+                     swag_epochs=6, swag_lrs=[1e-6, 3e-7], dropouts=[0.01], ivon_epochs=24,
+                     ivon_lr=0.05, flow_epochs=5, ood=["clusters_large"], eval_batch_size=100),
 }
 MODELS = {  # where a network has settings of its own: published
     "wrn_28_10": dict(epochs=200, swag_epochs=25, structure="diag", eval_batch_size=256),
@@ -329,9 +332,13 @@ class FRN(nn.Module):
         return FilterResponse.apply(x, self.gamma, self.beta, self.tau, self.eps.abs())
 
 
-class BatchNormReLU(nn.BatchNorm2d):
+class BatchNormReLU(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(channels)
+
     def forward(self, x):
-        return F.relu(super().forward(x))
+        return F.relu(self.norm(x))
 
 
 class WideBlock(nn.Module):
@@ -346,7 +353,8 @@ class WideBlock(nn.Module):
         # subsampled, then 1x1: on CPUs PyTorch 2.14's strided 1x1, channels last, writes out of
         # bounds in the backward pass
         self.subsample = nn.AvgPool2d(1, stride) if stride > 1 else nn.Identity()
-        self.shortcut = None if c_in == c else nn.Conv2d(c_in, c, 1, bias=False)
+        same = c_in == c and stride == 1
+        self.shortcut = None if same else nn.Conv2d(c_in, c, 1, bias=False)
 
     def forward(self, x):
         h = self.norm1(x)
@@ -513,9 +521,10 @@ class PaiNN(nn.Module):
         return sum_by(molecules.molecule, atoms, molecules.count)
 
     def forward(self, molecules):
-        last = LastLayer(self.features(molecules), None, molecules.molecule,
+        last = LastLayer(widen(self.features(molecules)), None, molecules.molecule,
                          self.offsets(molecules), self.statistics[1])
-        return head_outputs(flat_head(self.head)[None], last)[0]
+        with torch.autocast(last.x.device.type, enabled=False):
+            return head_outputs(flat_head(self.head)[None], last)[0]
 
 
 def make_network(args, train_set, dropout):
@@ -584,7 +593,7 @@ def ivon_update(mean, momentum, hessian, grad, deviation, step, lr, ess, weight_
     """One step of IVON (Shen et al. 2024, algorithm 1), in place; all [P], step counts from 1.
 
     grad is at mean + deviation. h follows ess (h + wd) deviation grad, Price's estimate of the
-    Hessian, with the correction that keeps it positive.
+    Hessian, with the correction that keeps h + wd positive.
     """
     b1, b2 = betas
     estimate = ess * (hessian + weight_decay) * deviation * grad
@@ -728,7 +737,8 @@ def decompose(structure, last, theta) -> Spectrum:
         return Spectrum(*_eigh(heteroscedastic_hessian(theta.double(), wide)))
     probs = head_outputs(theta[None], last)[0].exp()
     if structure == "full":
-        return Spectrum(*_eigh(ggn_full(last.x, probs)))
+        values, bases = _eigh(ggn_full(last.x, probs))
+        return Spectrum(values.clamp_min(0), bases)  # below 0 by rounding only
     if structure == "diag":
         return Spectrum(ggn_diagonal(last.x, probs), ())
     (b, (q_b,)), (a, (q_a,)) = (_eigh(m) for m in ggn_factors(last.x, probs))
@@ -772,7 +782,9 @@ def log_marginal_likelihood(log_lik, theta, spectrum, delta) -> Tensor:
 
 
 def marginal_precision(log_lik, theta, spectrum, steps=1000, lr=0.1, start=40.0) -> float:
-    """delta that maximises the evidence: Adam on log delta (published: 1000 steps, .1, from 40)."""
+    """delta that maximises the evidence: Adam on log delta (published: 1000 steps, .1, from 40).
+
+    UserError where an indefinite Hessian (molecules) leaves no evidence."""
     log_delta = torch.tensor(math.log(start), dtype=torch.float64, device=theta.device,
                              requires_grad=True)
     optimiser = torch.optim.Adam([log_delta], lr)
@@ -780,7 +792,16 @@ def marginal_precision(log_lik, theta, spectrum, steps=1000, lr=0.1, start=40.0)
         optimiser.zero_grad()
         (-log_marginal_likelihood(log_lik, theta, spectrum, log_delta.exp())).backward()
         optimiser.step()
-    return log_delta.exp().item()
+    return proper(log_delta.exp().item(), spectrum)
+
+
+def proper(delta, spectrum) -> float:
+    """delta, if H + delta I is positive definite; else UserError."""
+    least = -spectrum.values.min().item()
+    if not delta > least:
+        raise UserError(f"--prior-precision: at {delta:.4g} there is no posterior, the Hessian has "
+                        f"an eigenvalue of {-least:.4g}; use grid, or a larger number")
+    return delta
 
 
 # Published grids: 10^-4 ... 10^4 in steps of 10^0.4; LA-NF's 15.
@@ -825,8 +846,11 @@ def predict_closed(kind, logits, covariance, noise=None) -> Tensor:
     e^f_c sum_k e^-f_k / C^2) / var f_c, after f is conditioned on sum_c f_c = 0.
     """
     if kind == "glm_mc":
-        floor = 1e-6 * covariance.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-12)
+        # a shift of all logits, whose variance may be huge, is nothing to a softmax: taken out
         eye = torch.eye(covariance.shape[1]).to(covariance)
+        centre = eye - 1 / len(eye)
+        covariance = centre @ covariance @ centre
+        floor = 1e-6 * covariance.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-12)
         root = torch.linalg.cholesky(covariance + floor[:, None, None] * eye)
         return (logits + torch.einsum("nck,snk->snc", root, noise)).log_softmax(-1)
     if kind == "probit":
@@ -838,8 +862,8 @@ def predict_closed(kind, logits, covariance, noise=None) -> Tensor:
     variance = (covariance - rows[:, :, None] * rows[:, None] / total[..., None]
                 ).diagonal(dim1=1, dim2=2).clamp_min(1e-12)
     log_sum = f + (-f).logsumexp(1, keepdim=True) - 2 * math.log(c)
-    alpha = (1 - 2 / c + log_sum.exp()) / variance
-    return (alpha / alpha.sum(1, keepdim=True)).log()[None]
+    constant = torch.full_like(log_sum, 1 - 2 / c).log()
+    return (torch.logaddexp(constant, log_sum) - variance.log()).log_softmax(-1)[None]
 
 
 def radial_layer(theta, centre, a, b) -> tuple[Tensor, Tensor]:
@@ -920,12 +944,6 @@ def stratified_order(k, samples, seed) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     order = [torch.randperm(k, generator=generator) for _ in range(-(-samples // k))]
     return torch.cat(order)[:samples]
-
-
-def draws_of(order) -> Tensor:
-    """How often each entry's member came before, int64 [S]: which of its samples is used."""
-    same = order[:, None] == order
-    return same.tril(-1).sum(1)
 
 
 # Published sizes at which an ensemble is evaluated.
@@ -1243,6 +1261,7 @@ def train_epoch(model, recipe, loader, epoch, steps, lr_at, progress, stop, args
 @torch.no_grad()
 def refresh_batch_norm(net, train_set, args, world):
     """Running statistics of the weights that the network has now: means over the training set."""
+    net = common.sync_batch_norm(net, world)
     norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if not norms:
         return
@@ -1251,9 +1270,10 @@ def refresh_batch_norm(net, train_set, args, world):
         m.reset_running_stats()
         m.train()
     for i, batch in enumerate(make_loader(train_set, args, world).epoch()):
-        for m in norms:
+        for m in norms:  # equal weights, as torch's update_bn has them
             m.momentum = 1 / (i + 1)
-        net(batch[0])
+        with autocast(args, world):
+            net(batch[0])
     for m, momentum in zip(norms, momenta):
         m.momentum = momentum
         m.eval()
@@ -1327,6 +1347,14 @@ def seeded_noise(shape, device, *key) -> Tensor:
     return torch.randn(*shape, generator=generator).to(device)
 
 
+def digest(tensors) -> str:
+    """A hash of tensors' values."""
+    found = hashlib.sha256()
+    for value in tensors:
+        found.update(value.detach().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
 def best(found, option):
     """The (score, ...) of the largest score, the first on ties; NaN and -inf are never it."""
     scored = [f for f in found if math.isfinite(f[0])]
@@ -1393,12 +1421,7 @@ class Member:
 
     def fingerprint(self):
         """A hash of the MAP weights: what is made from them belongs to them."""
-        def digest():
-            found = hashlib.sha256()
-            for value in self.map().state_dict().values():
-                found.update(value.cpu().contiguous().numpy().tobytes())
-            return found.hexdigest()[:16]
-        return self.once("fingerprint", digest)
+        return self.once("fingerprint", lambda: digest(self.map().state_dict().values()))
 
     def mcdo(self):
         """(validation LPD, rate, network) of the best dropout rate."""
@@ -1538,7 +1561,7 @@ class Member:
         elif args.prior_precision == "grid":
             delta = best(list(zip(scores, LAPLACE_GRID)), "LLLA's prior precision")[1]
         else:
-            delta = float(args.prior_precision)
+            delta = proper(float(args.prior_precision), spectrum)
         run.log(epoch=1, epochs=1, delta=delta, val_lpd=max(scores), seconds=clock.seconds())
         run.save(values=spectrum.values, bases=list(spectrum.bases), delta=delta, scores=scores)
         self.seconds["llla"] = clock.seconds()
@@ -1637,7 +1660,8 @@ class Member:
         weights = laplace_samples(theta, spectrum, delta, noise)
         if flow:
             weights, _ = apply_flow(args.flow, [p[None] for p in self.la_nf()[0]], weights)
-        return in_rows(lambda part: head_outputs(weights, part), last, samples)
+        width = samples * self.sets["train"].num_classes if last.offset is None else 0
+        return in_rows(lambda part: head_outputs(weights, part), last, width)
 
     def predict_closed(self, last, samples):
         theta, spectrum, delta = self.llla()
@@ -1653,7 +1677,8 @@ class Member:
             return predict_closed(closed, logits, covariance, own)
 
         part_of.row = 0
-        return in_rows(part_of, last, samples if closed == "glm_mc" else 1)
+        classes = self.sets["train"].num_classes
+        return in_rows(part_of, last, max(samples * classes, classes**2 * last.x.shape[1]))
 
     def stamp(self, method):
         """What identifies a finished piece: its outputs are made anew where this changes."""
@@ -1662,12 +1687,13 @@ class Member:
         if method in ("swa", "swag"):
             return [self.fingerprint(), self.swag()[method]]
         if method == "mcdo":
-            score, rate, _ = self.mcdo()
-            return [score, rate]
+            _, rate, net = self.mcdo()
+            return [rate, digest(net.state_dict().values())]
         if method == "ivon":
-            return self.ivon()[1].mean.double().norm().item()
-        self.llla()
-        return [self.fingerprint(), self.llla()[2], self.la_nf()[1] if method == "la_nf" else 0]
+            return digest([self.ivon()[1].mean])
+        _, spectrum, delta = self.llla()
+        flow = digest(self.la_nf()[0]) if method == "la_nf" else ""
+        return [self.fingerprint(), delta, digest([spectrum.values]), flow]
 
     def predict(self, method, dataset, samples) -> Tensor:
         """outputs [S, N, C] of this member by a method."""
@@ -1690,12 +1716,11 @@ class Member:
         return self.predict_last(dataset, samples, flow=method == "la_nf")
 
 
-def in_rows(outputs_of, last, samples, numbers=2**24) -> Tensor:
-    """[S, N, C] on the CPU, from blocks of examples of about `numbers` outputs each."""
+def in_rows(outputs_of, last, width, numbers=2**26) -> Tensor:
+    """[S, N, C] on the CPU, from blocks of so many examples that `numbers` hold `width` of each."""
     if last.offset is not None:
         return outputs_of(last).cpu()
-    rows = max(1, numbers // (samples * 100))
-    blocks = torch.arange(len(last.labels), device=last.x.device).split(rows)
+    blocks = torch.arange(len(last.labels), device=last.x.device).split(max(1, numbers // width))
     return torch.cat([outputs_of(take(last, index)).cpu() for index in blocks], 1)
 
 
@@ -1803,7 +1828,7 @@ def class_metrics(log_probs, labels) -> dict:
 
 
 def ood_scores(inside, outside) -> dict:
-    """Separation of two sets by one uncertainty, in the published set of metrics."""
+    """Separation of two sets by one uncertainty, larger on OOD; ID counts as positive."""
     own = common.ood_metrics(inside, outside, larger_means="ood")
     both = torch.cat([inside, outside])
     positive = torch.arange(len(both)) >= len(inside)

@@ -506,7 +506,7 @@ def bench_laplace(n=48_000, n_val=2000, n_test=10_000, d=256, classes=10, sample
 
     def ours_predict(spectrum, delta):
         weights = sle.laplace_samples(theta, spectrum, delta, torch.randn(samples, len(theta)))
-        outputs = sle.in_rows(lambda part: sle.head_outputs(weights, part), parts[2], samples)
+        outputs = sle.in_rows(lambda part: sle.head_outputs(weights, part), parts[2], samples * classes)
         return sle.mixture_prefixes(outputs, [samples])[samples]
 
     with torch.no_grad():
