@@ -1338,6 +1338,8 @@ class Molecules(NamedTuple):
     sources: Tensor     # int64 [e], atoms in 0..a-1
     targets: Tensor     # int64 [e], ascending
     count: int          # molecules
+    atom_rows: tuple | None = None  # (first, total): where these lie among the global batch's
+    edge_rows: tuple | None = None
 
 
 class MoleculeBatch(NamedTuple):
@@ -1427,10 +1429,12 @@ class SequenceLoader:
     def _molecules(self, order, pieces):
         ends = torch.stack([self.dataset.sizes, self.edges])[:, order].cumsum(1)
         ends, order = F.pad(ends, (1, 0)).tolist(), order.to(self.device)
-        for _, first, last, size in pieces:
+        for begin, first, last, size in pieces:
             index = order[first:last]
             atoms, edges = (end[last] - end[first] for end in ends)
-            yield MoleculeBatch(self._graph(index, atoms, edges), self.labels[index], index, size)
+            where = ((end[first] - end[begin], end[begin + size] - end[begin]) for end in ends)
+            graph = Molecules(*self._graph(index, atoms, edges), *where)
+            yield MoleculeBatch(graph, self.labels[index], index, size)
 
     def _graph(self, index, atoms, edges):
         """The molecules `index`, of so many atoms and edges in all."""
@@ -1439,9 +1443,8 @@ class SequenceLoader:
         counts, row = sizes[index], torch.arange(len(index), device=self.device)
         shift = (counts.cumsum(0) - counts).repeat_interleave(bonds[index], output_size=edges)
         sources, targets = self.bonds[:, _ragged(bonds, index, edges, first_bond)] + shift
-        return Molecules(self.numbers[at], self.positions[at],
-                         row.repeat_interleave(counts, output_size=atoms), sources, targets,
-                         len(index))
+        return (self.numbers[at], self.positions[at],
+                row.repeat_interleave(counts, output_size=atoms), sources, targets, len(index))
 
 
 def find_edges(dataset, cutoff=5.0):

@@ -76,8 +76,8 @@ PRESETS = {
              members=30, ensembles=[1, 2, 5, 10, 20], combinations=30, samples=200, val_samples=100,
              methods=["map", "swa", "swag", "llla", "la_nf"], num_val=2000, swag_epochs=100,
              swag_lrs=SWAG_LRS, swag_weight_decay=None, dropouts=[0.05, 0.1, 0.2], ivon_epochs=200,
-             ivon_lr=0.2, structure="full", flow_layers=10, flow_epochs=20, flow_lr=1e-3,
-             mse_steps=[0, 0], y_var=4e-4, target="u0", cutoff=5.0, shift="none", ood=[],
+             ivon_lr=0.2, ivon_hess_init=0.5, structure="full", flow_layers=10, flow_epochs=20,
+             flow_lr=1e-3, mse_steps=[0, 0], y_var=4e-4, target="u0", cutoff=5.0, shift="none", ood=[],
              amp="off", compile=False, eval_batch_size=2048),
     "cifar10": dict(ood=["svhn+cifar100"]),
     "cifar100": dict(ood=["svhn+cifar10"]),
@@ -87,10 +87,10 @@ PRESETS = {
     "mnist": dict(model="wrn_16_4", ood=["fashion_mnist"]),
     "fashion_mnist": dict(model="wrn_16_4", ood=["mnist"]),
     "glyphs": dict(depth=10, width=0.25, epochs=6, batch_size=32, lr=0.2, weight_decay=1e-4,
-                   members=3, ensembles=[1, 3], combinations=3, samples=20, val_samples=20,
+                   members=3, ensembles=[1, 3], combinations=3, samples=12, val_samples=12,
                    methods=list(METHODS), num_val=500, limit_train=3000, swag_epochs=6,
-                   swag_lrs=[0.03, 0.01], dropouts=[0.1], ivon_epochs=8, flow_epochs=5,
-                   ood=["glyphs_letters"], limit_test=1000, eval_batch_size=100),
+                   swag_lrs=[0.03, 0.01], dropouts=[0.1], ivon_epochs=8, ivon_hess_init=5.0,
+                   flow_epochs=5, ood=["glyphs_letters"], limit_test=1000, eval_batch_size=100),
     "reviews": dict(model="bert_256_4", depth=2, width=0.25, dropout=0.1, epochs=8, batch_size=64,
                     lr=2e-3, weight_decay=0.01, opt="adamw", members=3, ensembles=[1, 3],
                     combinations=3, samples=30, val_samples=30, methods=list(METHODS),
@@ -170,7 +170,7 @@ def parse_args(argv=None):
     add("--dropouts", help="rates of MC dropout, separated by commas; validation chooses")
     add("--ivon-epochs", type=int, help="published: 200")
     add("--ivon-lr", type=float, help="published: 0.2")
-    add("--ivon-hess-init", type=float, default=0.5, help="published: 0.5")
+    add("--ivon-hess-init", type=float, help="published: 0.5")
     add("--ivon-weight-decay", type=float, default=2e-4, help="published: 2e-4")
     add("--ivon-ess", type=float, help="effective sample size (published: the training set's)")
     add("--mse-steps", type=int, nargs=2, metavar=("W", "D"), help="molecules: squared error for W "
@@ -200,9 +200,10 @@ def number_list(args, key, kind, low, high):
     try:
         values = [kind(v) for v in value.split(",")] if isinstance(value, str) else list(value)
     except ValueError:
-        raise UserError(f"{name} {value}: numbers separated by commas, for example 1,5") from None
+        example = ",".join(f"{kind(v):g}" for v in (low, 2 * low))
+        raise UserError(f"{name} {value}: numbers separated by commas, as in {example}") from None
     if not values or not all(low <= v <= high for v in values):
-        raise UserError(f"{name} {value}: must lie in [{low}, {high}]")
+        raise UserError(f"{name} {value}: must lie in [{low:g}, {high:g}]")
     setattr(args, key, list(dict.fromkeys(values)))
 
 
@@ -232,10 +233,14 @@ def check_args(args):
             ("min_epochs", 0, 1e9), ("dropout", 0, 0.99)):
         value = getattr(args, key)
         if value is not None and not low <= value <= high:
-            raise UserError(f"--{key.replace('_', '-')} {value}: must lie in [{low}, {high}]")
+            raise UserError(f"--{key.replace('_', '-')} {value}: must lie in [{low:g}, {high:g}]")
     for key, words in (("prior_precision", ("grid", "marglik")), ("flow_precision",
                                                                   ("grid", "llla"))):
         check_precision(getattr(args, key), f"--{key.replace('_', '-')}", words)
+    if min(args.mse_steps) < 0:
+        raise UserError(f"--mse-steps {min(args.mse_steps)}: must be at least 0")
+    if args.vocab and args.dataset != "sst2":
+        raise UserError(f"--vocab is for sst2; {args.dataset} has its own")
     if args.swag_epochs < 2:
         raise UserError("--swag-epochs 1: a covariance needs at least two iterates")
     check_study(args)
@@ -259,12 +264,12 @@ def check_study(args):
     if kind != own:
         fit = {"text": "bert_256_4", "molecules": "painn", "images": "wrn_16_4"}[own]
         raise UserError(f"--model {args.model} is for {kind}, {args.dataset} is {own}; use {fit}")
-    if args.depth is not None and own == "images" and (args.depth - 4) % 6:
+    if args.depth is not None and own == "images" and (args.depth < 10 or (args.depth - 4) % 6):
         raise UserError(f"--depth {args.depth}: a wide ResNet has 6 n + 4 layers: 10, 16, 22, 28")
     if args.method == "all" and max(args.ensembles) > args.members:
         raise UserError(f"--ensembles {max(args.ensembles)} is more than --members {args.members}")
-    if args.method == "all" and args.resume not in ("auto", "never"):
-        raise UserError("--resume PATH is for one piece; add --method")
+    if args.method not in ("map", "mcdo", "ivon") and args.resume not in ("auto", "never"):
+        raise UserError("--resume PATH is for one training: --method map, mcdo or ivon")
     if args.method == "all" and max(args.ensembles) > args.samples:
         raise UserError(f"--samples {args.samples} is less than one a member for --ensembles "
                         f"{max(args.ensembles)}")
@@ -313,7 +318,7 @@ class FilterResponse(torch.autograd.Function):
         inside = grad * (y > tau.to(y.dtype)[:, None, None])
         below = (widen(grad.sum((2, 3))) - (own := widen(inside.sum((2, 3))))).sum(0)
         along = widen((inside * x).sum((2, 3)))  # [N, C]
-        pull = (-gamma * r**3 * along / x[0, 0].numel()).to(x.dtype)[:, :, None, None]
+        pull = (-gamma * r**3 * along / (x.shape[2] * x.shape[3])).to(x.dtype)[:, :, None, None]
         grad_x = inside.mul_((gamma * r).to(x.dtype)[:, :, None, None]).addcmul_(x, pull)
         return grad_x, (along * r).sum(0), own.sum(0), below, None
 
@@ -397,7 +402,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x, real):
         b, length, dim = x.shape
-        q, k, v = (layer(x).view(b, length, self.heads, -1).transpose(1, 2)
+        q, k, v = (layer(x).view(b, length, self.heads, dim // self.heads).transpose(1, 2)
                    for layer in (self.query, self.key, self.value))
         if self.dropout.p and self.dropout.training:  # a mask that is drawn for the global batch
             scores = q @ k.mT / math.sqrt(q.shape[-1])
@@ -457,6 +462,20 @@ class Bert(nn.Module):
         return logits_of(self.head, self.features(tokens))
 
 
+class GraphDropout(common.Dropout):
+    """common.Dropout for rows that are atoms or edges: `rows` is (first, total), where they lie
+    among those of the global batch."""
+
+    rows = None
+
+    def forward(self, x):
+        if not self.training or self.p == 0 or self.rows is None:
+            return F.dropout(x, self.p, self.training)
+        first, total = self.rows
+        mask = F.dropout(x.new_ones(total, *x.shape[1:]), self.p)
+        return x * mask[first:first + len(x)]
+
+
 def sum_by(index, values, count):
     """[count, ...]: the sums of the rows of `values` that have equal `index`."""
     return values.new_zeros(count, *values.shape[1:]).index_add_(0, index, values)
@@ -471,11 +490,11 @@ class PaiNNLayer(nn.Module):
         self.filter = nn.Linear(radial, 3 * f)
         self.u, self.v = (nn.Linear(f, f, bias=False) for _ in range(2))
         self.update = nn.Sequential(nn.Linear(2 * f, f), nn.SiLU(), nn.Linear(f, 3 * f))
-        self.dropout = common.Dropout(dropout)
+        self.filter_dropout, self.dropout = GraphDropout(dropout), GraphDropout(dropout)
 
     def forward(self, s, v, edges, rbf, cut, direction):
         sources, targets = edges
-        weight = self.dropout(self.filter(rbf)) * cut  # the bias is cut off too
+        weight = self.filter_dropout(self.filter(rbf)) * cut  # the bias is cut off too
         vv, ss, vs = (self.message(s)[sources] * weight).chunk(3, -1)
         s = s + sum_by(targets, ss, len(s))
         message = v[sources] * vv[:, None] + direction[:, :, None] * vs[:, None]
@@ -496,12 +515,16 @@ class PaiNN(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(101, f, padding_idx=0)
         self.layers = nn.ModuleList(PaiNNLayer(f, radial, dropout) for _ in range(layers))
-        self.readout = nn.Sequential(nn.Linear(f, f // 2), nn.SiLU(), common.Dropout(dropout))
+        self.readout = nn.Sequential(nn.Linear(f, f // 2), nn.SiLU(), GraphDropout(dropout))
         self.head, self.cutoff, self.radial = nn.Linear(f // 2, 2), cutoff, radial
         self.register_buffer("statistics", torch.tensor(statistics, dtype=torch.float64))
         self.register_buffer("references", references.double())
 
     def features(self, molecules):
+        for layer in self.layers:
+            layer.filter_dropout.rows = molecules.edge_rows
+        for module in (*(layer.dropout for layer in self.layers), self.readout[-1]):
+            module.rows = molecules.atom_rows
         z, r = molecules.numbers, molecules.positions
         edges = molecules.sources, molecules.targets
         offset = r[edges[0]] - r[edges[1]]
@@ -819,15 +842,25 @@ def precision_scores(theta, spectrum, last, noise, grid=LAPLACE_GRID) -> list[fl
     return scores
 
 
-def functional_covariance(spectrum, delta, x) -> Tensor:
-    """Covariance [N, C, C] of the logits W x + b under N(., (H + delta I)^-1)."""
-    values, p, d = spectrum.values.to(x) + delta, len(spectrum.values), x.shape[1]
+def posterior_covariance(spectrum, delta, d) -> Tensor:
+    """(H + delta I)^-1 of the full structure as [C, D + 1, C, D + 1], float64."""
+    q, p = spectrum.bases[0].double(), len(spectrum.values)
     c = p // (d + 1)
+    root = torch.cat([q[:c * d].view(c, d, p), q[c * d:, None]], 1)
+    root = root * (spectrum.values.double() + delta).rsqrt()
+    return torch.einsum("cip,kjp->cikj", root, root)
+
+
+def functional_covariance(spectrum, delta, x, sigma=None) -> Tensor:
+    """Covariance [N, C, C] of the logits W x + b under N(., (H + delta I)^-1), float64.
+
+    sigma: `posterior_covariance` where it is at hand already (full structure).
+    """
+    x = x.double()
+    values, d = spectrum.values.to(x) + delta, x.shape[1]
+    c = len(values) // (d + 1)
     if len(spectrum.bases) == 1:
-        q = spectrum.bases[0].to(x)
-        parts = torch.cat([q[:c * d].view(c, d, p), q[c * d:, None]], 1)  # [C, D + 1, P]
-        root = parts * values.rsqrt()
-        sigma = torch.einsum("cip,kjp->cikj", root, root)
+        sigma = posterior_covariance(spectrum, delta, d) if sigma is None else sigma
         left = torch.einsum("ni,cikj->nckj", with_ones(x), sigma)
         return torch.einsum("nckj,nj->nck", left, with_ones(x))
     rotated = x if not spectrum.bases else x @ spectrum.bases[1].to(x)
@@ -847,6 +880,7 @@ def predict_closed(kind, logits, covariance, noise=None) -> Tensor:
     """
     if kind == "glm_mc":
         # a shift of all logits, whose variance may be huge, is nothing to a softmax: taken out
+        logits, noise = logits.to(covariance), noise.to(covariance)
         eye = torch.eye(covariance.shape[1]).to(covariance)
         centre = eye - 1 / len(eye)
         covariance = centre @ covariance @ centre
@@ -1085,29 +1119,37 @@ class Iterates:
     """SWAG's iterates, a row of float32 an epoch in a file: written before the checkpoint that
     counts it, so that a run killed anywhere goes on from rows that are whole."""
 
-    def __init__(self, net, path, rows, published, world):
+    def __init__(self, net, path, rows, published, seed, world):
         self.parameters, self.path, self.world = sampled_parameters(net, published), path, world
+        self.seed = seed
         self.shape, self.state = (rows, sum(p.numel() for p in self.parameters)), {}
 
     def after_epoch(self, epoch):
         row = get_vector(self.parameters).float().cpu().numpy()
         if self.world.is_main:
-            fresh = not self.path.exists() or self.path.stat().st_size != 4 * math.prod(self.shape)
-            rows = np.memmap(self.path, np.float32, "w+" if fresh else "r+", shape=self.shape)
+            if epoch > 1:
+                self.check(self.whole())
+            rows = np.memmap(self.path, np.float32, "w+" if epoch == 1 else "r+", shape=self.shape)
             rows[epoch - 1] = row
             rows.flush()
         return {}
+
+    def whole(self):
+        return self.path.exists() and self.path.stat().st_size == 4 * math.prod(self.shape)
+
+    def check(self, whole):
+        if not whole:
+            raise UserError(f"{self.path} is absent or incomplete (without --keep-grid only the "
+                            "chosen rates are kept); make it anew with --method swag --seed "
+                            f"{self.seed} --keep-grid --resume never")
 
     def finished(self, _):
         return False
 
     def read(self) -> Tensor:
         """[R, P] on the CPU of every process, whose disks need not be shared."""
-        size = 4 * math.prod(self.shape)
-        whole = self.world.is_main and self.path.exists() and self.path.stat().st_size == size
-        if common.broadcast_bytes(b"1" if whole else None, self.world) is None:
-            raise UserError(f"{self.path} is absent or incomplete; run the same command with "
-                            "--resume never and without --eval")
+        whole = b"1" if self.world.is_main and self.whole() else None
+        self.check(common.broadcast_bytes(whole, self.world))
         rows = torch.empty(self.shape)
         if self.world.is_main:
             rows = torch.from_numpy(np.fromfile(self.path, np.float32).reshape(self.shape))
@@ -1126,6 +1168,10 @@ class Last:
 
     def finished(self, _):
         return False
+
+
+class Diverged(UserError):
+    """A loss or a weight is no longer finite."""
 
 
 class Recipe(NamedTuple):
@@ -1175,6 +1221,7 @@ def make_recipe(kind, net, n, args, lr=None) -> Recipe:
 def train(net, recipe, keeper, train_set, run, args, world):
     """Train by a recipe, resumed from the run's checkpoint if there is one; keeper.state is what is
     kept beside the last weights."""
+    state = run.load()
     run.open()
     run.say(f"{recipe.kind}: {run.directory}")
     optimiser, epochs = recipe.optimiser, recipe.epochs
@@ -1183,7 +1230,7 @@ def train(net, recipe, keeper, train_set, run, args, world):
     steps = min(len(loader), args.limit_steps or len(loader))
     fresh = lambda: {"step": 0, "loss": torch.zeros(steps)}
     progress = {"epoch": 0, "done": False, **fresh()}
-    if (state := run.load()) is not None:
+    if state is not None:
         net.load_state_dict(state["model"])
         optimiser.load_state_dict(state["optimiser"])
         keeper.state, progress = state["keeper"], state["progress"]
@@ -1196,8 +1243,8 @@ def train(net, recipe, keeper, train_set, run, args, world):
 
     def save(**progress):
         if not math.isfinite(torch.nn.utils.get_total_norm(net.parameters())):
-            raise UserError(f"weights are no longer finite after epoch {progress['epoch']}; the "
-                            "last good checkpoint is kept. Lower the learning rate")
+            raise Diverged(f"weights are no longer finite after epoch {progress['epoch']}; the "
+                           "last good checkpoint is kept. Lower the learning rate")
         run.save(model=net.state_dict(), optimiser=optimiser.state_dict(), keeper=keeper.state,
                  progress=progress)
 
@@ -1207,7 +1254,10 @@ def train(net, recipe, keeper, train_set, run, args, world):
             clock, first = common.Stopwatch(world.device), progress["step"]
             step, signum, losses = train_epoch(model, recipe, loader, epoch, steps, lr_at, progress,
                                                stop, args, world)
-            common.check_finite(losses[:step], epoch * steps, lr_at)
+            try:
+                common.check_finite(losses[:step], epoch * steps, lr_at)
+            except UserError as error:
+                raise Diverged(error) from None
             if step < steps:
                 save(epoch=epoch, done=False, step=step, loss=losses)
                 raise common.Stopped(signum, f"in epoch {epoch + 1} of {recipe.kind} after step "
@@ -1347,6 +1397,15 @@ def seeded_noise(shape, device, *key) -> Tensor:
     return torch.randn(*shape, generator=generator).to(device)
 
 
+def read_note(path, world):
+    """What `common.write_json` wrote, of the main process, on all; None if absent or damaged."""
+    content = path.read_bytes() if world.is_main and path.exists() else None
+    try:
+        return json.loads(common.broadcast_bytes(content, world) or "null")
+    except ValueError:
+        return None
+
+
 def digest(tensors) -> str:
     """A hash of tensors' values."""
     found = hashlib.sha256()
@@ -1398,6 +1457,7 @@ class Member:
         """Train a network unless it is trained; the seconds of its epochs are noted."""
         if not self.args.eval:
             train(net, recipe, keeper, self.sets["train"], run, self.args, self.world)
+            run.resume_from, run.fresh = run.checkpoint, False
         state = run.load(required=True)
         progress = state["progress"]
         if not progress["done"]:
@@ -1467,7 +1527,7 @@ class Member:
 
     def iterates(self, net, lr):
         return Iterates(net, self.swag_run(lr).directory / "iterates.f32", self.args.swag_epochs,
-                        self.args.match_published, self.world)
+                        self.args.match_published, self.seed, self.world)
 
     def swag_scores(self, lr):
         """Validation LPD of SWAG and of SWA at a learning rate, kept beside the iterates."""
@@ -1476,22 +1536,19 @@ class Member:
         net.load_state_dict(self.map().state_dict())
         recipe = make_recipe("swag", net, len(self.sets["train"]), args, lr)
         path = run.directory / f"val-{args.val_samples}-{args.swag_scale:g}.json"
-        there = self.world.is_main and path.exists() and not run.fresh
-        known = common.broadcast_bytes(path.read_bytes() if there else None, self.world)
-        known = known and json.loads(known)
+        note = None if run.fresh else read_note(path, self.world)
+        known = note["scores"] if note and note.get("config") == run.config else None
         if known == dict.fromkeys(("swag", "swa")):  # null: this rate diverged
             return dict.fromkeys(known, math.nan)
         try:
             self.finished("swag", net, recipe, self.iterates(net, lr), run)
             scores = known or self.swag_validation(lr)
-        except UserError as error:
-            if "finite" not in str(error):
-                raise
-            run.say(f"learning rate {lr:g} is out: {error}")
+        except Diverged as error:
+            run.say(f"learning rate {lr:g} is left out: {error}")
             scores = dict.fromkeys(("swag", "swa"), math.nan)
         if self.world.is_main and scores != known:
-            common.write_json(path, scores)
-        return scores
+            common.write_json(path, {"config": run.config, "scores": scores})
+        return {kind: math.nan if score is None else score for kind, score in scores.items()}
 
     def swag_validation(self, lr):
         posterior, val = self.swag_posterior(lr), self.sets["val"]
@@ -1547,7 +1604,6 @@ class Member:
             self.seconds["llla"] = run.history[0]["seconds"]
             return theta, spectrum, state["delta"]
         run.open()
-        refuse_large(args.structure, len(theta), self.world)
         clock = common.Stopwatch(device)
         with torch.no_grad():
             train_features, val = self.features("train"), self.features("val")
@@ -1594,7 +1650,7 @@ class Member:
         if args.eval and epoch < args.flow_epochs:
             raise UserError(f"{run.checkpoint} has {epoch} of {args.flow_epochs} epochs; finish it "
                             "first (the same command without --eval)")
-        if epoch < args.flow_epochs:
+        if state is None or epoch < args.flow_epochs:
             run.open()
             run.say(f"la_nf: {run.directory}")
             self.train_flow(parameters, optimiser, precision, epoch, run)
@@ -1609,6 +1665,10 @@ class Member:
         sizes = getattr(self.sets["train"], "sizes", torch.zeros(0)).to(theta.device)
         steps = -(-n // args.batch_size)
         total = max(1, steps * args.flow_epochs)
+        save = lambda epoch: run.save(parameters=[p.detach() for p in parameters], epoch=epoch,
+                                      optimiser=optimiser.state_dict())
+        if not args.flow_epochs:
+            save(0)
         with common.StopSignals() as stop:
             for epoch in range(start, args.flow_epochs):
                 clock, sums = common.Stopwatch(theta.device), 0.0
@@ -1628,11 +1688,11 @@ class Member:
                     sums = sums + loss.detach()
                 elbo = -(sums / steps)
                 if not bool(elbo.isfinite().all()):
-                    raise UserError("LA-NF's ELBO is not finite; lower --flow-lr")
+                    raise UserError("LA-NF's ELBO is not finite; lower --flow-lr, or raise "
+                                    "--prior-precision if LLLA has no posterior there")
                 run.log(epoch=epoch + 1, epochs=args.flow_epochs, elbo_nats=elbo.mean().item(),
                         seconds=clock.seconds())
-                run.save(parameters=[p.detach() for p in parameters], epoch=epoch + 1,
-                         optimiser=optimiser.state_dict())
+                save(epoch + 1)
                 if epoch + 1 < args.flow_epochs and (signum := stop.asked(self.world)):
                     raise common.Stopped(signum, f"after epoch {epoch + 1} of la_nf")
 
@@ -1665,16 +1725,18 @@ class Member:
 
     def predict_closed(self, last, samples):
         theta, spectrum, delta = self.llla()
+        sigma = posterior_covariance(spectrum, delta, last.x.shape[1]) if len(
+            spectrum.bases) == 1 else None
         noise = seeded_noise((len(last.labels), samples, self.sets["train"].num_classes),
                              theta.device, self.seed, 20)
         closed = self.args.predictive
 
         def part_of(part):
-            covariance = functional_covariance(spectrum, delta, part.x)
+            covariance = functional_covariance(spectrum, delta, part.x, sigma)
             logits = self.map().head(part.x)
             own = noise[part_of.row:part_of.row + len(logits)].transpose(0, 1)
             part_of.row += len(logits)
-            return predict_closed(closed, logits, covariance, own)
+            return predict_closed(closed, logits, covariance, own).float()
 
         part_of.row = 0
         classes = self.sets["train"].num_classes
@@ -1724,10 +1786,14 @@ def in_rows(outputs_of, last, width, numbers=2**26) -> Tensor:
     return torch.cat([outputs_of(take(last, index)).cpu() for index in blocks], 1)
 
 
-def refuse_large(structure, p, world):
+def refuse_large(args, train_set, world):
     """A full matrix and its eigenvectors must fit: five copies at the worst moment."""
+    laplace = {"llla", "la_nf"} & {*(args.methods if args.method == "all" else [args.method])}
+    if args.structure != "full" or not laplace:
+        return
+    p = len(flat_head(make_network(args, train_set, 0.0).head))
     needed, memory = 5 * 4 * p**2, common.device_memory(world)
-    if structure == "full" and needed > 0.9 * memory:
+    if needed > 0.9 * memory:
         raise UserError(f"--structure full: {p} numbers of the last layer need about "
                         f"{needed / 1e9:.1f} GB, the device has {memory / 1e9:.1f} GB; use "
                         "--structure kron or diag")
@@ -1752,8 +1818,9 @@ class Outputs:
         """What the outputs of a method depend on beside the weights of the pieces."""
         names = {"swag": ("swag_scale", "swag_lrs", "val_samples"), "swa": ("swag_lrs",),
                  "mcdo": ("dropouts", "val_samples"), "llla": ("predictive",)}.get(method, ())
-        options = (self.samples(method), self.args.limit_test, self.args.eval_batch_size
-                   if method == "mcdo" else 0, *(getattr(self.args, name) for name in names))
+        options = (self.samples(method), self.args.limit_test, self.args.shift,
+                   self.args.eval_batch_size if method == "mcdo" else 0,
+                   *(getattr(self.args, name) for name in names))
         return hashlib.sha256(json.dumps(options).encode()).hexdigest()[:8]
 
     def path(self, method, seed, name):
@@ -1765,24 +1832,30 @@ class Outputs:
     def make(self, method, seed):
         """Have the files of all sets: a piece is trained or read, and predicts."""
         member = self.members[seed]
-        stamp = member.stamp(method)
-        for name in self.sets["evaluated"]:
+        stamp = common.to_json(member.stamp(method))
+        for name, dataset in self.sets["evaluated"].items():
             path = self.path(method, seed, name)
-            mark = path.with_suffix(".json")
-            known = json.loads(mark.read_text()) if self.world.is_main and path.exists() and \
-                mark.exists() else {}
-            fresh = known.get("stamp") == stamp
-            if common.broadcast_bytes(b"1" if fresh else None, self.world) is None:
+            note = read_note(path.with_suffix(".json"), self.world) or {}
+            whole = b"1" if self.world.is_main and self.whole(path, method, dataset) else None
+            whole = common.broadcast_bytes(whole, self.world) is not None
+            if not whole or note.get("stamp") != stamp:
                 clock = common.Stopwatch(self.world.device)
-                outputs = member.predict(method, self.sets["evaluated"][name],
-                                         self.samples(method))
-                known = {"stamp": stamp, "seconds": clock.seconds()}
+                outputs = member.predict(method, dataset, self.samples(method))
+                note = {"stamp": stamp, "seconds": clock.seconds()}
                 if self.world.is_main:
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    mark.unlink(missing_ok=True)
+                    path.with_suffix(".json").unlink(missing_ok=True)
                     common.save_array(path, outputs.numpy())
-                    common.write_json(mark, known)
-            self.seconds[method, seed, name] = known.get("seconds", 0.0)
+                    common.write_json(path.with_suffix(".json"), note)
+            self.seconds[method, seed, name] = note["seconds"]
+
+    def whole(self, path, method, dataset) -> bool:
+        """Whether a file has the rows that it should have."""
+        try:
+            shape = np.load(path, mmap_mode="r", allow_pickle=False).shape
+        except (OSError, ValueError, EOFError):
+            return False
+        return shape[:2] == (self.samples(method), len(dataset))
 
     def read(self, method, seed, name) -> np.ndarray:
         return np.load(self.path(method, seed, name), mmap_mode="r", allow_pickle=False)
@@ -1844,6 +1917,8 @@ def evaluate_ensemble(store, method, chosen, order_seed) -> list[dict]:
         if molecules:
             mean, variance = found.double().unbind(-1)
             values = common.regression_metrics(mean, variance, dataset.labels)
+            rows += [{"set": name, "samples": n, **common.regression_metrics(
+                mean[:n], variance[:n], dataset.labels)} for n in SUBSAMPLES if n < len(found)]
             _, _, epistemic, total = common.gaussian_mixture_moments(mean, variance)
             scores = {"": total.sqrt(), "_epistemic": epistemic.sqrt()}
         else:
@@ -2055,7 +2130,11 @@ def load_sets(args, world) -> dict:
         evaluated |= {name.replace("+", "_"): evenly(ood_set(name, train, args), args.limit_test)
                       for name in args.ood}
         evaluated |= shifted_sets(evaluated["test"], args, world)
+    for part, own in (("training", train), ("validation", val), *evaluated.items()):
+        if not len(own):
+            raise UserError(f"{args.dataset}: the {part} set is empty; more data is needed")
     check_classes(train)
+    refuse_large(args, train, world)
     return {"train": train, "val": val, "ood": ood, "evaluated": evaluated}
 
 
@@ -2066,7 +2145,7 @@ def check_classes(train):
     counts = train.labels.bincount(minlength=train.num_classes)
     if empty := (counts == 0).nonzero().flatten().tolist():
         raise UserError(f"{train.name}: no training example of class {empty[0]}"
-                        f"{f' and {len(empty) - 1} others' * (len(empty) > 1)}; raise "
+                        f"{f' and of {len(empty) - 1} other classes' * (len(empty) > 1)}; raise "
                         "--limit-train")
 
 
@@ -2097,20 +2176,22 @@ def run_name(args) -> str:
 
 
 def refuse_missing(members, args):
-    """--eval: name every piece that is not finished, and the commands that make them."""
-    problems = []
+    """--eval: name every piece that is not finished, and the command that makes the first."""
+    problems = {}
     for seed, member in members.items():
         for method in args.methods:
             try:
                 member.stamp(method)
             except UserError as error:
-                problems.append((method, seed, error))
+                if "other options" in str(error):
+                    raise
+                problems.setdefault(method, []).append(seed)
     if problems:
-        method, seed, error = problems[0]
-        listed = ", ".join(f"{method} of seed {seed}" for method, seed, _ in problems)
-        raise UserError(f"not finished: {listed} ({error}). Make them with --dataset "
-                        f"{args.dataset} --method {method} --seed {seed} and so on, or all with "
-                        "the same command without --eval")
+        listed = "; ".join(f"{method} of seeds {', '.join(map(str, seeds))}"
+                           for method, seeds in problems.items())
+        method, (seed, *_) = next(iter(problems.items()))
+        raise UserError(f"not finished: {listed}. Make one with --dataset {args.dataset} --method "
+                        f"{method} --seed {seed}, or all with the same command without --eval")
 
 
 def open_run(args, world, what):

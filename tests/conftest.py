@@ -30,7 +30,8 @@ from PIL import Image  # noqa: E402
 torch.set_num_threads(1)
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["pytest", "ddu", "forde", "gbnn2d", "proxy_distill"])
+SERVER.set_forkserver_preload(["pytest", "ddu", "forde", "gbnn2d", "proxy_distill",
+                               "swag_laplace_ensembles"])
 
 
 class Child:
@@ -97,6 +98,16 @@ def run_script(name, argv):
     common.run_script(importlib.import_module(name).main)
 
 
+def in_double(batch):
+    """A batch with its images, or the positions of its molecules, in float64; tokens stay."""
+    if hasattr(batch, "images"):
+        return batch._replace(images=batch.images.double())
+    if hasattr(batch, "molecules"):
+        graph = batch.molecules
+        return batch._replace(molecules=graph._replace(positions=graph.positions.double()))
+    return batch
+
+
 def in_float64(script, replace=setattr):
     """Make the script's networks, and its batches where it has a make_loader, float64: what is left
     of a difference is not rounding. `replace` sets an attribute (monkeypatch.setattr undoes it)."""
@@ -111,8 +122,7 @@ def in_float64(script, replace=setattr):
     def load_wide(*args, **kwargs):
         loader = load(*args, **kwargs)
         epoch = loader.epoch
-        loader.epoch = lambda *a, **k: (
-            batch._replace(images=batch.images.double()) for batch in epoch(*a, **k))
+        loader.epoch = lambda *a, **k: map(in_double, epoch(*a, **k))
         return loader
 
     replace(script, "make_network", make_wide)
@@ -162,6 +172,16 @@ def run_proxy_distill_in_float64(*argv):
     data.load = lambda name, split, *rest, **more: load(
         name, split, *rest, **{**more, "limit": 400 if split == "test" else more.get("limit")})
     run_proxy_distill(*argv)
+
+
+def run_swag_laplace_ensembles(*argv):
+    run_script("swag_laplace_ensembles", argv)
+
+
+def run_swag_laplace_ensembles_in_float64(*argv):
+    import swag_laplace_ensembles
+    in_float64(swag_laplace_ensembles)
+    run_swag_laplace_ensembles(*argv)
 
 
 def free_port():
