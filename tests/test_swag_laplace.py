@@ -924,8 +924,9 @@ def test_ivon_optimiser_holds_a_sample_in_a_step_and_the_mean_after():
     F.cross_entropy(net(x), y).backward()
     grad = torch.cat([p.grad.flatten() for p in net.parameters()])
     own.step()
-    hessian, momentum, mean = torch.full_like(start, 0.5), torch.zeros_like(start), start.clone()
-    sl.ivon_update(mean, momentum, hessian, grad, moved, 1, args.ivon_lr, 100, 2e-4, 0.5)
+    assert args.ivon_hess_init == 5.0
+    hessian, momentum, mean = torch.full_like(start, 5.0), torch.zeros_like(start), start.clone()
+    sl.ivon_update(mean, momentum, hessian, grad, moved, 1, args.ivon_lr, 100, 2e-4, 5.0)
     for a, b in ((own.mean, mean), (own.hessian, hessian), (vector(), mean)):
         close(a, b)
     close(own.momentum, 0.1 * grad)  # published betas: .9 and .99999
@@ -1133,7 +1134,7 @@ def test_evaluation_of_an_ensemble_of_molecules(tmp_path):  # T19, T20
         path = store.path(*key)
         path.parent.mkdir(parents=True, exist_ok=True)
         np.save(path, outputs.numpy())
-    test, ood = sl.evaluate_ensemble(store, "swag", [1, 2], 3)
+    few, test, few_ood, ood = sl.evaluate_ensemble(store, "swag", [1, 2], 3)
     order = sl.stratified_order(2, 6, 3)
     m, v, y = {}, {}, own.labels.numpy()
     for name in ("test", "clusters_large"):
@@ -1151,7 +1152,12 @@ def test_evaluation_of_an_ensemble_of_molecules(tmp_path):  # T19, T20
     assert ood["auroc_epistemic"] == pytest.approx((far[:, None] > epistemic).mean())
     far = far + v["clusters_large"].mean(0)
     assert ood["auroc"] == pytest.approx((far[:, None] > epistemic + v["test"].mean(0)).mean())
-    assert (test["samples"], ood["samples"]) == (6, 6)
+    assert [(r["set"], r["samples"]) for r in (few, test, few_ood, ood)] == [
+        (name, size) for name in ("test", "clusters_large") for size in (5, 6)]
+    assert few["mae"] == pytest.approx(np.abs(y - m["test"][:5].mean(0)).mean())
+    assert few["lpd"] == pytest.approx(np.log(density[:5].mean(0)).mean())
+    assert few_ood["total"] == pytest.approx(
+        (m["clusters_large"][:5].var(0) + v["clusters_large"][:5].mean(0)).mean())
 
 
 def test_brier_of_uniform_rows():  # T18
@@ -1775,7 +1781,7 @@ def test_iterates_are_whole_before_they_are_counted(tmp_path):  # T4
     train, net = image_set(), Plain()
     args = options("glyphs", "--batch-size", 8, "--swag-epochs", 4)
     recipe = sl.make_recipe("swag", net, len(train), args, 0.1)
-    keeper = sl.Iterates(net, tmp_path / "rows", 4, False, WORLD)
+    keeper = sl.Iterates(net, tmp_path / "rows", 4, False, 1, WORLD)
     start, seen = sl.get_vector(keeper.parameters), []
 
     def look(state):
@@ -1797,11 +1803,14 @@ def test_iterates_are_whole_before_they_are_counted(tmp_path):  # T4
 @pytest.mark.parametrize("damage", ["absent", "short", "long"])
 def test_iterates_of_another_size_are_refused(tmp_path, damage):
     path, net = tmp_path / "rows", Plain()
-    keeper = sl.Iterates(net, path, 2, False, WORLD)
+    keeper = sl.Iterates(net, path, 2, False, 7, WORLD)
     if damage != "absent":
         np.zeros(30 + {"short": -1, "long": 15}[damage], np.float32).tofile(path)
-    with pytest.raises(UserError, match="absent or incomplete"):
-        keeper.read()
+    before = path.read_bytes() if path.exists() else None
+    for use in (keeper.read, lambda: keeper.after_epoch(2)):  # no row of zeros for what is lost
+        with pytest.raises(UserError, match="absent or incomplete.*--seed 7 .*--resume never"):
+            use()
+        assert (path.read_bytes() if path.exists() else None) == before
     keeper.after_epoch(1)  # begins anew
     keeper.after_epoch(2)
     assert torch.equal(keeper.read(), sl.get_vector(keeper.parameters).expand(2, -1))
@@ -1809,7 +1818,7 @@ def test_iterates_of_another_size_are_refused(tmp_path, damage):
 
 def test_iterates_written_again_replace_only_their_row(tmp_path):
     net = Plain()
-    keeper = sl.Iterates(net, tmp_path / "rows", 3, False, WORLD)
+    keeper = sl.Iterates(net, tmp_path / "rows", 3, False, 1, WORLD)
     for epoch, value in ((1, 10.0), (2, 15.0), (3, 30.0), (2, 20.0)):
         sl.set_vector(keeper.parameters, torch.full((15,), value))
         keeper.after_epoch(epoch)
@@ -1938,18 +1947,28 @@ def test_published_split(monkeypatch):  # T30
 
 def test_a_class_without_examples_is_refused():
     train = dataclasses.replace(image_set(), labels=torch.zeros(24).long())
-    with pytest.raises(UserError, match="class 1 and 1 others"):
+    with pytest.raises(UserError, match="class 1 and of 1 other"):
         sl.check_classes(train)
     sl.check_classes(image_set())
     sl.check_classes(molecule_set())
 
 
-def test_a_matrix_that_does_not_fit_is_refused(monkeypatch):
-    monkeypatch.setattr(common, "device_memory", lambda _: 8 * 10**9)
-    with pytest.raises(UserError, match="--structure kron or diag"):
-        sl.refuse_large("full", 25_700, WORLD)
-    sl.refuse_large("full", 2570, WORLD)
-    sl.refuse_large("diag", 25_700, WORLD)
+@pytest.mark.parametrize("more, fits", [
+    (["--methods", "map", "la_nf"], False), (["--method", "llla"], False),
+    (["--method", "llla", "--structure", "kron"], True),
+    (["--method", "llla", "--structure", "diag"], True), (["--method", "swag"], True),
+    (["--methods", "map", "swag"], True)])
+def test_a_matrix_that_does_not_fit_is_refused(monkeypatch, more, fits):
+    """Known from the network alone; memory for five copies of P x P, and a tenth to spare."""
+    args, train = options("glyphs", *more), image_set()
+    p = len(sl.flat_head(sl.make_network(args, train, 0.0).head))
+    for memory, refuses in ((20 * p**2 / 0.9 - 1, not fits), (20 * p**2 / 0.9 + 1, False)):
+        monkeypatch.setattr(common, "device_memory", lambda _: memory)
+        if refuses:
+            with pytest.raises(UserError, match="--structure kron or diag"):
+                sl.refuse_large(args, train, WORLD)
+        else:
+            sl.refuse_large(args, train, WORLD)
 
 
 # ---- Tables -------------------------------------------------------------------------------------
