@@ -90,7 +90,8 @@ PRESETS = {
                    members=3, ensembles=[1, 3], combinations=3, samples=12, val_samples=12,
                    methods=list(METHODS), num_val=500, limit_train=3000, swag_epochs=6,
                    swag_lrs=[0.03, 0.01], dropouts=[0.1], ivon_epochs=8, ivon_lr=0.4,
-                   ivon_hess_init=5.0, flow_epochs=5, ood=["glyphs_letters"], limit_test=1000, eval_batch_size=100),
+                   ivon_hess_init=5.0, flow_epochs=5, ood=["glyphs_letters"], limit_test=1000,
+                   eval_batch_size=100),
     "reviews": dict(model="bert_256_4", depth=2, width=0.25, dropout=0.1, epochs=8, batch_size=64,
                     lr=2e-3, weight_decay=0.01, opt="adamw", members=3, ensembles=[1, 3],
                     combinations=3, samples=30, val_samples=30, methods=list(METHODS),
@@ -101,7 +102,8 @@ PRESETS = {
                      weight_decay=0.01, opt="adamw", members=3, ensembles=[1, 3], combinations=3,
                      samples=30, val_samples=30, methods=list(METHODS), limit_train=2500,
                      swag_epochs=6, swag_lrs=[1e-6, 3e-7], dropouts=[0.01], ivon_epochs=24,
-                     ivon_lr=0.05, flow_epochs=5, ood=["clusters_large"], eval_batch_size=100),
+                     ivon_lr=0.05, ivon_hess_init=20.0, flow_epochs=5, ood=["clusters_large"],
+                     eval_batch_size=100),
 }
 MODELS = {  # where a network has settings of its own: published
     "wrn_28_10": dict(epochs=200, swag_epochs=25, structure="diag", eval_batch_size=256),
@@ -200,7 +202,7 @@ def number_list(args, key, kind, low, high):
     try:
         values = [kind(v) for v in value.split(",")] if isinstance(value, str) else list(value)
     except ValueError:
-        example = ",".join(f"{kind(v):g}" for v in (low, 2 * low))
+        example = "1,5" if kind is int else "0.1,0.05"
         raise UserError(f"{name} {value}: numbers separated by commas, as in {example}") from None
     if not values or not all(low <= v <= high for v in values):
         raise UserError(f"{name} {value}: must lie in [{low:g}, {high:g}]")
@@ -2030,6 +2032,16 @@ def paper_table(metrics, args, latex=False) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in [["K", "", *titles], rule, *lines])
 
 
+def combinations_text(args) -> str:
+    """The ensembles of a study, as the published ensembles.csv: tab-separated."""
+    lines = ["K\tensemble_id\tseed\tmodel_ids"]
+    for k in args.ensembles:
+        for i, (seed, chosen) in enumerate(
+                member_combinations(args.members, k, args.combinations), 1):
+            lines.append(f"{k}\t{i}\t{seed}\t{','.join(map(str, chosen))}")
+    return "\n".join(lines) + "\n"
+
+
 def csv_text(rows) -> str:
     """Rows of different keys as CSV; what a row lacks is empty."""
     names = list(dict.fromkeys(key for row in rows for key in row))
@@ -2234,6 +2246,7 @@ def run_study(args, world) -> dict:
                 standard_deviation=spread, n=n)
     if world.is_main:
         common.write_text(run.directory / "rows.csv", csv_text(rows))
+        common.write_text(run.directory / "ensembles.csv", combinations_text(args))
         common.write_text(run.directory / "table.md", paper_table(metrics, args))
         common.write_text(run.directory / "table.tex", paper_table(metrics, args, latex=True))
         print(f"\n{run_name(args)}, {args.members} members\n\n"

@@ -26,6 +26,7 @@ import ddu
 import forde
 import gbnn2d
 import proxy_distill
+import swag_laplace_ensembles
 from common import UserError
 
 CPU = ["--device", "cpu"]
@@ -1055,7 +1056,7 @@ def test_misuse_by_two_processes(small, tmp_path):
 # ---- The README ---------------------------------------------------------------------------------
 
 
-SCRIPTS = (ddu, forde, gbnn2d, proxy_distill)
+SCRIPTS = (ddu, forde, gbnn2d, proxy_distill, swag_laplace_ensembles)
 
 
 def readme_commands():

@@ -911,7 +911,8 @@ def test_ivon_keeps_its_variance_positive():
 
 
 def test_ivon_optimiser_holds_a_sample_in_a_step_and_the_mean_after():
-    args, net = options("glyphs", "--ivon-ess", 100), Plain().double()
+    args = options("glyphs", "--ivon-ess", 100, "--ivon-hess-init", 0.5)
+    net = Plain().double()
     own = sl.Ivon(net, args, 7)
     assert own.fixed["ess"] == 100 and sl.Ivon(net, options(), 7).fixed["ess"] == 7
     start, vector = own.mean.clone(), lambda: sl.get_vector(own.parameters)
@@ -924,9 +925,8 @@ def test_ivon_optimiser_holds_a_sample_in_a_step_and_the_mean_after():
     F.cross_entropy(net(x), y).backward()
     grad = torch.cat([p.grad.flatten() for p in net.parameters()])
     own.step()
-    assert args.ivon_hess_init == 5.0
-    hessian, momentum, mean = torch.full_like(start, 5.0), torch.zeros_like(start), start.clone()
-    sl.ivon_update(mean, momentum, hessian, grad, moved, 1, args.ivon_lr, 100, 2e-4, 5.0)
+    hessian, momentum, mean = torch.full_like(start, 0.5), torch.zeros_like(start), start.clone()
+    sl.ivon_update(mean, momentum, hessian, grad, moved, 1, args.ivon_lr, 100, 2e-4, 0.5)
     for a, b in ((own.mean, mean), (own.hessian, hessian), (vector(), mean)):
         close(a, b)
     close(own.momentum, 0.1 * grad)  # published betas: .9 and .99999
@@ -1748,6 +1748,9 @@ def test_recipes():  # T29
     assert options("cifar10", "--model", "wrn_28_10").swag_epochs == 25
     assert options("cifar10", "--model", "wrn_28_10").structure == "diag"
     assert options("sst2").swag_weight_decay == 3e-3
+    assert options("cifar10").ivon_hess_init == options("qm9").ivon_hess_init == 0.5
+    assert (sl.Ivon(net, options("cifar10"), 10).hessian == 0.5).all()
+    assert (sl.Ivon(net, options(), 10).hessian == 5).all()
 
 
 # ---- Training: keepers --------------------------------------------------------------------------

@@ -117,7 +117,8 @@ def test_a_study_leaves_its_files(studies, dataset):
                    for key in ("accuracy", "ece15", f"auroc_{ood}"))
     folder = root / "study-m2"
     assert {p.name for p in folder.iterdir()} == {
-        "args.json", "results.json", "rows.csv", "table.md", "table.tex", "study.png"}
+        "args.json", "results.json", "rows.csv", "ensembles.csv", "table.md", "table.tex",
+        "study.png"}
     results = strict_json(folder / "results.json")
     assert results["metrics"] == metrics and results["config"]["swag_epochs"] == 3
     assert results["n"][f"swag_k1/{columns[1]}"] == 2
@@ -133,6 +134,13 @@ def test_a_study_leaves_its_files(studies, dataset):
     for r in rows:
         sizes = (r["K"],) if r["method"] in ("map", "swa") else ("5", "7")
         assert r["samples"] in sizes, r
+    with open(folder / "ensembles.csv") as file:
+        listed = list(csv.DictReader(file, delimiter="\t"))
+    assert [r["ensemble_id"] for r in listed] == ["1", "2", "1"]
+    assert {(r["K"], r["seed"], r["model_ids"].replace(",", " ")) for r in listed} == {
+        (r["K"], r["ensemble_seed"], r["members"]) for r in rows}
+    tests = [(r["method"], r["members"], r["samples"]) for r in rows if r["set"] == "test"]
+    assert len(tests) == len(set(tests)) == 3 * (2 + 2 * (len(METHODS) - 2))
     if dataset != "clusters":  # Jensen: two different networks are better than they are one by one
         assert metrics["map_k2/lpd"] > metrics["map_k1/lpd"]
     table = (folder / "table.md").read_text().splitlines()
@@ -177,15 +185,32 @@ def test_eval_with_missing_members_names_them(study, monkeypatch, refused):
     root = root_of(options)
     shutil.rmtree(root / "map-seed2")
     said = refused(*options, "--eval")
-    assert "map of seed 2" in said and "seed 1" not in said
-    assert "--method map --seed 2" in said
+    assert "not finished: map of seeds 2;" in said and "--method map --seed 2" in said
+    assert missing_of(said) == {m: "2" for m in METHODS if m not in ("mcdo", "ivon")}
     shutil.rmtree(root / "la_nf-t2-seed1")
-    assert "la_nf of seed 1" in refused(*options, "--eval")
+    assert missing_of(refused(*options, "--eval"))["la_nf"] == "1, 2"
+    shutil.rmtree(root / "ivon-seed2")
+    said = missing_of(refused(*options, "--eval"))
+    assert said["ivon"] == said["map"] == "2" and "mcdo" not in said
+
+
+def missing_of(said):
+    """{method: seeds} of the error of --eval."""
+    listed = said.split("not finished: ")[1].split(". Make one")[0]
+    return dict(part.split(" of seeds ") for part in listed.split("; "))
+
+
+def test_eval_with_other_options_says_so_instead(study, refused):
+    """A piece of other options is not missing: making it would be refused too."""
+    options, _ = study()
+    shutil.rmtree(root_of(options) / "map-seed2")
+    said = refused(*options, "--eval", "--ivon-lr", "0.1")
+    assert "ivon_lr" in said and "not finished" not in said
 
 
 def test_eval_before_training(small, refused):
     said = refused(*small, "--eval")
-    assert "map of seed 1" in said and "--method map --seed 1" in said
+    assert missing_of(said) == dict.fromkeys(METHODS, "1, 2") and "--method map --seed 1" in said
     assert "train first" in refused(*small, "--eval", "--method", "swag", "--seed", "3")
 
 
@@ -393,13 +418,32 @@ def test_early_stopping_keeps_the_best_epoch(small):
     assert state["progress"]["done"] and script.main(options) == metrics
 
 
-def test_resume_from_a_file(small, tmp_path):
+def test_resume_from_a_file(small, tmp_path, monkeypatch):
     """--resume PATH: a finished piece is read; an unfinished one is finished from there."""
     options = [*small, "--method", "map"]
     metrics = script.main(options)
     part = root_of(small) / "map-seed1"
     part.rename(tmp_path / "moved")
+    kept = files_of(tmp_path / "moved", "*")
+    monkeypatch.setattr(script, "train_epoch", no_training)
     assert script.main([*options, "--resume", str(tmp_path / "moved" / "last.pt")]) == metrics
+    assert kept == files_of(tmp_path / "moved", "*")
+
+
+def test_resume_from_a_file_that_is_not_the_one_there(small, tmp_path, monkeypatch):
+    """--resume PATH of a finished piece: its weights, not those of an older last.pt."""
+    options = [*small, "--method", "map"]
+    metrics = script.main(options)
+    part, moved = root_of(small) / "map-seed1", tmp_path / "moved"
+    shutil.copytree(part, moved)
+    state = state_of(part)
+    for weights in (state["model"], state["keeper"]["weights"]):
+        weights["head.bias"] += torch.arange(10.0)
+    torch.save(state, part / "last.pt")
+    shutil.rmtree(root_of(small) / "outputs-map-seed1")
+    assert script.main(options) != metrics
+    monkeypatch.setattr(script, "train_epoch", no_training)
+    assert script.main([*options, "--resume", str(moved / "last.pt")]) == metrics
 
 
 def test_resume_from_an_unfinished_file_finishes_it(small, tmp_path, monkeypatch):
@@ -501,7 +545,7 @@ def test_outputs_of_a_piece_made_anew_are_made_anew(tmp_path, method, before, af
 
 @pytest.mark.parametrize("dataset, more", [
     ("glyphs", "--limit-train 73 --eval-batch-size 39"),
-    ("glyphs", "--norm bn --methods map swa swag ivon"),
+    ("glyphs", "--norm bn --methods map swa swag ivon --ood"),
     ("clusters", "--methods map swa swag ivon llla la_nf --limit-train 73 --eval-batch-size 39"),
     ("clusters", "--methods mcdo"), ("reviews", ""),
     ("reviews", "--methods map --limit-train 73"), ("reviews", "--methods map --limit-test 39 "
@@ -511,7 +555,7 @@ def test_two_processes_equal_one(tmp_path, dataset, more):
     example the second process has none."""
     lr = "1e-7" if dataset == "clusters" else "0.01"
     options = options_of(dataset, tmp_path / "runs", "--swag-lrs", lr, *more.split())
-    options = with_options(options, members=1, ensembles=1, limit_steps=5)
+    options = with_options(options, members=1, ensembles=1, limit_steps=5, samples=3, val_samples=2)
     one, two = (with_options(options, name=name) for name in ("one", "two"))
     children = [Child(tmp_path, run_swag_laplace_ensembles_in_float64, *one, rank=9)]
     children += start_ranks(tmp_path, 2, run_swag_laplace_ensembles_in_float64, *two)
@@ -525,7 +569,8 @@ def test_two_processes_equal_one(tmp_path, dataset, more):
             difference = (v.double() - other[k].double()).abs().max()
             assert difference < 1e-7 * max(1.0, v.abs().max()), (part.parent.name, k)
     found = list(a.glob("*/iterates.f32"))
-    methods = script.parse_args(one).methods
+    args = script.parse_args(one)
+    methods = args.methods
     assert len(found) == ("swag" in methods)
     for path in found:
         rows, other = (torch.from_numpy(np.fromfile(p, np.float32)).view(3, -1).double()
@@ -539,7 +584,7 @@ def test_two_processes_equal_one(tmp_path, dataset, more):
         close = 1e-3 if path.name.startswith("la_nf") else 2e-5
         np.testing.assert_allclose(right, left, rtol=close, atol=close, err_msg=path.name)
         checked += 1
-    assert checked == 2 * len(methods)
+    assert checked == (1 + len(args.ood)) * len(methods)
     left, right = (strict_json(r / "study-m1" / "results.json")["metrics"] for r in (a, b))
     assert all(right[k] == pytest.approx(v, abs=2e-4, rel=1e-5) for k, v in left.items()
                if k.endswith(("/lpd", "/mae", "/brier")))
@@ -559,6 +604,7 @@ def test_batch_norm_is_refreshed_over_all_data_by_two_processes(tmp_path):
     """Also in networks that were not trained by these processes."""
     options = [*options_of("glyphs", tmp_path / "runs"), "--norm", "bn", "--method", "swag",
                "--swag-lrs", "0.01", "--ood"]
+    options = with_options(options, samples=3, val_samples=2)
     one = Child(tmp_path, run_swag_laplace_ensembles_in_float64, *options, rank=9)
     assert one.wait().status == 0, one.stderr[-2000:]
     wanted = outputs_of(root_of(options), "swag", 1)
@@ -833,9 +879,11 @@ def test_swa_and_swag_choose_their_rates_separately(study):
     own = {}
     for lr in (0.05, 0.02):
         note, = root.glob(f"swag-lr{lr}-seed1/val-3-1.json")
-        assert set(json.loads(note.read_text())) == {"swag", "swa"}
+        content = json.loads(note.read_text())
+        assert set(content) == {"config", "scores"} and set(content["scores"]) == {"swag", "swa"}
+        assert content["config"]["lr"] == lr and content["config"]["swag_epochs"] == 3
         values = {"swag": -1.0, "swa": -3.0} if lr == 0.05 else {"swag": -2.0, "swa": -2.0}
-        note.write_text(json.dumps(values))
+        note.write_text(json.dumps({**content, "scores": values}))
         member = script.Member(1, sets, args, common.World())
         own[lr] = member.predict_swag(member.swag_posterior(lr), sets["evaluated"]["test"], 0)
     member = script.Member(1, sets, args, common.World())
@@ -859,7 +907,9 @@ def test_a_diverging_rate_is_left_out(small, capfd, lr, steps):
     options = [*with_options(small, limit_steps=steps), *DIVERGING, "--method", "swag",
                "--swag-lrs", f"{lr},1e-8"]
     metrics = script.main(options)
-    assert finite(metrics) and f"{lr} is out" in capfd.readouterr().out
+    said = [line for line in capfd.readouterr().out.splitlines() if "left out" in line]
+    assert finite(metrics) and len(said) == 1 and f"rate {lr} is left out" in said[0]
+    assert ("weights are" in said[0]) == (lr == "1000")
     assert script.main(options) == metrics
     assert script.main([*options, "--eval"]) == metrics
 
@@ -884,24 +934,28 @@ def test_a_rate_whose_samples_diverge_is_left_out_at_the_second_start_too(study,
             **real(self, lr), **({"swag": math.nan} if lr == 0.05 else {})})
         metrics = script.main(options)
     note, = root_of(options).glob("swag-lr0.05-seed1/val-3-1.json")
-    assert strict_json(note)["swag"] is None and strict_json(note)["swa"] is not None
+    scores = strict_json(note)["scores"]
+    assert scores["swag"] is None and scores["swa"] is not None
     assert script.main(options) == metrics
 
 
-def test_a_rate_that_diverged_is_tried_again_with_other_options(study, refused):
+def test_a_rate_that_diverged_is_tried_again_with_other_options(study):
     """What diverged under other options, or from another MAP, is no verdict on these."""
     options, _ = study()
-    options = [*options, "--method", "swag", "--swag-lrs", "1000,1e-8", "--swag-epochs", "4"]
-    note = root_of(options) / "swag-lr1000-seed1" / "val-3-1.json"
+    options = [*options, "--method", "swag", "--swag-lrs", "0.05,1e-8", "--swag-epochs", "4",
+               "--keep-grid"]
+    note = root_of(options) / "swag-lr0.05-seed1" / "val-3-1.json"
     script.main([*options, "--swag-weight-decay", "0"])  # both are well
     whole = strict_json(note)
-    assert whole["swag"] is not None
-    for lr in ("1000", "1e-08"):
-        shutil.rmtree(root_of(options) / f"swag-lr{lr}-seed1")
-    note.parent.mkdir()
-    note.write_text('{"swag": null, "swa": null}\n')  # as if under another weight decay
-    script.main([*options, "--swag-weight-decay", "0"])
-    assert strict_json(note) == whole
+    assert whole["scores"]["swag"] is not None
+    nothing = {"swag": None, "swa": None}
+    for other in ({"swag_weight_decay": 0.1}, {"map": "another"}):
+        shutil.rmtree(note.parent)
+        note.parent.mkdir()
+        common.write_json(note, {"config": {**whole["config"], **other}, "scores": nothing})
+        assert whole["config"].keys() >= other.keys()
+        script.main([*options, "--swag-weight-decay", "0"])
+        assert strict_json(note) == whole
 
 
 @pytest.mark.parametrize("name", ["run", "infinite"])
@@ -982,7 +1036,9 @@ def test_llla_takes_the_best_precision_of_its_grid(study, monkeypatch):
     ("--dataset reviews --ood reviews_finance+glyphs", "reviews_finance+glyphs"),
     ("--dataset clusters --ood glyphs", "glyphs"), ("--dataset sst2 --data-dir none", "SST-2"),
     ("--dataset qm9 --data-dir none", "qm9"), ("--dataset qm9 --target none", "none"),
-    ("--resume none.pt", "--method"), ("--method map --resume none.pt", "none.pt"),
+    ("--resume none.pt", "--method"),
+    *((f"--method {m} --resume none.pt", "--method map") for m in ("swa", "swag", "llla", "la_nf")),
+    ("--method map --resume none.pt", "none.pt"),
     ("--method nothing", "--method"), ("--methods nothing", "--methods"), ("--seed -1", "--seed"),
     ("--out-dir /dev/null", "--out-dir"), ("--device nothing", "nothing"),
     ("--lr nan", "--lr"), ("--cutoff 0 --dataset clusters", "--cutoff"),
@@ -1080,18 +1136,17 @@ def test_a_damaged_checkpoint_is_named(study, refused, what, damage):
 
 @pytest.mark.parametrize("method", ["swag", "map"])
 @pytest.mark.parametrize("size", [0, 50, -8])
-def test_a_damaged_file_of_outputs(study, monkeypatch, capfd, method, size):
-    """One clear line, or made again: no traceback, no silent wrong numbers."""
+def test_a_damaged_file_of_outputs(study, method, size):
+    """Made again: no traceback, no silent wrong numbers."""
     options, _ = study()
     options = [*options, "--method", method]
     metrics = script.main(options)
-    for path in root_of(options).glob(f"outputs-*-seed1/{method}-test-*.npy"):
-        path.write_bytes(path.read_bytes()[:size or None] if size else b"")
-    capfd.readouterr()
-    try:
-        assert script.main(options) == metrics
-    except common.UserError as error:
-        assert ".npy" in str(error) and "delete" in str(error)
+    path, = root_of(options).glob(f"outputs-*-seed1/{method}-test-*.npy")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:size])
+    assert script.main(options) == metrics and path.read_bytes() == whole
+    np.save(path, np.load(path)[:, :-1])  # of fewer examples
+    assert script.main(options) == metrics and path.read_bytes() == whole
 
 
 @pytest.mark.parametrize("damage", ["truncated", "absent"])
@@ -1107,8 +1162,9 @@ def test_damaged_iterates_are_refused(study, refused, damage):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "absent"])
-def test_iterates_that_are_lost_in_the_middle_are_not_zeros(study, monkeypatch, damage):
-    """Stopped after an epoch, the file damaged, started again: refused, or trained anew."""
+def test_iterates_that_are_lost_in_the_middle_are_not_zeros(study, refused, monkeypatch, damage):
+    """Stopped after an epoch, the file damaged, started again: refused; the command that the line
+    names mends it."""
     options, _ = study()
     options = [*options, "--method", "swag", "--swag-lrs", "0.05"]
     metrics = script.main([*with_options(options, name="calm"), "--epochs", "2"])
@@ -1125,24 +1181,33 @@ def test_iterates_that_are_lost_in_the_middle_are_not_zeros(study, monkeypatch, 
             script.main(options)
     path = root_of(options) / "swag-lr0.05-seed1" / "iterates.f32"
     path.write_bytes(path.read_bytes()[:-4]) if damage == "truncated" else path.unlink()
-    try:
-        assert script.main(options) == metrics
-    except common.UserError as error:
-        assert "iterates.f32" in str(error)
+    said = refused(*options)
+    assert "iterates.f32" in said and "--method swag --seed 1 --keep-grid --resume never" in said
+    assert script.main([*options, "--keep-grid", "--resume", "never"]) == metrics
 
 
-def test_a_damaged_note_of_scores(study, refused):
-    """The file beside the iterates: one line that names it, or made again."""
+@pytest.mark.parametrize("content", ["", "{", "{}"])
+def test_a_damaged_note_of_scores(study, refused, content):
+    """The file beside the iterates counts as absent: made again from them; where they are gone too,
+    one line that names them and what mends both."""
     options, _ = study()
-    paths = list(root_of(options).glob("swag-lr*-seed1/val-3-1.json"))
+    options = [*options, "--method", "swag"]
+    root, part = root_of(options), f"runs/{SCRIPT}/run"
+    paths = list(root.glob("swag-lr*-seed1/val-3-1.json"))
     kept = {p: p.read_text() for p in paths}
-    for path in paths:
-        path.write_text("{")
-    try:
-        script.main([*options, "--method", "swag", "--keep-grid"])
+    assert len(paths) == 2
+    if len(list(root.glob("swag-lr*-seed1/iterates.f32"))) < len(paths):
+        for path in paths:
+            path.write_text(content)
+        said = refused(*options, writes={f"{part}/{p.relative_to(root)}" for p in paths})
+        assert "iterates.f32" in said and "--seed 1 --keep-grid --resume never" in said
+    for more in (["--resume", "never"], []):
+        metrics = script.main([*options, "--keep-grid", *more])
         assert all(p.read_text() == text for p, text in kept.items())
-    except common.UserError as error:
-        assert "val-3-1.json" in str(error)
+        for path in paths:
+            path.write_text(content)
+    assert script.main([*options, "--keep-grid"]) == metrics
+    assert all(p.read_text() == text for p, text in kept.items())
 
 
 def test_a_study_of_no_flow_epochs_is_evaluated(small):
