@@ -1237,6 +1237,8 @@ def train(net, recipe, keeper, train_set, run, args, world):
         optimiser.load_state_dict(state["optimiser"])
         keeper.state, progress = state["keeper"], state["progress"]
         if progress["done"]:
+            if run.resume_from != run.checkpoint:  # finished elsewhere: kept here too
+                run.save(**{k: state[k] for k in ("model", "optimiser", "keeper", "progress")})
             return
         run.say(f"{run.resume_from}: {progress['epoch']} of {epochs} epochs are done")
     if args.compile:
@@ -1403,9 +1405,10 @@ def read_note(path, world):
     """What `common.write_json` wrote, of the main process, on all; None if absent or damaged."""
     content = path.read_bytes() if world.is_main and path.exists() else None
     try:
-        return json.loads(common.broadcast_bytes(content, world) or "null")
+        note = json.loads(common.broadcast_bytes(content, world) or "null")
     except ValueError:
         return None
+    return note if isinstance(note, dict) else None
 
 
 def digest(tensors) -> str:
@@ -1539,7 +1542,7 @@ class Member:
         recipe = make_recipe("swag", net, len(self.sets["train"]), args, lr)
         path = run.directory / f"val-{args.val_samples}-{args.swag_scale:g}.json"
         note = None if run.fresh else read_note(path, self.world)
-        known = note["scores"] if note and note.get("config") == run.config else None
+        known = note.get("scores") if note and note.get("config") == run.config else None
         if known == dict.fromkeys(("swag", "swa")):  # null: this rate diverged
             return dict.fromkeys(known, math.nan)
         try:
@@ -1849,7 +1852,7 @@ class Outputs:
                     path.with_suffix(".json").unlink(missing_ok=True)
                     common.save_array(path, outputs.numpy())
                     common.write_json(path.with_suffix(".json"), note)
-            self.seconds[method, seed, name] = note["seconds"]
+            self.seconds[method, seed, name] = note.get("seconds", 0.0)
 
     def whole(self, path, method, dataset) -> bool:
         """Whether a file has the rows that it should have."""
@@ -2038,7 +2041,8 @@ def combinations_text(args) -> str:
     for k in args.ensembles:
         for i, (seed, chosen) in enumerate(
                 member_combinations(args.members, k, args.combinations), 1):
-            lines.append(f"{k}\t{i}\t{seed}\t{','.join(map(str, chosen))}")
+            members = ",".join(str(args.seed - 1 + m) for m in chosen)
+            lines.append(f"{k}\t{i}\t{seed}\t{members}")
     return "\n".join(lines) + "\n"
 
 
@@ -2157,7 +2161,7 @@ def check_classes(train):
     counts = train.labels.bincount(minlength=train.num_classes)
     if empty := (counts == 0).nonzero().flatten().tolist():
         raise UserError(f"{train.name}: no training example of class {empty[0]}"
-                        f"{f' and of {len(empty) - 1} other classes' * (len(empty) > 1)}; raise "
+                        f"{f', nor of {len(empty) - 1} more' * (len(empty) > 1)}; raise "
                         "--limit-train")
 
 

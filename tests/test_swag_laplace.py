@@ -1950,7 +1950,7 @@ def test_published_split(monkeypatch):  # T30
 
 def test_a_class_without_examples_is_refused():
     train = dataclasses.replace(image_set(), labels=torch.zeros(24).long())
-    with pytest.raises(UserError, match="class 1 and of 1 other"):
+    with pytest.raises(UserError, match="class 1, nor of 1 more"):
         sl.check_classes(train)
     sl.check_classes(image_set())
     sl.check_classes(molecule_set())
