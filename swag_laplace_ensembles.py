@@ -677,31 +677,43 @@ def with_ones(x):
     return torch.cat([x, x.new_ones(len(x), 1)], 1)
 
 
-def as_layout(matrix) -> Tensor:
-    """[C, D + 1, C, D + 1], biases last in each class, as [P, P] in the order of theta."""
-    c, d1 = matrix.shape[:2]
-    at = torch.arange(c * d1, device=matrix.device).view(c, d1)
-    order = torch.cat([at[:, :-1].flatten(), at[:, -1]])
-    return matrix.reshape(c * d1, c * d1)[order[:, None], order]
+def as_layout(rows) -> Tensor:
+    """[C, D + 1, ...], the bias last in each class, as [P, ...] in the order of theta."""
+    return torch.cat([rows[:, :-1].flatten(0, 1), rows[:, -1]])
 
 
-def ggn_full(x, probs, block=4096) -> Tensor:
-    """H = sum_n J_n^T (diag p_n - p_n p_n^T) J_n [P, P] of logits W x + b: a SUM over n.
+def ggn_blocks(x, probs, block=2048, stripe=64) -> Tensor:
+    """`ggn_full` as [C, D + 1, C, D + 1], float64.
 
     No Jacobian is formed: the blocks of classes c < k are Gram matrices -sum_n p_c p_k x~ x~^T,
-    x~ = (x, 1), and those of a class with itself make all rows of blocks sum to zero.
+    x~ = (x, 1), half of which are computed, in stripes, and those of a class with itself make all
+    rows of blocks sum to zero: exactly, for the sums over blocks are in float64.
     """
     (n, d1), c = (len(x), x.shape[1] + 1), probs.shape[1]
     h = x.new_zeros(c, d1, c, d1)
     for rows in torch.arange(n, device=x.device).split(block):
         x1, p = with_ones(x[rows]), probs[rows]
         for a in range(c - 1):
-            weighted = (-p[:, a, None] * p[:, a + 1:])[:, :, None] * x1[:, None]
-            h[a, :, a + 1:].view(d1, -1).add_((x1.T @ weighted.flatten(1)))
+            pairs = -p[:, a, None] * p[:, a + 1:]
+            weighted = (x1[:, :, None] * pairs[:, None]).flatten(1)  # [n, (D + 1) (C - 1 - a)]
+            for i in range(0, d1, stripe):
+                part = x1[:, i:i + stripe].T @ weighted[:, i * pairs.shape[1]:]
+                h[a, i:i + stripe, a + 1:, i:] += part.view(
+                    len(part), -1, pairs.shape[1]).transpose(1, 2)
+    h = h.double()
     for a in range(c):
-        h[a + 1:, :, a] = h[a, :, a + 1:].permute(1, 2, 0)
+        for i in range(0, d1, stripe):  # below the stripes: by symmetry
+            own = h[a, i:i + stripe, a + 1:, i + stripe:]
+            h[a, i + stripe:, a + 1:, i:i + stripe] = own.permute(2, 1, 0)
+        h[a + 1:, :, a] = h[a, :, a + 1:].transpose(0, 1)
+        h[a, :, a] = 0
         h[a, :, a] = -h[a].sum(1)
-    return as_layout(h)
+    return h
+
+
+def ggn_full(x, probs, block=2048) -> Tensor:
+    """H = sum_n J_n^T (diag p_n - p_n p_n^T) J_n [P, P], float64, of logits W x + b: a SUM."""
+    return as_layout(as_layout(ggn_blocks(x, probs, block)).permute(1, 2, 0)).T
 
 
 def ggn_factors(x, probs) -> tuple[Tensor, Tensor]:
@@ -739,7 +751,8 @@ def heteroscedastic_hessian(theta, last) -> Tensor:
     mv = g_m.T @ (g_v * (r / v.square())[:, None])
     vv = g_v.T @ (g_v * (r.square() / v**3 - 0.5 / v.square())[:, None])
     vv = vv + x1.T @ (x1 * curved[:, None])
-    return as_layout(torch.stack([torch.stack([mm, mv], 1), torch.stack([mv.T, vv], 1)]))
+    blocks = torch.stack([torch.stack([mm, mv], 1), torch.stack([mv.T, vv], 1)])
+    return as_layout(as_layout(blocks).permute(1, 2, 0)).T
 
 
 class Spectrum(NamedTuple):
@@ -753,22 +766,39 @@ class Spectrum(NamedTuple):
 
 
 def decompose(structure, last, theta) -> Spectrum:
-    """The spectrum of the curvature at theta [P]: "full", "kron" or "diag"; float64 where small.
+    """The spectrum of the curvature at theta [P]: "full", "kron" or "diag".
 
-    Of molecules the exact Hessian, whose values may be negative.
+    Of molecules the exact Hessian, in float64, whose values may be negative.
     """
     if last.offset is not None:
         wide = last._replace(x=last.x.double())
         return Spectrum(*_eigh(heteroscedastic_hessian(theta.double(), wide)))
     probs = head_outputs(theta[None], last)[0].exp()
     if structure == "full":
-        values, bases = _eigh(ggn_full(last.x, probs))
-        return Spectrum(values.clamp_min(0), bases)  # below 0 by rounding only
+        return full_spectrum(ggn_blocks(last.x, probs), last.x.dtype)
     if structure == "diag":
         return Spectrum(ggn_diagonal(last.x, probs), ())
     (b, (q_b,)), (a, (q_a,)) = (_eigh(m) for m in ggn_factors(last.x, probs))
     b, a = b.clamp_min(0), a.clamp_min(0)
     return Spectrum(torch.cat([torch.outer(b, a).flatten(), b]), (q_b, q_a))
+
+
+def full_spectrum(blocks, dtype) -> Spectrum:
+    """Eigenpairs of a full GGN [C, D + 1, C, D + 1]: values in float64, vectors in dtype.
+
+    What shifts all classes alike is known to have the value 0, and is taken out first: by rounding
+    it would have another one, and there the posterior is widest.
+    """
+    c, d1 = blocks.shape[:2]
+    eye = torch.eye(c, dtype=blocks.dtype, device=blocks.device)
+    contrasts = torch.linalg.qr(torch.cat([torch.ones_like(eye[:, :1]), eye[:, 1:]], 1)).Q
+    mean, rest = contrasts[:, :1], contrasts[:, 1:]
+    reduced = torch.einsum("ca,cidj,db->aibj", rest, blocks, rest).reshape([(c - 1) * d1] * 2)
+    values, vectors = torch.linalg.eigh(reduced)
+    vectors = torch.einsum("ca,aim->cim", rest, vectors.view(c - 1, d1, -1))
+    null = mean[:, :, None] * torch.eye(d1).to(mean)
+    q = as_layout(torch.cat([vectors, null], 2)).to(dtype)
+    return Spectrum(torch.cat([values.clamp_min(0), values.new_zeros(d1)]), (q,))
 
 
 def _eigh(matrix):
@@ -1797,7 +1827,7 @@ def refuse_large(args, train_set, world):
     if args.structure != "full" or not laplace:
         return
     p = len(flat_head(make_network(args, train_set, 0.0).head))
-    needed, memory = 5 * 4 * p**2, common.device_memory(world)
+    needed, memory = 5 * 8 * p**2, common.device_memory(world)
     if needed > 0.9 * memory:
         raise UserError(f"--structure full: {p} numbers of the last layer need about "
                         f"{needed / 1e9:.1f} GB, the device has {memory / 1e9:.1f} GB; use "

@@ -1965,7 +1965,7 @@ def test_a_matrix_that_does_not_fit_is_refused(monkeypatch, more, fits):
     """Known from the network alone; memory for five copies of P x P, and a tenth to spare."""
     args, train = options("glyphs", *more), image_set()
     p = len(sl.flat_head(sl.make_network(args, train, 0.0).head))
-    for memory, refuses in ((20 * p**2 / 0.9 - 1, not fits), (20 * p**2 / 0.9 + 1, False)):
+    for memory, refuses in ((40 * p**2 / 0.9 - 1, not fits), (40 * p**2 / 0.9 + 1, False)):
         monkeypatch.setattr(common, "device_memory", lambda _: memory)
         if refuses:
             with pytest.raises(UserError, match="--structure kron or diag"):
