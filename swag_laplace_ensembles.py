@@ -21,7 +21,12 @@ Usage:
       swag_laplace_ensembles.py --dataset cifar10 --method swag --seed 3   # one piece, two machines
 
 Expected:
-  EXPECTED
+  glyphs, three members, two CPU cores, 3.6 minutes; accuracy and LPD of K = 1 (mean +- standard
+    error of the members), then of the ensemble K = 3: DE 97.93 +- 0.66 %, -0.107 +- 0.028 nats,
+    98.90 %, -0.095; SWAG 99.03 +- 0.23 %, -0.056 +- 0.009, 99.50 %, -0.051; LLLA 97.90 +- 0.67 %,
+    -0.107 +- 0.028, 99.00 %, -0.095; LA-NF 98.17 +- 0.49 %, -0.082 +- 0.023, 99.10 %, -0.072.
+  cifar10, cifar100, sst2, qm9 at the paper's size: not measured. The paper's tables were not at
+    hand to be checked, and are not repeated.
 
 Differs from the published code:
   - SWAG's vector holds what is trained; there it also held FRN's frozen epsilon, which sampling
