@@ -107,7 +107,7 @@ PRESETS = {
                      weight_decay=0.01, opt="adamw", members=3, ensembles=[1, 3], combinations=3,
                      samples=30, val_samples=30, methods=list(METHODS), limit_train=2500,
                      swag_epochs=6, swag_lrs=[1e-6, 3e-7], dropouts=[0.01], ivon_epochs=24,
-                     ivon_lr=0.05, ivon_hess_init=20.0, flow_epochs=5, ood=["clusters_large"],
+                     ivon_lr=0.01, ivon_hess_init=20.0, flow_epochs=5, ood=["clusters_large"],
                      eval_batch_size=100),
 }
 MODELS = {  # where a network has settings of its own: published
@@ -489,7 +489,10 @@ def sum_by(index, values, count):
 
 
 class PaiNNLayer(nn.Module):
-    """A message and an update (Schuett et al. 2021, eqs. 7-9), s [A, F], v [A, 3, F]."""
+    """A message and an update (Schuett et al. 2021, eqs. 7-9), s [A, F], v [A, 3, F], None for 0.
+
+    rbf [E, radial + 1]: the radial functions and a 1, for the bias, times the cutoff function.
+    """
 
     def __init__(self, f, radial, dropout):
         super().__init__()
@@ -499,13 +502,17 @@ class PaiNNLayer(nn.Module):
         self.update = nn.Sequential(nn.Linear(2 * f, f), nn.SiLU(), nn.Linear(f, 3 * f))
         self.filter_dropout, self.dropout = GraphDropout(dropout), GraphDropout(dropout)
 
-    def forward(self, s, v, edges, rbf, cut, direction):
+    def forward(self, s, v, edges, rbf, direction):
         sources, targets = edges
-        weight = self.filter_dropout(self.filter(rbf)) * cut  # the bias is cut off too
-        vv, ss, vs = (self.message(s)[sources] * weight).chunk(3, -1)
+        weight = torch.cat([self.filter.weight, self.filter.bias[:, None]], 1)
+        weight = self.filter_dropout(F.linear(rbf, weight))
+        vv, ss, vs = (self.message(s).index_select(0, sources) * weight).chunk(3, -1)
         s = s + sum_by(targets, ss, len(s))
-        message = v[sources] * vv[:, None] + direction[:, :, None] * vs[:, None]
-        v = v + sum_by(targets, message, len(s))
+        message = direction[:, :, None] * vs[:, None]
+        if v is not None:
+            message = torch.addcmul(message, v.index_select(0, sources), vv[:, None])
+        message = sum_by(targets, message, len(s))
+        v = message if v is None else v + message
         uv, vv = self.dropout(self.u(v)), self.dropout(self.v(v))
         # |Vv|: safe where it is zero, as at a lone atom
         length = (vv.square().sum(1) + 1e-30).sqrt()
@@ -539,10 +546,10 @@ class PaiNN(nn.Module):
         n = torch.arange(1, self.radial + 1, dtype=r.dtype, device=r.device)
         rbf = (n * (math.pi / self.cutoff) * distance).sin() / distance
         cut = 0.5 * ((math.pi / self.cutoff * distance).cos() + 1) * (distance < self.cutoff)
-        s = self.embedding(z)
-        v = s.new_zeros(len(s), 3, s.shape[1])
+        rbf = torch.cat([rbf, torch.ones_like(cut)], 1) * cut
+        s, v = self.embedding(z), None
         for layer in self.layers:
-            s, v = layer(s, v, edges, rbf, cut, offset / distance)
+            s, v = layer(s, v, edges, rbf, offset / distance)
         return self.readout(s)
 
     def offsets(self, molecules):
@@ -1296,7 +1303,8 @@ def train(net, recipe, keeper, train_set, run, args, world):
             try:
                 common.check_finite(losses[:step], epoch * steps, lr_at)
             except UserError as error:
-                raise Diverged(error) from None
+                option = {"ivon": "--ivon-lr", "swag": "--swag-lrs"}.get(recipe.kind, "--lr")
+                raise Diverged(str(error).replace("--lr", option)) from None
             if step < steps:
                 save(epoch=epoch, done=False, step=step, loss=losses)
                 raise common.Stopped(signum, f"in epoch {epoch + 1} of {recipe.kind} after step "

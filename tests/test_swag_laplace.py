@@ -1520,7 +1520,8 @@ def test_vectors_rotate_along():  # T22
         edges = graph.sources, graph.targets
         offset = r[edges[0]] - r[edges[1]]
         d = offset.norm(dim=1, keepdim=True)
-        return layer(s, v, edges, (d * torch.arange(1, 6)).sin() / d, (-d).exp(), offset / d)
+        rbf = torch.cat([(d * torch.arange(1, 6)).sin() / d, torch.ones_like(d)], 1) * (-d).exp()
+        return layer(s, v, edges, rbf, offset / d)
 
     (s1, v1), (s2, v2) = run(r, v), run(r @ q, torch.einsum("aif,ij->ajf", v, q))
     close(s1, s2, atol=1e-9)
