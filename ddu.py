@@ -961,8 +961,7 @@ def run_features(args) -> list:
     """--features: Gaussians on features that somebody else computed, a tenth of them held out for
     the threshold; the files of --score, the first one in-distribution."""
     features, labels = data.read_features(args.features, labelled=True)
-    files = {Path(path).stem: data.read_features(path, features.shape[1])[0]
-             for path in args.score}
+    files = {Path(path).stem: data.read_features(path, features.shape[1]) for path in args.score}
     if len(files) < len(args.score):
         raise UserError("two of the files to score have the same name; rename one")
     run = common.Run(args, "ddu", f"features-{Path(args.features).stem}-seed{args.seed}")
