@@ -393,7 +393,9 @@ def spectral_normalise(net, shape, coeff=3.0, iterations=1):
 
     hooks = [m.register_forward_hook(note_size) for m in net.modules()
              if isinstance(m, (nn.Conv2d, nn.Linear))]
+    training = net.training
     net.eval()(torch.zeros(1, *shape))
+    net.train(training)
     for hook in hooks:
         hook.remove()
     for layer, size in sizes.items():
