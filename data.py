@@ -148,17 +148,16 @@ def _generator(*key):
 
 
 class _Set:
-    """What all sets share: `rows` names the fields with an entry a row, `ragged` those that hold
-    the entries of one row after those of the other, as many as the field `counts` says."""
+    """What all sets share. `rows`: the fields with an entry a row; `ragged`: those that hold the
+    entries of one row after those of the other, as many as the field `counts` says."""
     rows, ragged, counts = ("labels",), (), None
 
     def __post_init__(self):
-        sizes = {key: len(getattr(self, key)) for key in self.rows
-                 if not (getattr(self, key) is None or getattr(self, key) == ())}
-        sizes |= {key: len(getattr(self, key)) - int(getattr(self, self.counts).sum()) + len(self)
-                  for key in self.ragged}
-        if {*sizes.values()} != {len(self)}:
-            raise UserError(f"{self.name}: its parts are of different lengths: {sizes}")
+        rows = {key: len(getattr(self, key)) for key in self.rows if getattr(self, key) is not None}
+        long = [len(getattr(self, key)) - int(getattr(self, self.counts).sum())
+                for key in self.ragged]
+        if {*rows.values()} - {0} - {len(self)} or any(long):
+            raise UserError(f"{self.name}: fields of different lengths: {rows}, {long}")
         if len(self) and not self.labels.is_floating_point():
             low, high = (int(end) for end in self.labels.aminmax())
             if low < -1 or high >= self.num_classes:
@@ -170,20 +169,18 @@ class _Set:
 
     def select(self, index):
         """The rows `index` (a slice, integers [n] or a mask [N]) as a new set."""
-        index, changed = torch.arange(len(self))[index], {}
+        index = torch.arange(len(self))[index]
+        entries = _ragged(getattr(self, self.counts), index) if self.ragged else None
+        changed = {key: getattr(self, key)[entries] for key in self.ragged}
         for key in self.rows:
             own = getattr(self, key)
             changed[key] = own[index] if isinstance(own, Tensor) else own and tuple(
                 own[row] for row in index.tolist())
-        if self.ragged:
-            entries = _ragged(getattr(self, self.counts), index)
-            changed |= {key: getattr(self, key)[entries] for key in self.ragged}
         return replace(self, **changed)
 
 
 def _ragged(counts, index):
-    """int64: where the entries of rows `index` lie, if rows of `counts` entries lie one after the
-    other."""
+    """int64: where the entries of rows `index` lie, if rows of `counts` entries follow another."""
     own = counts[index]
     shift = (counts.cumsum(0) - counts)[index] - (own.cumsum(0) - own)
     return torch.arange(int(own.sum())) + shift.repeat_interleave(own)
@@ -229,7 +226,6 @@ class ImageSet(_Set):
 class StreamedSet(_Set):
     """N image files, decoded as they are read, to RGB uint8 [3,S,S].
 
-    labels   int64 [N]; no image is decoded
     shape    (3, S, S): of the centre crop
     resize   to what the shorter side is resized before, or [height, width]
     classes  the class folders' names in label order, by which a model of 1000 classes finds the
@@ -379,19 +375,19 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
     """One of `DATASETS` as an ImageSet or a StreamedSet; all processes must call it together.
 
     split            "train", "val": parts of the published training set (see train_val_split), or
-                     a folder's own if it has all three; "test": the published test set; "ood":
-                     the same, but of a folder all images at any depth, as one class
+                     a folder's own if it has all three; "test"; "ood": test, but of a folder all
+                     images at any depth, as one class
     seed             chooses the split, and nothing else
     val_fraction     share of the training set that is "val", in [0,1); with 0 all is "train"
     published_split  "ddu": split rows even where some share an image, as DDU's code does: that
                      leaks; "forde": as many of each class (see stratified_split)
     noise            std, in normalised units, of Gaussian noise added once and not clipped, the
-                     same for every seed; the images become float32 (Dirty-MNIST: 0 the DDU code,
-                     0.05 the data package)
+                     same for every seed; images become float32 (Dirty-MNIST: DDU's code 0, the
+                     data package 0.05)
     image_size       side of the square images read from files (a folder's: 32 unless given)
     limit            keep this many rows, evenly spaced
-    Absent sets are downloaded where their publisher allows it. Raises UserError for unknown names
-    and values, absent (`Absent`), damaged and ill-shaped files.
+    Absent sets are downloaded where possible. Raises UserError for unknown names and values, absent
+    (`Absent`), damaged and ill-shaped files.
     """
     _choose_from("split", split, SPLITS)
     _choose_from("published_split", published_split, (None, "ddu", "forde"))
@@ -424,11 +420,9 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
 
 
 def train_val_split(n, seed, val_fraction=0.1, groups=None):
-    """The published split: a legacy NumPy shuffle of 0..n-1; its first floor(val_fraction n) are
-    validation. With groups (int64 [n]) it shuffles and counts the distinct groups instead.
-
-    Returns (train, val): int64 row numbers, each row in exactly one, each group too.
-    """
+    """(train, val): int64 row numbers, each row in exactly one. Published: a legacy NumPy shuffle
+    of 0..n-1, its first floor(val_fraction n) are validation. With groups (int64 [n]) it shuffles
+    and counts the distinct groups instead, and cuts none."""
     ids, member = np.unique(np.arange(n) if groups is None else groups.numpy(), return_inverse=True)
     order = list(range(len(ids)))
     np.random.RandomState(seed).shuffle(order)
@@ -440,10 +434,8 @@ def train_val_split(n, seed, val_fraction=0.1, groups=None):
 
 def stratified_split(labels, val_fraction=0.1, seed=88):
     """(train, val): int64 row numbers; floor(val_fraction n_c) of each class c are validation.
-
-    Published (FoRDE): scikit-learn's train_test_split with this seed; where val_fraction of each
-    class is a whole number, these are its very rows.
-    """
+    Published (FoRDE): scikit-learn's train_test_split with this seed, whose very rows these are
+    where val_fraction of each class is a whole number."""
     random, parts = np.random.RandomState(seed), ([], [])
     for label in labels.unique():
         rows = (labels == label).nonzero()[:, 0].numpy()
@@ -580,8 +572,8 @@ def _is_image(name):
 
 
 def _class_folders(name, root, stats, size, classes=None, place="{}", **fields):
-    """A StreamedSet of the images in root/<place of each class>; the classes are the folders, sorted, unless given. `fields` are the set's, if other than usual:
-    small images are resized to their size, of larger ones the centre is cut, as of ImageNet."""
+    """A StreamedSet of the images in root/<place of each class>; the classes are the folders,
+    sorted, unless given. `fields` are the set's, if other than usual."""
     classes, paths, counts = tuple(classes or _folders_in(root)), [], []
     for folder in classes:
         own = root / place.format(folder)
@@ -595,7 +587,7 @@ def _class_folders(name, root, stats, size, classes=None, place="{}", **fields):
 
 
 def _streamed(name, root, stats, size, paths, labels, classes, **fields):
-    resize = size if size <= SMALL else round(size * 256 / 224)
+    resize = size if size <= SMALL else round(size * 256 / 224)  # of larger ones the centre is cut
     return StreamedSet(**{**dict(
         name=name, paths=paths, labels=labels, num_classes=max(1, len(classes)), mean=stats[-2],
         std=stats[-1], shape=(3, size, size), resize=resize, classes=classes, root=str(root)),
@@ -724,7 +716,7 @@ def load_corrupted(name, kind, severity, data_dir="data"):
     """A test set under one corruption at severity 1..5; `corruption_kinds` lists what is there.
 
     cifar10_c, cifar100_c  CIFAR-10-C/<kind>.npy and labels.npy: 10,000 rows a severity
-    tiny_imagenet_c        Tiny-ImageNet-C/<kind>/<severity>/<class>/, in memory, labels by wnids.txt
+    tiny_imagenet_c        Tiny-ImageNet-C/<kind>/<severity>/<class>/, in memory
     imagenet_c             imagenet-c/<kind>/<severity>/<class>/, or imagenet-c-<kind>-<severity>/
                            <class>/, a StreamedSet, 224x224, uncropped
     Raises UserError for unknown names and kinds, absent, damaged and ill-shaped files.
@@ -735,10 +727,12 @@ def load_corrupted(name, kind, severity, data_dir="data"):
     title, source = f"{name}_{kind}_s{severity}", SOURCES[name]
     root = _severity(name, kind, severity, data_dir)
     if name.startswith("cifar"):
-        clean = SOURCES[name.removesuffix("_c")]
-        images, labels = _cifar_c(name, Path(data_dir, source.place), kind, severity)
-        _check_labels(name, Path(data_dir, source.place, "labels.npy"), labels, clean.num_classes)
-        return ImageSet(title, images, labels, *clean[2:])
+        clean, folder = SOURCES[name.removesuffix("_c")], Path(data_dir, source.place)
+        rows = slice(severity * 10000 - 10000, severity * 10000)
+        images = _npy(name, folder / f"{kind}.npy", (50000, 32, 32, 3), rows)
+        labels = _npy(name, folder / "labels.npy", (50000,), rows).long()
+        _check_labels(name, folder / "labels.npy", labels, clean.num_classes)
+        return ImageSet(title, images.permute(0, 3, 1, 2).contiguous(), labels, *clean[2:])
     if not root.is_dir():
         raise _absent(name, root)
     if name == "tiny_imagenet_c":
@@ -749,20 +743,18 @@ def load_corrupted(name, kind, severity, data_dir="data"):
     return _class_folders(title, root, source, 224, resize=224)
 
 
-def _cifar_c(name, folder, kind, severity):
-    parts, rows = [], slice((severity - 1) * 10000, severity * 10000)
-    for file, shape in ((f"{kind}.npy", (50000, 32, 32, 3)), ("labels.npy", (50000,))):
-        if not (folder / file).exists():
-            raise _absent(name, folder / file)
-        try:
-            array = np.load(folder / file, mmap_mode="r", allow_pickle=False)
-        except (ValueError, OSError, EOFError) as error:
-            raise _damaged(name, folder / file, _one_line(error)) from None
-        if array.shape != shape or file != "labels.npy" and array.dtype != np.uint8:
-            why = f"{array.dtype} {array.shape}, expected {shape}, images as uint8"
-            raise _damaged(name, folder / file, why)
-        parts.append(torch.from_numpy(np.array(array[rows])))
-    return parts[0].permute(0, 3, 1, 2).contiguous(), parts[1].long()
+def _npy(name, path, shape, rows):
+    """`rows` of an integer array of this shape."""
+    if not path.exists():
+        raise _absent(name, path)
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise _damaged(name, path, _one_line(error)) from None
+    if array.shape != shape or array.dtype.kind not in "iu" or len(shape) > 1 and (
+            array.dtype != np.uint8):
+        raise _damaged(name, path, f"{array.dtype} {array.shape}, expected {shape} of uint8")
+    return torch.from_numpy(np.array(array[rows]))
 
 
 def corrupt(images, kind, severity, seed=0):
@@ -836,11 +828,6 @@ def _occlusion(x, side, generator):
     return x.masked_fill((hidden[0][:, :, None] & hidden[1][:, None, :])[:, None], 0.5)
 
 
-def _rotation(x, degrees, generator):
-    sign = 1 - 2 * torch.randint(0, 2, (len(x),), generator=generator)
-    return _warp(x, angle=sign * math.radians(degrees))
-
-
 def _smooth_field(n, std, size, generator):
     """Smooth random displacements [n,*size,2], from a coarse grid of normal draws."""
     coarse = std * torch.randn(n, 2, 4, 4, generator=generator)
@@ -878,7 +865,8 @@ CORRUPTIONS = {
     "pixelate": (_pixelate, (0.8, 0.65, 0.5, 0.4, 0.3)),                       # resolution kept
     "jpeg": (_jpeg, (60, 35, 20, 12, 6)),                                      # quality
     "occlusion": (_occlusion, (0.18, 0.27, 0.36, 0.45, 0.55)),                 # side of the square
-    "rotation": (_rotation, (8, 16, 25, 35, 46)),                              # degrees
+    "rotation": (lambda x, degrees, g: _warp(x, angle=math.radians(degrees) * (
+        1 - 2 * torch.randint(0, 2, (len(x),), generator=g))), (8, 16, 25, 35, 46)),
     "elastic": (lambda x, std, g: _warp(x, bend=_smooth_field(len(x), std, x.shape[-2:], g)),
                 (0.04, 0.07, 0.10, 0.14, 0.19)),                # displacement's std
 }
@@ -889,11 +877,8 @@ CORRUPTIONS = {
 
 def match(dataset, like):
     """`dataset` with the channels (grey repeated, RGB to luma), size (antialiased bilinear), mean
-    and std of `like`: OOD data are always normalised with the in-distribution statistics.
-
-    A StreamedSet must have the shape already (UserError: load it with image_size). Features become
-    no images, images no features (UserError).
-    """
+    and std of `like`: OOD data are always normalised with the in-distribution statistics. Raises
+    UserError for files streamed in another shape, and for images with features."""
     (channels, *size), changed = like.shape, {}
     same = dataset.shape == like.shape
     if dataset.is_features != like.is_features or dataset.is_features and not same:
@@ -934,11 +919,10 @@ def _other_set(name, args, like, labels):
 def ood_sets(args, like, taken=()):
     """{unique name: set} of `args.ood`, in the terms of the training set `like`.
 
-    A name is one of the sets that `like`'s kind has, `a+b` (both as one set), folder:PATH (all its
-    images), or, where `like` holds features, PATH.npz (its labels are ignored). A set that is
-    absent is left out, and the main process says so, unless it was asked for by name ("ood" in
-    args.explicit). Raises UserError for that, for two of one name, and for a name of `taken`, of
-    `like`, or train, val or test.
+    A name is one of the sets of `like`'s kind, `a+b` (both as one), folder:PATH (all its images),
+    or, where `like` holds features, PATH.npz (its labels are ignored). An absent set is left out,
+    and the main process says so, unless it was asked for by name ("ood" in args.explicit). Raises
+    UserError for that, and for names that are equal, in `taken`, `like`'s, train, val or test.
     """
     found, absent, used = {}, {}, {"train", "val", "test", like.name, *taken}
     for name in args.ood:
@@ -1014,14 +998,12 @@ def read_features(path, dim=None, labelled=False):
 
 
 def feature_set(path, like=None, labels="required"):
-    """Precomputed features, 'features' [N,D] and 'labels' [N] of an .npz file, as an ImageSet:
-    images float32 [N,D,1,1], named after the file.
+    """'features' [N,D] and 'labels' [N] of an .npz file as an ImageSet: images float32 [N,D,1,1].
 
     mean and std are each feature's over the file (1 where it is constant: the Loader divides by
-    std), and the labels are 0..num_classes-1; with `like`, a feature set, all three are its own.
-    labels: "required", "optional" (-1 where the file has none, or none of `like`'s) or "ignored"
-    (all 0: OOD data have other classes). Raises UserError for absent, damaged and ill-shaped files,
-    and what does not fit `like`.
+    std), or with `like`, a feature set, its own, and so is num_classes. labels: "required",
+    "optional" (-1 where the file has none, or none of `like`'s) or "ignored" (all 0: OOD data have
+    other classes). Raises UserError for absent, damaged and ill-shaped files, and misfits.
     """
     if like is not None and not like.is_features:
         raise UserError(f"{path}: features cannot be compared with {like.name}'s images "
@@ -1061,9 +1043,8 @@ def two_moons(n, noise=0.1, seed=0):
 
 
 def gaussian_ring(n_per_class, seed=42):
-    """Five Gaussians of unit variance, their centres at the angles 0, 72, ..., 288 degrees of a
-    circle of radius 5 (D'Angelo & Fortuin 2021), class 0 first:
-    (x float32 [5n,2], y int64 [5n]) for n_per_class = n."""
+    """(x float32 [5n,2], y int64 [5n]): n of each of five Gaussians of unit variance, centred at
+    0, 72, ..., 288 degrees of a circle of radius 5 (D'Angelo & Fortuin 2021), class 0 first."""
     y = torch.arange(5).repeat_interleave(n_per_class)
     angle = 2 * math.pi / 5 * y.double()
     x = torch.randn(len(y), 2, generator=_generator(seed), dtype=torch.float64)
@@ -1072,10 +1053,9 @@ def gaussian_ring(n_per_class, seed=42):
 
 
 def gapped_regression(n=60, seed=0):
-    """Regression with gaps, in the style of Izmailov et al. 2019: y = sin(x) + (x / 5)^2 and noise
-    of std 0.1, at x = 7 u with u uniform in three clusters, [-1,-0.6], [-0.1,0.25] and [0.6,1],
-    a third of the points (as nearly as n allows) each, in this order:
-    (x float32 [n], y float32 [n])."""
+    """(x float32 [n], y float32 [n]) in the style of Izmailov et al. 2019: y = sin(x) + (x / 5)^2
+    and noise of std 0.1, x = 7 u with u uniform in [-1,-0.6], [-0.1,0.25] and [0.6,1], in this
+    order, a third (as nearly as n allows) in each."""
     low, high = torch.tensor([[-1, -0.1, 0.6], [-0.6, 0.25, 1]], dtype=torch.float64)
     cluster, generator = torch.arange(n) * 3 // n, _generator(seed)
     u = torch.rand(n, generator=generator, dtype=torch.float64)
@@ -1088,18 +1068,16 @@ def gapped_regression(n=60, seed=0):
 
 
 class _Batches:
-    """What both loaders share: an order that depends on (seed, epoch) alone, and batches of global
-    size, each cut into contiguous near-equal pieces, as np.array_split does, of which this process
-    gets the one of its rank (without rows, if the last batch has fewer than there are processes);
-    with `whole` all. The last, partial batch is kept."""
+    """What both loaders share. `batch_size` is global: each batch is cut into contiguous near-equal
+    pieces, as np.array_split does, of which this process gets the one of its rank (without rows, if
+    the last batch has fewer than there are processes); with `whole` all. No row is left out."""
 
     def __init__(self, dataset, batch_size, device, seed, shuffle, whole):
         self.rank, self.world_size = (0, 1) if whole else (common.rank(), common.world_size())
         most = min(batch_size, len(dataset))
         if most < 1 or most < self.world_size:
-            raise UserError(f"{dataset.name}: {len(dataset)} rows in batches of {batch_size} cannot "
-                            f"be shared by {self.world_size} processes; start {max(1, most)} at "
-                            "most")
+            raise UserError(f"{dataset.name}: {len(dataset)} rows in batches of {batch_size} are "
+                            f"too few for {self.world_size} processes")
         self.dataset, self.batch_size, self.device = dataset, batch_size, torch.device(device)
         self.seed, self.shuffle, self.labels = seed, shuffle, dataset.labels.to(self.device)
 
@@ -1132,8 +1110,7 @@ class Batch(NamedTuple):
 class Loader(_Batches):
     """Batches of an ImageSet or a StreamedSet, in an order that depends on (seed, epoch) alone.
 
-    `batch_size` is global: of each batch this process gets its share (see _Batches), with `whole`
-    all of it. Together the shares are, bit for bit, the batch of one process, augmented as it is.
+    Together the processes' shares are, bit for bit, the batch of one process, augmented as it is.
 
     augment    "none"; "crop_flip": pad with 4 black pixels, random crop, random flip (files:
                random resized crop and flip); "reflect_crop_flip": the border is mirrored instead
@@ -1238,10 +1215,10 @@ def _embedded(name, training, *_):
     else:
         texts, font_size, strokes, *rows = EMBEDDED[name]
         generator = _generator(2102, list(EMBEDDED).index(name), training)
-        draw = _blends if name.endswith("ambiguous") else _texts
-        images, labels, *rest = draw(name, rows[not training], generator,
-                                     _templates(texts, font_size, strokes), training)
-        dataset = ImageSet(name, images, labels, len(texts), (0.0,), (1.0,), *rest,
+        draw = _blends if name.endswith("ambiguous") else _prints
+        parts = draw(name, rows[not training], generator, _templates(texts, font_size, strokes),
+                     2 if training else 1)
+        dataset = ImageSet(name, *parts[:2], len(texts), (0.0,), (1.0,), *parts[2:],
                            classes=tuple(texts))
     mean, std = _statistics((dataset if training else _embedded(name, True)).images)
     return replace(dataset, mean=mean, std=std)
@@ -1292,14 +1269,14 @@ def _print(ink, generator):
     return x.clamp_(0, 1).mul_(255).round_().byte()
 
 
-def _texts(name, n, generator, templates, _):
+def _prints(name, n, generator, templates, _):
     """(images, labels): every class as often, in random order."""
     labels = torch.randperm(n, generator=generator) % templates.shape[1]
     ink = _draw(templates, labels, generator, **SMALL_PRINT if "numbers" in name else {})
     return _print(ink, generator), labels
 
 
-def _blends(name, n, generator, templates, training):
+def _blends(name, n, generator, templates, times):
     """Two texts over each other, the first with the share w (.35-.65) of the ink: the label is the
     first with probability w. Digits lie a little apart, and their training pool has each twice."""
     digits, k = name == "glyphs_ambiguous", templates.shape[1]
@@ -1316,7 +1293,7 @@ def _blends(name, n, generator, templates, training):
             for label, offset in ((first, apart), (second, -apart)))
     ink = ((share * a + (1 - share) * b) / torch.maximum(share, 1 - share)).clamp_(0, 1)
     probs = torch.zeros(n, k).scatter_(1, first[:, None], w).scatter_(1, second[:, None], 1 - w)
-    rows = torch.arange(n).repeat_interleave(2 if digits and training else 1)
+    rows = torch.arange(n).repeat_interleave(times if digits else 1)
     if digits:  # they draw their labels after the print's noise, numbers before it
         images, u = _print(ink, generator), torch.rand(len(rows), generator=generator)
     else:
@@ -1410,7 +1387,6 @@ class MoleculeBatch(NamedTuple):
 class SequenceLoader(_Batches):
     """Batches of a TextSet or a MoleculeSet, in an order that depends on (seed, epoch) alone.
 
-    `batch_size` is global: of each batch this process gets its share, with `whole` all of it.
     Sentences of like length share batches, padded to the longest of the global batch. Shuffled,
     each 50 batches are sorted by length and the batches then permuted, so that the partial one may
     come anywhere; else all sentences are sorted. cutoff (ångström): of the edges of molecules,
@@ -1484,16 +1460,16 @@ CJK = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2CEAF), (0xF900, 0xFAFF),
 
 
 def sst2_has_test_labels(data_dir="data"):
-    """Whether SST-2/test.tsv is labelled (header sentence<TAB>label): the splits depend on it.
-
-    With labels: train.tsv 67,349, dev.tsv 872, test.tsv 1,821, as published. GLUE withholds them
-    (header index<TAB>sentence); then test is dev.tsv, val is 2,000 rows of train.tsv (the first of
-    torch.randperm under seed 0; of short files a tenth) and train the others. train.tsv has phrases
-    of its sentences as rows of their own, so that this val shares sentences with train: it is
-    easier than test, and what is fitted on it is too confident.
-    """
-    return _read_lines("sst2", Path(data_dir) / SOURCES["sst2"].place / "test.tsv")[0] in (
-        "sentence\tlabel")
+    """Whether SST-2/test.tsv is labelled; then its splits are as published. GLUE withholds the
+    labels; then test is dev.tsv, and val 2,000 rows of train.tsv (of short files a tenth), which
+    has phrases of its sentences as rows: this val is easier than test, and what is fitted on it too
+    confident."""
+    path = Path(data_dir) / SOURCES["sst2"].place / "test.tsv"
+    header = _read_lines("sst2", path)[0]
+    if header not in ("sentence\tlabel", "index\tsentence"):
+        raise _damaged("sst2", path, f"header {header[:80]!r}, expected 'sentence<TAB>label', or "
+                                     "'index<TAB>sentence' where the labels are withheld")
+    return header == "sentence\tlabel"
 
 
 def _sst2(folder, split):
@@ -1536,8 +1512,8 @@ def read_vocabulary(path):
     path = Path(path)
     vocab = tuple(_read_lines("sst2", path)) if path.exists() else ()
     if vocab[:1] != SPECIAL[:1] or {*SPECIAL[:4]} - {*vocab}:
-        raise UserError(f"{path}: expected BERT's vocab.txt, a word piece a line, [PAD] first, with "
-                        f"{', '.join(SPECIAL[1:4])}")
+        raise UserError(f"{path}: expected BERT's vocab.txt, a word piece a line, [PAD] first, "
+                        f"with {', '.join(SPECIAL[1:4])}")
     return vocab
 
 
@@ -1555,10 +1531,8 @@ def vocabulary(sentences, size=30522):
 def tokenise(sentences, vocab, max_length=268):
     """BERT's uncased WordPiece: (tokens int32 [T], lengths int64 [N]), each `[CLS] ... [SEP]`.
 
-    Lower case, no accents, punctuation and CJK characters alone; each word is cut from the left
-    into the longest pieces that `vocab` has. A word that cannot be, or of more than 100
-    characters, is [UNK]. Sentences keep their first max_length - 2 pieces. "[SEP]" in a text is
-    three words, as in the original code, not a special token.
+    Each word is cut from the left into the longest pieces that `vocab` has; one that cannot be, or
+    of more than 100 characters, is [UNK]. Sentences keep their first max_length - 2 pieces.
     """
     table, tokens, lengths = {piece: number for number, piece in enumerate(vocab)}, [], []
     cut = lru_cache(maxsize=None)(lambda word: _word_pieces(word, table))  # each word once
@@ -1585,12 +1559,9 @@ class _Characters(dict):
         return self[code]
 
 
-_CHARACTERS = _Characters()
-
-
-def _words(text):
+def _words(text, characters=_Characters()):
     """The words of a text, in lower case and without accents; punctuation and CJK alone."""
-    return unicodedata.normalize("NFD", text.lower()).translate(_CHARACTERS).split()
+    return unicodedata.normalize("NFD", text.lower()).translate(characters).split()
 
 
 def _word_pieces(word, table):
@@ -1843,16 +1814,15 @@ def _reviews(n, generator):
             if keep and len(pair[0].split()) <= 30]
 
 
-def _headlines(n, generator):
-    columns = [_choose(options, n, generator)[0]
-               for options in (COMPANIES, REPORTS, FIGURES, CONTEXTS, TIMES)]
-    return [(" ".join(filter(None, row)), 0) for row in zip(*columns)]
-
-
 @lru_cache(maxsize=None)
 def _embedded_text(name, split):
     """(sentences, labels int64): a part of 7,500 different rows."""
-    draw = _reviews if name == "reviews" else _headlines
-    rows = list(dict(draw(13000, _generator(2104, len(name)))).items())[:7500]
-    sentences, labels = zip(*rows[_part(split, 6000)])
+    n, generator = 13000, _generator(2104, len(name))
+    if name == "reviews":
+        rows = _reviews(n, generator)
+    else:
+        columns = [_choose(options, n, generator)[0]
+                   for options in (COMPANIES, REPORTS, FIGURES, CONTEXTS, TIMES)]
+        rows = [(" ".join(filter(None, row)), 0) for row in zip(*columns)]
+    sentences, labels = zip(*[*dict(rows).items()][:7500][_part(split, 6000)])
     return sentences, torch.tensor(labels)
