@@ -409,7 +409,8 @@ def test_own_folder_is_never_tested_on_its_training_images(tmp_path):
     train, val, test = (load(name, split, image_size=24) for split in ("train", "val", "test"))
     assert (len(train), len(val), len(test)) == (18, 2, 6) and train.classes == ("a", "b")
     assert isinstance(train, ImageSet) and train.shape == (3, 24, 24) and train.name == "my_pets_"
-    assert train.images.min() > 100 > test.images.max() and test.labels.tolist() == [0] * 3 + [1] * 3
+    assert train.images.min() > 100 > test.images.max()
+    assert test.labels.tolist() == [0] * 3 + [1] * 3
     assert test.files[4] == "b/1.png" and load(name, "test").shape == (3, 32, 32)
     large = load(name, "test", image_size=128)
     assert isinstance(large, StreamedSet) and large.resize == 146
@@ -499,10 +500,7 @@ def test_streamed_augmentation_depends_on_seed_epoch_and_row_alone(imagenet, as_
     assert [len(rank[1].images) for rank in ranks] == [1, 1, 0]  # the last batch has two images
 
 
-def test_streamed_split_and_unreadable_file(imagenet, tmp_path):
-    train, val = (load("imagenet", s, imagenet, val_fraction=0.25) for s in ("train", "val"))
-    assert (len(train), len(val)) == (9, 3) and not {*train.paths} & {*val.paths}
-    refuses("noise", load, "imagenet", "val", imagenet, noise=0.1)
+def test_unreadable_files_and_folders_that_disagree(tmp_path):
     for i in range(3):
         save_png(tmp_path / "x" / f"{i}.png", np.zeros((9, 9), np.uint8))
     (tmp_path / "x" / "1.png").write_bytes(b"no image")
@@ -606,7 +604,7 @@ def test_start_skips_exactly_and_order_depends_on_seed_and_epoch():
     assert len(set(orders)) == 9 and all(sorted(o) == list(range(60)) for o in orders)
     assert order(2, 1) == orders[7] and order(-5, 0) != order(5, 0)
     train_val_split(100, 1), data.corrupt(toy().images, "shot_noise", 3)
-    assert np.array_equal(np.random.get_state()[1], before[0])  # the global generators are left alone
+    assert np.array_equal(np.random.get_state()[1], before[0])  # global ones rest
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
@@ -626,13 +624,6 @@ def test_cuda_batches_equal_those_of_the_cpu_without_waiting(augment):
     for a, b in zip(loaders[0].epoch(), got, strict=True):
         assert b.images.is_cuda and b.labels.is_cuda and b.index.is_cuda
         assert torch.equal(a.images, b.images.cpu()) and torch.equal(a.labels, b.labels.cpu())
-
-
-def test_channels_last_changes_the_layout_only():
-    a, b = (next(Loader(toy(), 8, augment="crop_flip", channels_last=c).epoch()).images
-            for c in (False, True))
-    assert torch.equal(a, b) and a.is_contiguous()
-    assert b.is_contiguous(memory_format=torch.channels_last) and not b.is_contiguous()
 
 
 # ---- Corruptions ---------------------------------------------------------------------------------
@@ -668,16 +659,6 @@ def test_corruptions(kind, pictures):
     twins = data.corrupt(pictures[0][:1].expand(8, -1, -1, -1), kind, 3)
     drawn = len(twins.flatten(1).unique(dim=0))
     assert drawn > 1 if kind in RANDOM else drawn == 1  # an image at a time, not once for all
-
-
-def test_noise_strengths():
-    grey = torch.full((200, 1, 28, 28), 0.4)
-    for kind, std in (("gaussian_noise", 0.08), ("shot_noise", (0.4 / 60) ** 0.5)):
-        noise = data.corrupt(grey, kind, 2) - grey
-        assert noise.std() == pytest.approx(std, rel=0.02) and noise.mean().abs() < 0.001
-    out = data.corrupt(grey, "impulse_noise", 5)
-    for value, share in ((0.0, 0.09), (1.0, 0.09), (0.4, 0.82)):
-        assert (out == value).float().mean() == pytest.approx(share, abs=0.003)
 
 
 def test_corruption_directions():
@@ -728,12 +709,12 @@ def test_ood_sets(tmp_path, capsys):
     save_png(tmp_path / "odd one" / "y.jpg", np.full((30, 20, 3), 200, np.uint8))
     (tmp_path / "odd one" / "notes.txt").write_text("no image")
     names = ["glyphs_letters", "svhn", "tiny_imagenet", f"folder:{tmp_path}/odd one",
-             "glyphs_letters+numbers"]
+             "glyphs_letters+glyphs_ambiguous"]
     sets = data.ood_sets(options(names, data_dir=tmp_path), train)
-    assert [*sets] == ["glyphs_letters", "odd_one", "glyphs_letters_numbers"]
+    assert [*sets] == ["glyphs_letters", "odd_one", "glyphs_letters_glyphs_ambiguous"]
     assert all(s.shape == (1, 28, 28) and s.mean == train.mean for s in sets.values())
     assert len(sets["odd_one"]) == 2 and sets["odd_one"].files == ("deep/er/x.PNG", "y.jpg")
-    assert len(sets["glyphs_letters_numbers"]) == 7000 and sets["odd_one"].name == "odd_one"
+    assert len(sets["glyphs_letters_glyphs_ambiguous"]) == 4000
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 2 and out[0].startswith("left out: svhn: ") and "tiny-imagenet-200" in out[1]
     assert all("https://" in line or "http://" in line for line in out)
@@ -745,21 +726,24 @@ def test_ood_sets(tmp_path, capsys):
 
 def test_names_of_ood_sets_are_unique(tmp_path):
     train = load("glyphs", "train", limit=10)
-    for name in ("a/odd", "b/odd", "c/test", "d/val", "e/train", "f/glyphs", "g/numbers"):
+    for name in ("a/odd", "b/odd", "c/test", "d/val", "e/train", "f/glyphs", "g/glyphs_letters"):
         save_png(tmp_path / name / "x.png", np.zeros((20, 20), np.uint8))
     folder = f"folder:{tmp_path}/"
-    for names, title in (((folder + "a/odd", folder + "b/odd"), "odd"), ((folder + "c/test",), "test"),
-                         ((folder + "d/val",), "val"), ((folder + "e/train",), "train"),
-                         ((folder + "f/glyphs",), "glyphs"), (("numbers", "numbers"), "numbers"),
-                         (("numbers", folder + "g/numbers"), "numbers"), (("part",), "part")):
+    cases = [(["a/odd", "b/odd"], "odd"), (["c/test"], "test"), (["d/val"], "val"),
+             (["e/train"], "train"), (["f/glyphs"], "glyphs")]
+    cases = [([folder + name for name in names], title) for names, title in cases]
+    cases += [(["glyphs_letters", folder + "g/glyphs_letters"], "glyphs_letters"),
+              (["part"], "part")]
+    for names, title in cases:
         refuses(f"another set of this run is called {title}", data.ood_sets, options(names), train,
                 taken=("part",))
 
 
 def test_machines_agree_on_what_is_left_out(tmp_path, monkeypatch):
     train = load("glyphs", "train", limit=10)
-    monkeypatch.setattr(common, "broadcast", lambda own: ["numbers"])  # the main process's
-    assert [*data.ood_sets(options(["glyphs_letters", "numbers"]), train)] == ["numbers"]
+    monkeypatch.setattr(common, "broadcast", lambda own: ["glyphs_letters"])  # the main one's
+    kept = data.ood_sets(options(["glyphs_ambiguous", "glyphs_letters"]), train)
+    assert [*kept] == ["glyphs_letters"]
     monkeypatch.setattr(common, "broadcast", lambda own: ["svhn"])
     refuses("svhn.*is not there", data.ood_sets, options(["svhn"], data_dir=tmp_path), train)
 
@@ -873,35 +857,32 @@ def test_toys():
 
 # ---- Embedded sets -------------------------------------------------------------------------------
 
-# rows of train, val, test, classes, and a digest of the test part: they never change
-EMBEDDED = {"glyphs": (9000, 1000, 2000, 10, "767564ae836d"),
-            "glyphs_ambiguous": (9000, 1000, 2000, 10, "c4276172add9"),
-            "dirty_glyphs": (14400, 1600, 4000, 10, "76a1c2559175"),
-            "glyphs_letters": (9000, 1000, 2000, 16, "89eff75f204c"),
-            "numbers": (27000, 3000, 5000, 1000, "1e0e6f193d31"),
-            "numbers_letters": (27000, 3000, 5000, 1000, "d1c50570cf58"),
-            "numbers_ambiguous": (4500, 500, 2000, 1000, "af16f24c2527")}
+# rows of train and test, classes, a digest of the test part's labels, and its mean grey
+EMBEDDED = {
+    "glyphs": (10000, 2000, 10, "5cdcce1ed6aa", 53.175),
+    "glyphs_ambiguous": (10000, 2000, 10, "a960ed3cebbd", 48.752),
+    "dirty_glyphs": (16000, 4000, 10, "a184342675ae", 50.963),
+    "glyphs_letters": (10000, 2000, 16, "14168ca16fcc", 54.629),
+    "numbers_ambiguous": (5000, 2000, 1000, "632da11a236c", 58.053),
+}
 
 
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_embedded_sets(name):
     train, val, test = (load(name, split) for split in ("train", "val", "test"))
-    *sizes, classes, digest = EMBEDDED[name]
-    if name == "dirty_glyphs":  # its split counts images, of which some have two rows
-        assert abs(len(val) - sizes[1]) < 100 and len(train) + len(val) == 16000
-        sizes[:2] = len(train), len(val)
-    assert [len(train), len(val), len(test)] == sizes and test.num_classes == classes
-    assert test.shape == (1, 28, 28) and test.images.dtype == torch.uint8
-    if name != "numbers_ambiguous":  # sampled labels, few of each class
-        assert test.labels.unique().tolist() == list(range(classes))
+    rows, test_rows, classes, digest, grey = EMBEDDED[name]
+    assert len(train) + len(val) == rows and abs(len(val) - rows // 10) < 100
+    assert (len(test), test.num_classes, test.shape) == (test_rows, classes, (1, 28, 28))
     pool = torch.cat([train.images, val.images]) / 255
     assert pool.mean() == pytest.approx(test.mean[0], abs=1e-4) and test.mean == train.mean
     assert pool.std() == pytest.approx(test.std[0], abs=1e-4) and pool.max() == 1
-    assert not torch.equal(load(name, "train", seed=2).labels, train.labels)
     rows = {image.numpy().tobytes() for image in train.images}
     assert not rows & {image.numpy().tobytes() for image in test.images}
-    content = test.images.numpy().tobytes() + test.labels.numpy().tobytes()
-    assert hashlib.sha256(content).hexdigest()[:12] == digest
+    assert hashlib.sha256(test.labels.numpy().tobytes()).hexdigest()[:12] == digest
+    assert test.images.double().mean() == pytest.approx(grey, abs=0.02)  # processors round unalike
+    if name == "dirty_glyphs":
+        assert (test.label_probs.amax(1) == 1).tolist() == [True] * 2000 + [False] * 2000
+        assert torch.equal(test.images[2000:], load("glyphs_ambiguous", "test").images)
 
 
 @pytest.mark.parametrize("name", ["glyphs_ambiguous", "numbers_ambiguous"])
@@ -909,27 +890,12 @@ def test_ambiguous_labels_follow_their_distribution(name):
     train, val = load(name, "train"), load(name, "val")
     probs = torch.cat([train.label_probs, val.label_probs])
     assert torch.allclose(probs.sum(1), torch.ones(len(probs))) and ((probs > 0).sum(1) == 2).all()
-    top = probs.amax(1)
-    assert 0.5 <= top.min() and top.max() <= 0.65 + 1e-6
-    hits = probs.gather(1, torch.cat([train.labels, val.labels])[:, None])
+    top, hits = probs.amax(1), probs.gather(1, torch.cat([train.labels, val.labels])[:, None])
     likely = (hits[:, 0] == top).double().mean().item()  # as often as its probability
     assert (hits > 0).all() and likely == pytest.approx(top.mean().item(),
                                                         abs=4 * math.sqrt(0.25 / len(probs)))
-    if name == "glyphs_ambiguous":
-        assert not set(train.groups.tolist()) & set(val.groups.tolist())
-        order = train.groups.argsort(stable=True)
-        images = train.images[order].view(-1, 2, 784)
-        assert (images == images[:, :1]).all()
-
-
-def test_dirty_glyphs_holds_both_halves():
-    test = load("dirty_glyphs", "test")
-    certain = test.label_probs.amax(1) == 1
-    assert certain.tolist() == [True] * 2000 + [False] * 2000
-    assert torch.equal(test.label_probs[:2000].argmax(1), test.labels[:2000])
-    assert torch.equal(test.images[2000:], load("glyphs_ambiguous", "test").images)
-    train = load("dirty_glyphs", "train", val_fraction=0)
-    assert len(train) == 16000 and len(train.groups.unique()) == 8000 + 4000
+    if train.groups is not None:
+        assert not {*train.groups.tolist()} & {*val.groups.tolist()}
 
 
 def test_glyphs_can_be_read():

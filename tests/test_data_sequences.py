@@ -85,14 +85,6 @@ def test_select_cuts_each_row(index):
     assert part.labels.tolist() == wanted and len(part) == len(wanted)
 
 
-def test_sets_that_do_not_add_up():
-    texts, molecules = toy_texts(), toy_molecules()
-    refuses("toy: fields of different", replace, texts, tokens=texts.tokens[1:])
-    refuses("toy: fields of different", replace, texts, labels=texts.labels[1:])
-    refuses("toy: fields of different", replace, molecules, numbers=molecules.numbers[1:])
-    refuses("toy: fields of different", replace, molecules, positions=molecules.positions[1:])
-
-
 def test_ood_and_predict_sets():
     texts, molecules = load_text("reviews", "train"), load_molecules("clusters", "train")
     args = SimpleNamespace(ood=["reviews_finance", "sst2"], explicit=set(), data_dir="nowhere",
@@ -285,7 +277,7 @@ def test_damaged_tsv(tmp_path, rows, says):
     write_sst2(tmp_path, train=rows)
     refuses(says, load_text, "sst2", "train", tmp_path)
     write_sst2(tmp_path, test="text\tlabel\na\t1\n")
-    refuses(r"test.tsv is damaged.*header 'text.tlabel', expected", load_text, "sst2", "val", tmp_path)
+    refuses("test.tsv is damaged.*header 'text", load_text, "sst2", "val", tmp_path)
     write_sst2(tmp_path)
     (tmp_path / "SST-2" / "dev.tsv").write_text("good\t1\n")
     refuses(r"dev.tsv is damaged.*header 'good.t1'", load_text, "sst2", "val", tmp_path)
@@ -398,18 +390,6 @@ def test_layouts_agree(tmp_path):
     (tmp_path / "raw" / "QM9" / "uncharacterized.txt").unlink()
     (tmp_path / "raw" / "QM9" / "gdb9.sdf").touch()
     refuses("uncharacterized.txt is not there", everything, tmp_path / "raw", "gap")
-
-
-@pytest.mark.parametrize("target, published", [
-    ("u0", (-13.61312172, -1029.86312267, -1485.30251237, -2042.61123593, -2713.48485589)),
-    ("u298", (-13.5745904, -1029.82456413, -1485.26398105, -2042.5727046, -2713.44632457)),
-    ("h298", (-13.54887564, -1029.79887659, -1485.2382935, -2042.54701705, -2713.42063702)),
-    ("g298", (-13.90303183, -1030.25891228, -1485.71166277, -2043.01812778, -2713.88796536))])
-def test_references_are_those_of_pytorch_geometric(target, published):
-    """To 0.06 meV, by which theirs miss the file's own atomisation energies."""
-    mine, published = data.atom_references(target), torch.tensor(published, dtype=torch.float64)
-    torch.testing.assert_close(mine[[1, 6, 7, 8, 9]], published, rtol=0, atol=6e-5)
-    assert mine.count_nonzero() == 5 and not data.atom_references("gap").any()
 
 
 def test_published_split_of_the_whole_qm9(monkeypatch):
@@ -629,17 +609,6 @@ def test_epoch_resumes_where_it_stopped(dataset):
         a, b = ((batch[0] if isinstance(dataset, MoleculeSet) else batch[:1]) for batch in (a, b))
         assert all(torch.equal(x, y) for x, y in zip(a, b) if isinstance(x, torch.Tensor))
     assert list(loader.epoch(7, start=len(loader))) == []
-
-
-def test_loader_leaves_the_global_generators_alone():
-    torch.manual_seed(0), np.random.seed(0)
-    before = torch.get_rng_state(), np.random.get_state()[1].copy()
-    for dataset in (toy_texts(), toy_molecules()):
-        list(SequenceLoader(dataset, 3, shuffle=True).epoch())
-    data._embedded_text.cache_clear(), data._embedded_molecules.cache_clear()
-    load_text("reviews", "test"), load_molecules("clusters", "test")
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert np.array_equal(np.random.get_state()[1], before[1])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
