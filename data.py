@@ -470,7 +470,8 @@ def _torchvision(name, training, data_dir, _):
     path, spare = data_dir / source.place.format(part), data_dir / "cifar100_test.npz"
 
     def read():
-        present = path.exists()
+        # a failed download leaves an empty folder
+        present = path.is_file() or path.is_dir() and any(path.iterdir())
         if name == "cifar100" and not training and not present and spare.exists():
             return *common.load_arrays(spare, ("images", "labels")).values(), ()
         try:
