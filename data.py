@@ -121,8 +121,8 @@ def _absent(name, path, why=""):
 
 
 def _damaged(name, path, why):
-    return UserError(f"{name}: {path} is damaged or incomplete ({why}); get it from "
-                     f"{SOURCES[name].site}")
+    site = SOURCES[name].site
+    return UserError(f"{name}: {path} is damaged or incomplete ({why}); get it from {site}")
 
 
 def _unreadable(path, error):
@@ -180,7 +180,7 @@ class _Set:
 
 
 def _ragged(counts, index):
-    """int64: where the entries of rows `index` lie, if rows of `counts` entries follow another."""
+    """int64: where the entries of rows `index` lie, of rows of `counts` entries in turn."""
     own = counts[index]
     shift = (counts.cumsum(0) - counts)[index] - (own.cumsum(0) - own)
     return torch.arange(int(own.sum())) + shift.repeat_interleave(own)
@@ -287,7 +287,7 @@ class StreamedSet(_Set):
                 return True
 
         with ThreadPoolExecutor() as pool:
-            return torch.tensor(list(pool.map(fails, rows.tolist())), dtype=torch.bool)
+            return torch.tensor([*pool.map(fails, rows.tolist())], dtype=torch.bool)
 
     def in_memory(self):
         """An ImageSet of all files, decoded by a thread pool."""
@@ -1319,8 +1319,8 @@ def load_text(name, split, data_dir="data", *, vocab_file=None, like=None, limit
     """
     _choose_from("dataset", name, TEXTS)
     _choose_from("split", split, SPLITS[:3])
-    read = lambda name, split: (_sst2(Path(data_dir) / SOURCES["sst2"].place, split)
-                                if name == "sst2" else _embedded_text(name, split))
+    read = lambda name, split: _embedded_text(name, split) if name != "sst2" else _sst2(
+        Path(data_dir) / SOURCES["sst2"].place, split)
     sentences, labels = read(name, split)
     if like is not None:
         vocab = like.vocab

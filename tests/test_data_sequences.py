@@ -69,22 +69,6 @@ def toy_molecules(n=23, seed=0, spread=2.5):
 # ---- Sets ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("index", [slice(2, 30, 3), [5, 2, 2, 9], torch.tensor([7, -1]), [],
-                                   torch.arange(23) % 3 == 0], ids=str)
-def test_select_cuts_each_row(index):
-    texts, molecules = toy_texts(23), toy_molecules(23)
-    at = torch.tensor(index, dtype=torch.int64) if isinstance(index, list) else index
-    wanted = torch.arange(23)[at].tolist()
-    part, sentences = texts.select(index), rows_of(texts.tokens, texts.lengths)
-    assert rows_of(part.tokens, part.lengths)[:len(part)] == [sentences[i] for i in wanted]
-    assert part.labels.tolist() == [i % 2 for i in wanted] and part.vocab == texts.vocab
-    part = molecules.select(index)
-    for field in ("numbers", "positions"):
-        whole = rows_of(getattr(molecules, field), molecules.sizes)
-        assert rows_of(getattr(part, field), part.sizes)[:len(part)] == [whole[i] for i in wanted]
-    assert part.labels.tolist() == wanted and len(part) == len(wanted)
-
-
 def test_ood_and_predict_sets():
     texts, molecules = load_text("reviews", "train"), load_molecules("clusters", "train")
     args = SimpleNamespace(ood=["reviews_finance", "sst2"], explicit=set(), data_dir="nowhere",
@@ -630,24 +614,6 @@ def test_batches_on_a_gpu_are_those_of_the_cpu_without_waiting(dataset):
 
 
 # ---- Embedded sets -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["reviews", "reviews_finance"])
-def test_embedded_texts(name):
-    train, val, test = (load_text(name, split) for split in ("train", "val", "test"))
-    assert [len(s) for s in (train, val, test)] == [6000, 500, 1000]
-    sentences = [words_of(s) for s in (train, val, test)]
-    assert len(set().union(*map(set, sentences))) == 7500  # no sentence twice, in no two parts
-    assert train.vocab == test.vocab == load_text("reviews", "train").vocab
-    assert train.num_classes == 2 and train.tokens.dtype == torch.int32
-    spaced = [s.replace(" ##", "")[6:-6].split() for part in sentences for s in part]
-    assert 4 <= min(map(len, spaced)) and max(map(len, spaced)) <= 30
-    assert (train.tokens == 1).sum() == 0
-    share = train.labels.double().mean()
-    assert 0.45 < share < 0.55 if name == "reviews" else share == 0
-    again = load_text(name, "test", limit=10)
-    assert words_of(again) == sentences[2][::100]
-    assert words_of(load_text(name, "val", like=train)) == sentences[1]
 
 
 def brute_energy(numbers, positions):
