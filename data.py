@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchvision import datasets as tv
 from torchvision.datasets.utils import check_md5, download_url
 from torchvision.transforms import RandomResizedCrop
@@ -126,11 +126,7 @@ def _damaged(name, path, why):
 
 
 def _unreadable(path, error):
-    return UserError(f"{path}: unreadable ({_one_line(error)}); replace the file")
-
-
-def _one_line(error):
-    return " ".join(str(error).split())[:150] or type(error).__name__
+    return UserError(f"{path}: unreadable ({common.one_line(error)}); replace the file")
 
 
 def _choose_from(what, value, choices):
@@ -188,26 +184,18 @@ def _ragged(counts, index):
 
 @dataclass(frozen=True, eq=False)
 class ImageSet(_Set):
-    """N images in memory. mean, std: per channel, of pixels in [0,1], over the training set.
-
-    images       uint8 [N,C,H,W], or float32 where the source is not 8-bit (then in [0,1], unless
-                 noise was added, or they are features [N,D,1,1])
-    labels       int64 [N], in 0..num_classes-1, or -1 where unknown; or float targets
-    label_probs  float32 [N,K] where the true label distribution is known, else None
-    groups       int64 [N] or None: rows of equal group are one image, which no split separates
-    classes      the classes' names in label order, or (): by them `predict_set` compares labels
-    files        the images' paths below their folder, or ()
-    """
+    """N images in memory: uint8, or float32 where the source is not 8-bit (then in [0,1], unless
+    noise was added), or features [N,D,1,1]."""
     name: str
-    images: Tensor
-    labels: Tensor
+    images: Tensor          # [N,C,H,W]
+    labels: Tensor          # int64 [N], 0..num_classes-1, or -1 where unknown; or float targets
     num_classes: int
-    mean: tuple
+    mean: tuple             # per channel, of pixels in [0,1], over the training set
     std: tuple
-    label_probs: Tensor | None = None
-    groups: Tensor | None = None
-    classes: tuple = ()
-    files: tuple = ()
+    label_probs: Tensor | None = None   # float32 [N,K]: the true distribution, where it is known
+    groups: Tensor | None = None        # int64 [N]: equal ones are one image, split never
+    classes: tuple = ()     # names in label order, by which `predict_set` compares labels
+    files: tuple = ()       # the images' paths below their folder
 
     rows = ("images", "labels", "label_probs", "groups", "files")
 
@@ -224,26 +212,19 @@ class ImageSet(_Set):
 
 @dataclass(frozen=True, eq=False)
 class StreamedSet(_Set):
-    """N image files, decoded as they are read, to RGB uint8 [3,S,S].
-
-    shape    (3, S, S): of the centre crop
-    resize   to what the shorter side is resized before, or [height, width]
-    classes  the class folders' names in label order, by which a model of 1000 classes finds the
-             200 that ImageNet-A, -O and -R have
-    root     the folder below which `files` are named
-    expect   the (width, height) that every file must have, if any
-    """
+    """N image files, decoded as they are read, to RGB uint8 [3,S,S]."""
     name: str
     paths: tuple
     labels: Tensor
     num_classes: int
     mean: tuple
     std: tuple
-    shape: tuple
-    resize: int | list
-    classes: tuple = ()
-    root: str = ""
-    expect: tuple | None = None
+    shape: tuple            # (3, S, S): of the centre crop
+    resize: int | list      # to what the shorter side is resized before, or [height, width]
+    classes: tuple = ()     # names in label order: ImageNet-A, -O and -R have 200 of the 1000
+    root: str = ""          # the folder below which `files` are named
+    expect: tuple | None = None     # the (width, height) that every file must have
+    key: tuple | None = None        # integers that draw, with the row, how it is augmented
 
     rows, is_features = ("paths", "labels"), False
 
@@ -265,18 +246,20 @@ class StreamedSet(_Set):
                             "unpack the published archive again")
         return image
 
-    def read(self, row, seed=None):
-        """uint8 [3,S,S]: file `row`, resized and cropped; with a seed under torchvision's random
+    def read(self, row):
+        """uint8 [3,S,S]: file `row`, resized and cropped; with a key under torchvision's random
         resized crop (scale .08-1, ratio 3/4-4/3) and a random flip, a function of both alone."""
         image, side = self.open(row), self.shape[-1]
-        if seed is None:
+        if self.key is None:
             return TF.pil_to_tensor(TF.center_crop(TF.resize(image, self.resize), side))
         with torch.random.fork_rng(devices=[]):  # get_params draws from the global generator
-            torch.manual_seed(seed)
+            torch.manual_seed(_generator(*self.key, row).initial_seed())
             box = RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3))
             flip = torch.rand(()) < 0.5
         image = TF.resized_crop(image, *box, [side, side])
         return TF.pil_to_tensor(TF.hflip(image) if flip else image)
+
+    __getitem__ = read  # for torch's DataLoader
 
     def unreadable(self, rows):
         """bool [n]: whether files `rows` [n] cannot be decoded. Each is read once, by threads."""
@@ -301,40 +284,26 @@ class StreamedSet(_Set):
 
 @dataclass(frozen=True, eq=False)
 class TextSet(_Set):
-    """N sentences in memory, each `[CLS] ... [SEP]`.
-
-    tokens   int32 [T], ids below len(vocab), one sentence after the other
-    lengths  int64 [N], tokens of each sentence
-    labels   int64 [N], in 0..num_classes-1, or -1 where unknown
-    vocab    the word piece of each id; 0 is "[PAD]", which no sentence holds
-    """
+    """N sentences in memory, each `[CLS] ... [SEP]`."""
     name: str
-    tokens: Tensor
-    lengths: Tensor
-    labels: Tensor
+    tokens: Tensor          # int32 [T], ids below len(vocab), one sentence after the other
+    lengths: Tensor         # int64 [N], tokens of each sentence
+    labels: Tensor          # int64 [N], in 0..num_classes-1, or -1 where unknown
     num_classes: int
-    vocab: tuple
+    vocab: tuple            # the word piece of each id; 0 is "[PAD]", which no sentence holds
 
     rows, ragged, counts = ("lengths", "labels"), ("tokens",), "lengths"
 
 
 @dataclass(frozen=True, eq=False)
 class MoleculeSet(_Set):
-    """N molecules in memory, the atoms of one after those of the other.
-
-    numbers     int64 [A], atomic numbers, in 1..100
-    positions   float64 [A,3], ångström
-    sizes       int64 [N], atoms of each molecule
-    labels      float64 [N], the target: energies in eV (float32 would be a meV off at QM9's)
-    references  float64 [101], the target of a free atom by atomic number, eV; zeros where the
-                target is no total energy
-    """
+    """N molecules in memory, the atoms of one after those of the other."""
     name: str
-    numbers: Tensor
-    positions: Tensor
-    sizes: Tensor
-    labels: Tensor
-    references: Tensor
+    numbers: Tensor         # int64 [A], atomic numbers, in 1..100
+    positions: Tensor       # float64 [A,3], ångström
+    sizes: Tensor           # int64 [N], atoms of each molecule
+    labels: Tensor          # float64 [N]: energies in eV (float32 would be a meV off at QM9's)
+    references: Tensor      # float64 [101], eV: see atom_references
 
     rows, ragged, counts = ("sizes", "labels"), ("numbers", "positions"), "sizes"
 
@@ -374,11 +343,10 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
          noise=0.0, image_size=None, limit=None):
     """One of `DATASETS` as an ImageSet or a StreamedSet; all processes must call it together.
 
-    split            "train", "val": parts of the published training set (see train_val_split), or
-                     a folder's own if it has all three; "test"; "ood": test, but of a folder all
+    split            "train", "val": parts of the published training set, chosen by `seed` (or a
+                     folder's own, if it has all three); "test"; "ood": test, but of a folder all
                      images at any depth, as one class
-    seed             chooses the split, and nothing else
-    val_fraction     share of the training set that is "val", in [0,1); with 0 all is "train"
+    val_fraction     share of the training set that is "val", in [0,1)
     published_split  "ddu": split rows even where some share an image, as DDU's code does: that
                      leaks; "forde": as many of each class (see stratified_split)
     noise            std, in normalised units, of Gaussian noise added once and not clipped, the
@@ -386,8 +354,8 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
                      data package 0.05)
     image_size       side of the square images read from files (a folder's: 32 unless given)
     limit            keep this many rows, evenly spaced
-    Absent sets are downloaded where possible. Raises UserError for unknown names and values, absent
-    (`Absent`), damaged and ill-shaped files.
+
+    Absent sets are downloaded where possible; else `Absent` is raised.
     """
     _choose_from("split", split, SPLITS)
     _choose_from("published_split", published_split, (None, "ddu", "forde"))
@@ -479,8 +447,8 @@ def _torchvision(name, training, data_dir, _):
                       **{"split": part} if name == "svhn" else {"train": training})
         except Exception as error:  # absent and cut files raise many types, few of them documented
             if present:
-                raise _damaged(name, path, _one_line(error)) from None
-            why = f" and could not be downloaded ({_one_line(error)})"
+                raise _damaged(name, path, common.one_line(error)) from None
+            why = f" and could not be downloaded ({common.one_line(error)})"
             raise _absent(name, path, why) from None
         return (raw.data, raw.labels if name == "svhn" else raw.targets,
                 DIGITS if name in ("mnist", "svhn") else raw.classes)
@@ -532,7 +500,7 @@ def _read_ambiguous(path):
         try:
             download_url(f"{SOURCES[name].site}/{path.name}", path.parent, path.name, md5)
         except Exception as error:  # urllib, ssl and torchvision raise several types
-            why = f" and could not be downloaded ({_one_line(error)})"
+            why = f" and could not be downloaded ({common.one_line(error)})"
             raise _absent(name, path, why) from None
     if not check_md5(path, md5):
         raise _damaged(name, path, f"or another release than data-v1.0.0: its MD5 is not {md5}")
@@ -667,16 +635,14 @@ CIFAR_C_KINDS = (
     "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur",
     "zoom_blur", "snow", "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate",
     "jpeg_compression", "speckle_noise", "gaussian_blur", "spatter", "saturate")  # last four: extra
-CORRUPTED = ("cifar10_c", "cifar100_c", "tiny_imagenet_c", "imagenet_c")
+CORRUPTED = {"cifar10_c": CIFAR_C_KINDS, "cifar100_c": CIFAR_C_KINDS,
+             "tiny_imagenet_c": CIFAR_C_KINDS[:15], "imagenet_c": CIFAR_C_KINDS[:15]}
 SEVERITIES = (1, 2, 3, 4, 5)
 
 
 def corruption_kinds(name, data_dir="data"):
-    """The kinds of a set of CORRUPTED that are there in all five severities, as a list, in the
-    order of CIFAR_C_KINDS; the main process prints a line on what is missing or no kind of it.
-
-    Empty where there is nothing. Raises UserError for an unknown name.
-    """
+    """The kinds of a set of CORRUPTED that are there in all five severities, in the order of
+    CIFAR_C_KINDS; the main process prints a line on what is missing or no kind of it."""
     _choose_from("corrupted set", name, CORRUPTED)
     folder, lacking = Path(data_dir, SOURCES[name].place), {}
     for kind in CIFAR_C_KINDS:
@@ -686,7 +652,7 @@ def corruption_kinds(name, data_dir="data"):
     present = [kind for kind, lacks in lacking.items() if not lacks]
     missing = [kind if len(lacks) == 5 else f"{kind} of severity {', '.join(map(str, lacks))}"
                for kind, lacks in lacking.items() if lacks and (
-                   len(lacks) < 5 or kind in _published_kinds(name))]
+                   len(lacks) < 5 or kind in CORRUPTED[name])]
     stray = sorted({*_folders_in(folder)} - {*CIFAR_C_KINDS})
     if common.is_main() and stray:
         print(f"{name}: no kind of corruption, ignored: {', '.join(stray)}", flush=True)
@@ -696,14 +662,10 @@ def corruption_kinds(name, data_dir="data"):
     return present
 
 
-def _published_kinds(name):
-    return CIFAR_C_KINDS if name.startswith("cifar") else CIFAR_C_KINDS[:15]
-
-
 def corrupted_name(name, kinds):
     """`name` where `kinds` are all of the published set's, else like cifar10_c_2of19: what a part
     of a set gives is not the set's."""
-    whole = _published_kinds(name)
+    whole = CORRUPTED[name]
     return name if {*whole} <= {*kinds} else f"{name}_{len(kinds)}of{len(whole)}"
 
 
@@ -720,7 +682,6 @@ def load_corrupted(name, kind, severity, data_dir="data"):
     tiny_imagenet_c        Tiny-ImageNet-C/<kind>/<severity>/<class>/, in memory
     imagenet_c             imagenet-c/<kind>/<severity>/<class>/, or imagenet-c-<kind>-<severity>/
                            <class>/, a StreamedSet, 224x224, uncropped
-    Raises UserError for unknown names and kinds, absent, damaged and ill-shaped files.
     """
     _choose_from("corrupted set", name, CORRUPTED)
     _choose_from("corruption", kind, CIFAR_C_KINDS)
@@ -751,7 +712,7 @@ def _npy(name, path, shape, rows):
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise _damaged(name, path, _one_line(error)) from None
+        raise _damaged(name, path, common.one_line(error)) from None
     if array.shape != shape or array.dtype.kind not in "iu" or len(shape) > 1 and (
             array.dtype != np.uint8):
         raise _damaged(name, path, f"{array.dtype} {array.shape}, expected {shape} of uint8")
@@ -759,11 +720,8 @@ def _npy(name, path, shape, rows):
 
 
 def corrupt(images, kind, severity, seed=0):
-    """images, uint8 or float32 in [0,1] [N,C,H,W], under a kind of CORRUPTIONS, severity 1..5.
-
-    Same shape, dtype and device; a function of the arguments alone. The corruptions are ours:
-    like those of CIFAR-10-C in kind, not comparable with them in number.
-    """
+    """images, uint8 or float32 in [0,1] [N,C,H,W], under a kind of CORRUPTIONS, severity 1..5: a
+    function of the arguments alone. The corruptions are ours, not comparable with CIFAR-10-C's."""
     _choose_from("corruption", kind, CORRUPTIONS)
     _choose_from("severity", severity, SEVERITIES)
     (apply, strengths), out = CORRUPTIONS[kind], torch.empty_like(images)
@@ -775,8 +733,7 @@ def corrupt(images, kind, severity, seed=0):
 
 
 def corrupted(dataset, kind, severity, seed=0):
-    """An ImageSet under `corrupt`, named like cifar10_computed_gaussian_noise_s3. Raises UserError
-    for features and streamed files."""
+    """An ImageSet under `corrupt`, named like cifar10_computed_gaussian_noise_s3."""
     if not isinstance(dataset, ImageSet) or dataset.is_features:
         raise UserError(f"{dataset.name}: corruptions are computed for images in memory alone")
     return replace(dataset, name=f"{dataset.name}_computed_{kind}_s{severity}",
@@ -878,8 +835,7 @@ CORRUPTIONS = {
 
 def match(dataset, like):
     """`dataset` with the channels (grey repeated, RGB to luma), size (antialiased bilinear), mean
-    and std of `like`: OOD data are always normalised with the in-distribution statistics. Raises
-    UserError for files streamed in another shape, and for images with features."""
+    and std of `like`: OOD data are always normalised with the in-distribution statistics."""
     (channels, *size), changed = like.shape, {}
     same = dataset.shape == like.shape
     if dataset.is_features != like.is_features or dataset.is_features and not same:
@@ -976,8 +932,7 @@ MOST_CLASSES = 1_000_000  # a label beyond is a mistake, and would be the size o
 
 def read_features(path, dim=None, labelled=False):
     """'features' [N,D] of an .npz file, finite, in its floating dtype; with `labelled` (features,
-    'labels'), int64 [N] from 0. Raises UserError for absent, damaged and ill-shaped files, labels
-    that are no class numbers, and D != dim."""
+    'labels'), int64 [N] from 0. D must be `dim`, if given."""
     arrays = common.load_arrays(path, ("features", "labels") if labelled else ("features",))
     if any(a.dtype.kind not in "fiu" for a in arrays.values()):
         raise UserError(f"{path}: arrays must hold numbers")
@@ -1004,7 +959,7 @@ def feature_set(path, like=None, labels="required"):
     mean and std are each feature's over the file (1 where it is constant: the Loader divides by
     std), or with `like`, a feature set, its own, and so is num_classes. labels: "required",
     "optional" (-1 where the file has none, or none of `like`'s) or "ignored" (all 0: OOD data have
-    other classes). Raises UserError for absent, damaged and ill-shaped files, and misfits.
+    other classes).
     """
     if like is not None and not like.is_features:
         raise UserError(f"{path}: features cannot be compared with {like.name}'s images "
@@ -1070,8 +1025,8 @@ def gapped_regression(n=60, seed=0):
 
 class _Batches:
     """What both loaders share. `batch_size` is global: each batch is cut into contiguous near-equal
-    pieces, as np.array_split does, of which this process gets the one of its rank (without rows, if
-    the last batch has fewer than there are processes); with `whole` all. No row is left out."""
+    pieces, as np.array_split does, of which this process gets that of its rank (it may be empty in
+    the last batch), with `whole` all: together they are, bit for bit, one process's batch."""
 
     def __init__(self, dataset, batch_size, device, seed, shuffle, whole):
         self.rank, self.world_size = (0, 1) if whole else (common.rank(), common.world_size())
@@ -1093,12 +1048,12 @@ class _Batches:
                            torch.arange(n))
 
     def _piece(self, batch):
-        """(start of the batch, first, last, its global size): this rank's part is first:last."""
+        """(first, last, global size) of a batch: this rank's part is first:last of the order."""
         begin = batch * self.batch_size
         size = min(self.batch_size, len(self.dataset) - begin)
         share, longer = divmod(size, self.world_size)
         first = begin + self.rank * share + min(self.rank, longer)
-        return begin, first, first + share + (self.rank < longer), size
+        return first, first + share + (self.rank < longer), size
 
 
 class Batch(NamedTuple):
@@ -1110,8 +1065,6 @@ class Batch(NamedTuple):
 
 class Loader(_Batches):
     """Batches of an ImageSet or a StreamedSet, in an order that depends on (seed, epoch) alone.
-
-    Together the processes' shares are, bit for bit, the batch of one process, augmented as it is.
 
     augment    "none"; "crop_flip": pad with 4 black pixels, random crop, random flip (files:
                random resized crop and flip); "reflect_crop_flip": the border is mirrored instead
@@ -1153,10 +1106,10 @@ class Loader(_Batches):
         self.strides = (run, height * self.row, self.row, 1)
         self.runs = images.view(-1).as_strided((images.numel() - run + 1, run), (1, 1))
 
-    def epoch(self, epoch=0, start=0):
-        """Iterate over the batches of `epoch` from number `start` on; earlier ones cost nothing."""
+    def epoch(self, epoch=0):
+        """Iterate over the batches of `epoch`."""
         generator, order = self._order(epoch)
-        pieces = [self._piece(batch) for batch in range(start, len(self))]
+        pieces = [self._piece(batch) for batch in range(len(self))]
         return (self._stream if self.streamed else self._gather)(order, pieces, generator, epoch)
 
     def _gather(self, order, pieces, generator, _):
@@ -1166,7 +1119,7 @@ class Loader(_Batches):
             flips = torch.randint(0, 2, (len(order),), generator=generator).to(self.device)
             begin += dy * self.row + dx
         order, begin = order.to(self.device), begin.to(self.device)
-        for _, first, last, size in pieces:
+        for first, last, size in pieces:
             index, b = order[first:last], last - first
             x = self.runs.index_select(0, begin[first:last])
             x = x.as_strided((b, *self.dataset.shape), self.strides)
@@ -1176,11 +1129,11 @@ class Loader(_Batches):
             yield Batch(self._normalise(x), self.labels[index], index, size)
 
     def _stream(self, order, pieces, generator, epoch):
-        files = _Files(self.dataset, None if self.augment == "none" else (self.seed, epoch))
-        rows = [order[first:last] for _, first, last, _ in pieces]
+        key = None if self.augment == "none" else (self.seed, epoch)
+        rows = [order[first:last] for first, last, _ in pieces]
         batches = iter(DataLoader(  # a generator of its own: the global one is left alone
-            files, batch_sampler=[r.tolist() for r in rows if len(r)], num_workers=self.workers,
-            pin_memory=self.device.type == "cuda", generator=generator))
+            replace(self.dataset, key=key), batch_sampler=[r.tolist() for r in rows if len(r)],
+            num_workers=self.workers, pin_memory=self.device.type == "cuda", generator=generator))
         for index, (*_, size) in zip(rows, pieces):
             try:
                 images = next(batches) if len(index) else torch.empty(0, *self.dataset.shape)
@@ -1192,16 +1145,6 @@ class Loader(_Batches):
     def _normalise(self, x):
         x = x.to(torch.float32, memory_format=self.format, copy=True)
         return x.sub_(self.shift).mul_(self.scale)
-
-
-class _Files(Dataset):
-    """The images of a StreamedSet, with a key under the augmentation drawn for it and the row."""
-
-    def __init__(self, dataset, key):
-        self.dataset, self.key = dataset, key
-
-    def __getitem__(self, row):
-        return self.dataset.read(row, self.key and _generator(*self.key, row).initial_seed())
 
 
 # ---- Embedded images -----------------------------------------------------------------------------
@@ -1315,7 +1258,6 @@ def load_text(name, split, data_dir="data", *, vocab_file=None, like=None, limit
                 it knows words that training lacks, so that length does not give OOD data away
     like        a TextSet whose vocabulary is used instead: that of the model's training set
     limit       keep this many sentences, evenly spaced
-    Raises UserError for unknown names and values, absent and damaged files.
     """
     _choose_from("dataset", name, TEXTS)
     _choose_from("split", split, SPLITS[:3])
@@ -1339,7 +1281,6 @@ def load_molecules(name, split, data_dir="data", *, target="u0", limit=None):
             there, else the same shares of a permutation drawn in the same way
     target  one of `QM9_TARGETS`, for qm9; clusters have one target, their energy
     limit   keep this many molecules, evenly spaced
-    Raises UserError for unknown names and values, absent and damaged files.
     """
     _choose_from("dataset", name, MOLECULES)
     _choose_from("split", split, SPLITS[:3])
@@ -1374,8 +1315,6 @@ class Molecules(NamedTuple):
     sources: Tensor     # int64 [e], atoms in 0..a-1
     targets: Tensor     # int64 [e], ascending
     count: int          # molecules
-    atom_rows: tuple | None = None  # (first, total): where these lie among the global batch's
-    edge_rows: tuple | None = None
 
 
 class MoleculeBatch(NamedTuple):
@@ -1400,8 +1339,8 @@ class SequenceLoader(_Batches):
         if isinstance(dataset, MoleculeSet):
             self.sources, self.targets, self.edges = find_edges(dataset, cutoff)
 
-    def epoch(self, epoch=0, start=0):
-        """Iterate over the batches of `epoch` from number `start` on; earlier ones cost nothing."""
+    def epoch(self, epoch=0):
+        """Iterate over the batches of `epoch`."""
         (generator, order), batches = self._order(epoch), torch.arange(len(self))
         text, n = isinstance(self.dataset, TextSet), len(self.dataset)
         if text:
@@ -1410,31 +1349,29 @@ class SequenceLoader(_Batches):
             order = order[key.argsort(stable=True)]
             if self.shuffle:
                 batches = torch.randperm(len(self), generator=generator)
-        for batch in batches[start:].tolist():
-            begin, first, last, size = self._piece(batch)
-            index, whole = order[first:last], order[begin:begin + size]
-            make = self._tokens if text else self._molecules
-            parts = make(self.dataset.select(index), index, whole, order[begin:first])
+        for batch in batches.tolist():
+            first, last, size = self._piece(batch)
+            index, begin = order[first:last], batch * self.batch_size
+            parts = (self._tokens(index, order[begin:begin + size]) if text else
+                     self._molecules(index))
             index = index.to(self.device, non_blocking=True)
             yield (TextBatch if text else MoleculeBatch)(parts, self.labels[index], index, size)
 
-    def _tokens(self, part, _, whole, __):
-        """int64 [b,L]: the sentences of `part`, as long as the longest of `whole`."""
-        real = torch.arange(int(self.dataset.lengths[whole].max())) < part.lengths[:, None]
+    def _tokens(self, index, whole):
+        """int64 [b,L]: the sentences `index`, as long as the longest of `whole`."""
+        part, longest = self.dataset.select(index), int(self.dataset.lengths[whole].max())
+        real = torch.arange(longest) < part.lengths[:, None]
         tokens = torch.zeros(real.shape, dtype=torch.int64)
         return tokens.masked_scatter_(real, part.tokens.long()).to(self.device, non_blocking=True)
 
-    def _molecules(self, part, index, whole, before):
-        """The graph of `part`, the rows `index` of `whole`, which come after the rows `before`."""
-        at, first = _ragged(self.edges, index), part.sizes.cumsum(0) - part.sizes
+    def _molecules(self, index):
+        part, at = self.dataset.select(index), _ragged(self.edges, index)
+        first = part.sizes.cumsum(0) - part.sizes
         shift = first.repeat_interleave(self.edges[index])
         tensors = (part.numbers, part.positions.float(),
                    torch.arange(len(index)).repeat_interleave(part.sizes),
                    self.sources[at] + shift, self.targets[at] + shift)
-        where = ((int(counts[before].sum()), int(counts[whole].sum()))
-                 for counts in (self.dataset.sizes, self.edges))
-        return Molecules(*(t.to(self.device, non_blocking=True) for t in tensors), len(index),
-                         *where)
+        return Molecules(*(t.to(self.device, non_blocking=True) for t in tensors), len(index))
 
 
 def find_edges(dataset, cutoff=5.0):
@@ -1544,25 +1481,22 @@ def tokenise(sentences, vocab, max_length=268):
     return torch.tensor(tokens, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int64)
 
 
-class _Characters(dict):
-    """For str.translate: what becomes of a decomposed, lower-case character."""
-
-    def __missing__(self, code):
-        c, kind = chr(code), unicodedata.category(chr(code))
-        cjk = any(low <= code <= high for low, high in CJK)
-        # all ASCII signs count as punctuation, "$" and "^" too
-        sign = kind[0] == "P" or c.isascii() and c.isprintable() and not c.isalnum()
-        self[code] = f" {c} " if cjk or sign else c
-        if c in "\t\n\r" or kind == "Zs":
-            self[code] = " "
-        elif c == "\ufffd" or kind[0] == "C" or kind == "Mn":  # control characters, accents
-            self[code] = ""
-        return self[code]
+@lru_cache(maxsize=None)
+def _character(c):
+    """What becomes of a decomposed, lower-case character."""
+    kind = unicodedata.category(c)
+    if c in "\t\n\r" or kind == "Zs":
+        return " "
+    if c == "\ufffd" or kind[0] == "C" or kind == "Mn":  # control characters, accents
+        return ""
+    # all ASCII signs count as punctuation, "$" and "^" too
+    sign = kind[0] == "P" or c.isascii() and not c.isalnum()
+    return f" {c} " if sign or any(low <= ord(c) <= high for low, high in CJK) else c
 
 
-def _words(text, characters=_Characters()):
+def _words(text):
     """The words of a text, in lower case and without accents; punctuation and CJK alone."""
-    return unicodedata.normalize("NFD", text.lower()).translate(characters).split()
+    return "".join(map(_character, unicodedata.normalize("NFD", text.lower()))).split()
 
 
 def _word_pieces(word, table):
@@ -1664,7 +1598,7 @@ def _read_sdf(path):
             if len(columns[-1]) != len(header) - 1:
                 raise ValueError(f"{len(rows[row])} fields in {table.name}")
         except (ValueError, IndexError, KeyError) as error:
-            raise _damaged("qm9", path, f"molecule {row + 1}: {_one_line(error)}") from None
+            raise _damaged("qm9", path, f"molecule {row + 1}: {common.one_line(error)}") from None
     return numbers, np.array(positions), sizes, dict(zip(header[1:], np.array(columns).T))
 
 
@@ -1701,23 +1635,12 @@ def pair_energy(numbers, positions):
 
 @lru_cache(maxsize=None)
 def _embedded_molecules(name):
-    """All 5,500 rows of clusters or clusters_large."""
-    sizes = (4, 10) if name == "clusters" else (11, 16)
-    generator = _generator(2103, sizes[0])
-    n = torch.randint(sizes[0], sizes[1] + 1, (5500,), generator=generator)
-    numbers, positions = _grow(n, sizes[1], generator)
-    real = numbers > 0
-    return MoleculeSet(name, numbers[real], positions[real], n, pair_energy(numbers, positions),
-                       atom_references())
-
-
-def _grow(sizes, largest, generator, tries=12):
-    """(numbers int64 [N,largest], 0 after `sizes` atoms; positions float64 [N,largest,3]).
-
-    Each atom is put near bond length from an earlier one: at the first of `tries` random places no
-    nearer to any than 0.85 of the sum of radii, else at the widest.
-    """
-    n = len(sizes)
+    """All 5,500 rows of clusters or clusters_large. Each atom is put near bond length from an
+    earlier one: at the first of `tries` random places no nearer to any than 0.85 of the sum of
+    radii, else at the widest."""
+    smallest, largest = (4, 10) if name == "clusters" else (11, 16)
+    n, tries, generator = 5500, 12, _generator(2103, smallest)
+    sizes = torch.randint(smallest, largest + 1, (n,), generator=generator)
     elements, shares = torch.tensor([1, 6, 7, 8]), torch.tensor([0.45, 0.3, 0.12, 0.13])
     numbers = elements[shares.multinomial(n * largest, True, generator=generator)].view(n, -1)
     radius = torch.tensor([PAIR_TERMS.get(z, (0, 0))[1] for z in range(9)], dtype=torch.float64)
@@ -1733,7 +1656,9 @@ def _grow(sizes, largest, generator, tries=12):
         room = (apart / (radius[:, None, :atom] + radius[:, None, atom:atom + 1])).amin(2)
         best = torch.where((room >= 0.85).any(1), (room >= 0.85).byte().argmax(1), room.argmax(1))
         positions[:, atom] = place[rows[:, 0], best]
-    return torch.where(torch.arange(largest) < sizes[:, None], numbers, 0), positions
+    real = torch.arange(largest) < sizes[:, None]
+    energies = pair_energy(numbers.where(real, 0), positions)
+    return MoleculeSet(name, numbers[real], positions[real], sizes, energies, atom_references())
 
 
 SUBJECTS = ("the film", "the movie", "the plot", "the acting", "the script", "this one",
@@ -1803,7 +1728,7 @@ def _opinions(n, generator):
 
 def _reviews(n, generator):
     """[(sentence, label)], at most n: one or two opinions, of one sign around "and", and the sign
-    of their weighted sum; those within 0.3 of zero are left out, and those of over 30 words."""
+    of their weighted sum, which is not within 0.3 of zero; no more than 30 words."""
     (first, a), (second, b) = (_opinions(n, generator) for _ in range(2))
     joins, weights = _choose(JOINS, n, generator, 0.5)
     score = weights[:, 0] * a + weights[:, 1] * b
