@@ -51,14 +51,14 @@ class Source(NamedTuple):
     std: tuple = ()         # published value is known to us
 
 
-HENDRYCKS, ZENODO = "https://github.com/hendrycks/", "https://zenodo.org/records/"
+GITHUB, ZENODO = "https://github.com/", "https://zenodo.org/records/"
 IMAGENET = (0, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # users' folders have these, too
 TINY_IMAGENET = (0, tuple(x / 255 for x in (122.4786, 114.2755, 101.3963)),  # published on 0..255
                  tuple(x / 255 for x in (70.4924, 68.5679, 71.8127)))
 SOURCES = {
     "mnist": Source("MNIST/raw", "https://ossci-datasets.s3.amazonaws.com/mnist",
                     10, (0.1307,), (0.3081,)),
-    "fashion_mnist": Source("FashionMNIST/raw", "https://github.com/zalandoresearch/fashion-mnist",
+    "fashion_mnist": Source("FashionMNIST/raw", GITHUB + "zalandoresearch/fashion-mnist",
                             10, (0.2860,), (0.3530,)),
     "kmnist": Source("KMNIST/raw", "http://codh.rois.ac.jp/kmnist", 10),
     "cifar10": Source("cifar-10-batches-py", "https://www.cs.toronto.edu/~kriz/cifar.html",
@@ -68,16 +68,15 @@ SOURCES = {
     "svhn": Source("{}_32x32.mat", "http://ufldl.stanford.edu/housenumbers",
                    10, (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
     "ambiguous_mnist": Source(
-        "AmbiguousMNIST",
-        "https://github.com/BlackHC/ddu_dirty_mnist/releases/download/data-v1.0.0",
+        "AmbiguousMNIST", GITHUB + "BlackHC/ddu_dirty_mnist/releases/download/data-v1.0.0",
         10, (0.1307,), (0.3081,)),
     "tiny_imagenet": Source("tiny-imagenet-200", "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
                             *TINY_IMAGENET),
     "imagenet": Source("imagenet", "https://www.image-net.org (sort val into class folders)",
                        *IMAGENET),
-    "imagenet_a": Source("imagenet-a", HENDRYCKS + "natural-adv-examples", *IMAGENET),
-    "imagenet_o": Source("imagenet-o", HENDRYCKS + "natural-adv-examples", *IMAGENET),
-    "imagenet_r": Source("imagenet-r", HENDRYCKS + "imagenet-r", *IMAGENET),
+    "imagenet_a": Source("imagenet-a", GITHUB + "hendrycks/natural-adv-examples", *IMAGENET),
+    "imagenet_o": Source("imagenet-o", GITHUB + "hendrycks/natural-adv-examples", *IMAGENET),
+    "imagenet_r": Source("imagenet-r", GITHUB + "hendrycks/imagenet-r", *IMAGENET),
     "cifar10_c": Source("CIFAR-10-C", ZENODO + "2535967"),
     "cifar100_c": Source("CIFAR-100-C", ZENODO + "3555552"),
     "tiny_imagenet_c": Source("Tiny-ImageNet-C", ZENODO + "2536630", *TINY_IMAGENET),
@@ -146,7 +145,7 @@ def _generator(*key):
 class _Set:
     """What all sets share. `rows`: the fields with an entry a row; `ragged`: those that hold the
     entries of one row after those of the other, as many as the field `counts` says."""
-    rows, ragged, counts = ("labels",), (), None
+    rows, ragged, counts, is_features = ("labels",), (), None, False
 
     def __post_init__(self):
         rows = {key: len(getattr(self, key)) for key in self.rows if getattr(self, key) is not None}
@@ -226,7 +225,7 @@ class StreamedSet(_Set):
     expect: tuple | None = None     # the (width, height) that every file must have
     key: tuple | None = None        # integers that draw, with the row, how it is augmented
 
-    rows, is_features = ("paths", "labels"), False
+    rows = ("paths", "labels")
 
     @property
     def files(self):
@@ -347,8 +346,7 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
                      folder's own, if it has all three); "test"; "ood": test, but of a folder all
                      images at any depth, as one class
     val_fraction     share of the training set that is "val", in [0,1)
-    published_split  "ddu": split rows even where some share an image, as DDU's code does: that
-                     leaks; "forde": as many of each class (see stratified_split)
+    published_split  "forde": as many of each class (see stratified_split)
     noise            std, in normalised units, of Gaussian noise added once and not clipped, the
                      same for every seed; images become float32 (Dirty-MNIST: DDU's code 0, the
                      data package 0.05)
@@ -358,11 +356,11 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
     Absent sets are downloaded where possible; else `Absent` is raised.
     """
     _choose_from("split", split, SPLITS)
-    _choose_from("published_split", published_split, (None, "ddu", "forde"))
+    _choose_from("published_split", published_split, (None, "forde"))
     if not 0 <= val_fraction < 1 or noise < 0:
         raise UserError(f"val_fraction {val_fraction}, noise {noise}: expected 0 <= val_fraction "
                         "< 1, noise >= 0")
-    training, cut = split in ("train", "val"), split in ("train", "val")
+    training = cut = split in ("train", "val")
     if name.startswith("folder:"):
         dataset, cut = _folder(name, split, image_size or 32)
     else:
@@ -380,7 +378,7 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
     if cut and published_split == "forde":
         parts = stratified_split(dataset.labels, val_fraction)
     elif cut:
-        groups = None if published_split else getattr(dataset, "groups", None)
+        groups = getattr(dataset, "groups", None)
         parts = train_val_split(len(dataset), seed, val_fraction, groups)
     dataset = evenly(dataset.select(parts[SPLITS.index(split)]) if cut else dataset, limit)
     files = name.startswith("folder:") or name == "tiny_imagenet"
@@ -586,10 +584,10 @@ def _folder(name, split, size):
             raise UserError(f"folder {root}: class {min({*own} ^ {*classes})} is in train or in "
                             f"{part} alone; all parts need the same class folders")
     three = bool(parts["test"] and parts["val"])
-    place = ("val" if three else "train") if split == "val" else (
-        "val" if split == "test" and not parts["test"] else split)
-    dataset = _class_folders(name, root / place, IMAGENET, size)
-    return dataset, split != "test" and not three
+    if not three:
+        split = "train" if split != "test" else "test" if parts["test"] else "val"
+    cut = split == "train" and not three
+    return _class_folders(name, root / split, IMAGENET, size), cut
 
 
 def _imagenet(name, training, data_dir, size):
@@ -724,12 +722,10 @@ def corrupt(images, kind, severity, seed=0):
     function of the arguments alone. The corruptions are ours, not comparable with CIFAR-10-C's."""
     _choose_from("corruption", kind, CORRUPTIONS)
     _choose_from("severity", severity, SEVERITIES)
-    (apply, strengths), out = CORRUPTIONS[kind], torch.empty_like(images)
+    apply, strengths = CORRUPTIONS[kind]
     generator = _generator(seed, list(CORRUPTIONS).index(kind))
-    for start in range(0, len(images), 1000):
-        x = apply(_unit(images[start:start + 1000].cpu()), strengths[severity - 1], generator)
-        out[start:start + 1000] = _like(x, images)
-    return out
+    return torch.cat([_like(apply(_unit(block.cpu()), strengths[severity - 1], generator), images)
+                      for block in images.split(1000)]).to(images.device)
 
 
 def corrupted(dataset, kind, severity, seed=0):
@@ -836,25 +832,23 @@ CORRUPTIONS = {
 def match(dataset, like):
     """`dataset` with the channels (grey repeated, RGB to luma), size (antialiased bilinear), mean
     and std of `like`: OOD data are always normalised with the in-distribution statistics."""
-    (channels, *size), changed = like.shape, {}
-    same = dataset.shape == like.shape
+    (channels, *size), same = like.shape, dataset.shape == like.shape
     if dataset.is_features != like.is_features or dataset.is_features and not same:
         raise UserError(f"{dataset.name} {dataset.shape} and {like.name} {like.shape}: images and "
                         "features cannot be compared, nor features of different numbers")
     if not same and isinstance(dataset, StreamedSet):
         raise UserError(f"{dataset.name}: files streamed as {dataset.shape} cannot become "
                         f"{like.shape}; load them with image_size={size[0]}")
-    if not same:
-        images = torch.empty(len(dataset), *like.shape, dtype=dataset.images.dtype)
-        for start in range(0, len(images), 1000):
-            x = _unit(dataset.images[start:start + 1000])
-            if channels < x.shape[1]:
-                x = TF.rgb_to_grayscale(x)
-            if list(x.shape[-2:]) != size:
-                x = F.interpolate(x, size, mode="bilinear", antialias=True)
-            images[start:start + 1000] = _like(x, images)
-        changed = {"images": images}
-    return replace(dataset, mean=like.mean, std=like.std, **changed)
+    dataset = replace(dataset, mean=like.mean, std=like.std)
+    if same:
+        return dataset
+    blocks = []
+    for block in dataset.images.split(1000):
+        x = TF.rgb_to_grayscale(_unit(block)) if channels < block.shape[1] else _unit(block)
+        if list(x.shape[-2:]) != size:
+            x = F.interpolate(x, size, mode="bilinear", antialias=True)
+        blocks.append(_like(x, block).expand(-1, channels, -1, -1))
+    return replace(dataset, images=torch.cat(blocks))
 
 
 def _other_set(name, args, like, labels):
@@ -876,7 +870,7 @@ def _other_set(name, args, like, labels):
 def ood_sets(args, like, taken=()):
     """{unique name: set} of `args.ood`, in the terms of the training set `like`.
 
-    A name is one of the sets of `like`'s kind, `a+b` (both as one), folder:PATH (all its images),
+    A name is one of the sets of `like`'s kind, `a+b` (both as one; in memory), folder:PATH,
     or, where `like` holds features, PATH.npz (its labels are ignored). An absent set is left out,
     and the main process says so, unless it was asked for by name ("ood" in args.explicit). Raises
     UserError for that, and for names that are equal, in `taken`, `like`'s, train, val or test.
@@ -886,10 +880,10 @@ def ood_sets(args, like, taken=()):
         if (title := set_name(name)) in used:
             raise UserError(f"--ood {name}: another set of this run is called {title}; rename one")
         used.add(title)
-        file = name.startswith("folder:") or name.endswith(".npz")
+        whole = name.startswith("folder:") or name.endswith(".npz") or not hasattr(like, "images")
         try:
             parts = [_other_set(part, args, like, "ignored")
-                     for part in ([name] if file else name.split("+"))]
+                     for part in ([name] if whole else name.split("+"))]
         except Absent as error:
             if "ood" in args.explicit:
                 raise
@@ -911,18 +905,16 @@ def predict_set(args, like):
     """The set that `args.predict` names, as `ood_sets` reads it, with its labels in the terms of
     the training set `like`: by the names of the classes (of a folder's images: of the folders that
     they lie in); -1 where they are not known. `files` names the images of a folder."""
-    name, folder = args.predict, args.predict.startswith("folder:")
+    name = args.predict
     dataset = _other_set(name, args, like, "optional")
     if isinstance(like, MoleculeSet) or like.name == name or name.endswith(".npz"):
         return dataset
     known = {c: label for label, c in enumerate(getattr(like, "classes", ()))}
-    if folder:
-        labels = [known.get(file.split("/")[-2] if "/" in file else None, -1)
-                  for file in dataset.files]
-    else:
-        own = getattr(dataset, "classes", ())
-        labels = [known.get(own[label], -1) if own else -1 for label in dataset.labels.tolist()]
-    return replace(dataset, labels=torch.tensor(labels), num_classes=like.num_classes)
+    own = getattr(dataset, "classes", ())
+    names = ([Path(file).parent.name for file in dataset.files] if name.startswith("folder:")
+             else [own[label] if own else None for label in dataset.labels.tolist()])
+    labels = torch.tensor([known.get(c, -1) for c in names])
+    return replace(dataset, labels=labels, num_classes=like.num_classes)
 
 
 # ---- Features and toys ---------------------------------------------------------------------------
@@ -962,8 +954,7 @@ def feature_set(path, like=None, labels="required"):
     other classes).
     """
     if like is not None and not like.is_features:
-        raise UserError(f"{path}: features cannot be compared with {like.name}'s images "
-                        f"{like.shape}")
+        raise UserError(f"{path}: features cannot be compared with {like.name}, which has none")
     features = read_features(path, None if like is None else like.shape[0])
     own = torch.zeros(len(features), dtype=torch.int64)
     if labels != "ignored":
@@ -1089,11 +1080,8 @@ class Loader(_Batches):
             self._place(dataset.images)
 
     def _place(self, images):
-        """Lay the padded images out so that every crop lies in one contiguous run of memory.
-
-        With rows of S pixels, the crop at (dy, dx) starts dy S + dx after its image, and has its
-        rows S apart and its channels a padded channel apart. `runs` views every run as a row.
-        """
+        """Pad the images, so that every crop lies in one contiguous run of memory: with rows of S
+        pixels, the crop at (dy, dx) starts dy S + dx after its image. `runs` views them as rows."""
         self.pad = 0 if self.augment == "none" else 4
         if self.pad:
             border = [(0, 0), (0, 0), (self.pad, self.pad), (self.pad, self.pad)]
@@ -1285,18 +1273,14 @@ def load_molecules(name, split, data_dir="data", *, target="u0", limit=None):
     _choose_from("dataset", name, MOLECULES)
     _choose_from("split", split, SPLITS[:3])
     _choose_from("target", target, QM9_TARGETS if name == "qm9" else ("u0",))
-    if name != "qm9":
-        return evenly(_embedded_molecules(name).select(_part(split, 4000)), limit)
-    dataset, part = _qm9(Path(data_dir) / SOURCES["qm9"].place, target), SPLITS.index(split)
-    order = torch.from_numpy(np.random.default_rng(0).permutation(len(dataset)))
-    ends = [round(rows / QM9_MOLECULES * len(dataset)) for rows in (0, 110000, 120000)]
-    return evenly(dataset.select(order[slice(*[*ends, None][part:part + 2])]), limit)
-
-
-def _part(split, training):
-    """The rows of an embedded set's train, val (500) or test (1000)."""
-    return {"train": slice(training), "val": slice(training, training + 500),
-            "test": slice(training + 500, training + 1500)}[split]
+    if name == "qm9":
+        dataset = _qm9(Path(data_dir) / SOURCES["qm9"].place, target)
+        order = torch.from_numpy(np.random.default_rng(0).permutation(len(dataset)))
+        ends = [round(rows / QM9_MOLECULES * len(dataset)) for rows in (110000, 120000)]
+    else:
+        dataset = _embedded_molecules(name)
+        order, ends = torch.arange(len(dataset)), [4000, 4500]
+    return evenly(dataset.select(order.tensor_split(ends)[SPLITS.index(split)]), limit)
 
 
 class TextBatch(NamedTuple):
@@ -1742,13 +1726,14 @@ def _reviews(n, generator):
 
 @lru_cache(maxsize=None)
 def _embedded_text(name, split):
-    """(sentences, labels int64): a part of 7,500 different rows."""
-    n, generator = 13000, _generator(2104, len(name))
+    """(sentences, labels int64): 6,000, 500 or 1,000 of 7,500 different rows."""
+    n, generator, part = 13000, _generator(2104, len(name)), SPLITS.index(split)
     if name == "reviews":
         rows = _reviews(n, generator)
     else:
         columns = [_choose(options, n, generator)[0]
                    for options in (COMPANIES, REPORTS, FIGURES, CONTEXTS, TIMES)]
         rows = [(" ".join(filter(None, row)), 0) for row in zip(*columns)]
-    sentences, labels = zip(*[*dict(rows).items()][:7500][_part(split, 6000)])
+    first, last = (0, 6000, 6500, 7500)[part:part + 2]
+    sentences, labels = zip(*[*dict(rows).items()][first:last])
     return sentences, torch.tensor(labels)

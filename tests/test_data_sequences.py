@@ -53,6 +53,8 @@ def test_ood_and_predict_sets():
     assert len(data.predict_set(args, molecules)) == 1000
     args.explicit = {"ood"}
     refuses("qm9.*gdb9.sdf is not there", data.ood_sets, args, molecules)
+    refuses("'reviews.sst2' is unknown", data.ood_sets, options(["reviews+sst2"]), texts)
+    refuses("cannot be compared with reviews", data.ood_sets, options(["x.npz"]), texts)
 
 
 # ---- Word pieces ---------------------------------------------------------------------------------
@@ -253,16 +255,12 @@ def test_real_sst2(real_data):
     assert (len(train), len(val), len(test)) == (65349, 2000, 872)
     assert test.labels.sum() == 444 and words_of(test.select([1])) == [
         "[CLS] unflinching ##l ##y bleak and desperate [SEP]"]
-    assert load_text("sst2", "test", real_data).vocab == train.vocab
     lines = (real_data / "SST-2" / "dev.tsv").read_text().split("\n")[1:-1]
     known = set(train.vocab)
     for row in range(0, 872, 7):
         assert words_of(test.select([row]))[0].split()[1:-1] == bert_pieces(
             lines[row].split("\t")[0], known)
-    words = Counter(w for line in (real_data / "SST-2" / "train.tsv").read_text().split("\n")[1:-1]
-                    for w in line.split("\t")[0].split())
-    assert sum(train.labels) + sum(val.labels) == 37569 and words["the"] > 1000
-    assert {w for w, k in words.items() if k > 20 and w.isascii() and w.isalpha()} <= known
+    assert train.labels.sum() + val.labels.sum() == 37569
 
 
 # ---- QM9 -----------------------------------------------------------------------------------------
