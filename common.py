@@ -33,7 +33,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from scipy.optimize import brentq
 from scipy.special import erf, ndtri
 from torch import Tensor, nn
@@ -69,41 +68,32 @@ def _tensor(x, axes, name) -> Tensor:
     """A detached float32 or float64 tensor, non-empty [*axes] if axes are given."""
     x = torch.as_tensor(x, dtype=torch.float64 if isinstance(x, (list, tuple)) else None).detach()
     x = x.cpu() if x.device.type == "mps" else x  # which has no float64
-    if not x.is_floating_point():
-        x = x.double()
-    x = x.float() if x.element_size() < 4 else x
     fits = axes is None or x.ndim == len(axes) and x.numel() > 0
-    _require(fits, f"{name}: expected a non-empty [{', '.join(axes or '')}], got {list(x.shape)}")
-    return x
+    _require(fits, f"{name}: expected [{', '.join(axes or '')}], non-empty, got {list(x.shape)}")
+    narrow = x.is_floating_point() and x.element_size() < 8
+    return x.to(torch.float32 if narrow else torch.float64)
 
 
-def _with_labels(x, labels, name) -> tuple[Tensor, Tensor]:
-    x, labels = _tensor(x, "NK", name), torch.as_tensor(labels)
-    return x, _check_labels(labels, x.shape[0], x.shape[1], name).to(x.device)
-
-
-def _check_labels(labels, n, k, name) -> Tensor:
+def _with_labels(x, labels, name, axes="NK") -> tuple[Tensor, Tensor]:
+    x, labels = _tensor(x, axes, name), torch.as_tensor(labels)
+    n, k = x.shape[-2:]
     whole = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
     _require(whole, f"labels: expected class indices of an integer type, got {labels.dtype}")
     fits = list(labels.shape) == [n]
     _require(fits, f"labels: expected [{n}] as {name}, got {list(labels.shape)}")
     low, high = map(int, labels.aminmax())
     _require(0 <= low and high < k, f"labels: expected 0..{k - 1}, got {low}..{high}")
-    return labels.long()
+    return x, labels.long().to(x.device)
 
 
-def _check_sums(sums, name):
-    """Refuse rows that are not normalised; their sums also find NaN, infinities and logits."""
-    low, high = map(float, sums.aminmax())
+def _check_probs(probs, name="probs"):
+    """Refuse rows that are no probabilities; their sums also find NaN, infinities and logits."""
+    low = float(probs.amin())  # NaN if there is one: left to the sums
+    _require(not low < 0, f"{name}: expected 0..1, got {low:.4g}")
+    low, high = map(float, probs.sum(-1).aminmax())
     _require(abs(low - 1) <= TOLERANCE and abs(high - 1) <= TOLERANCE,
              f"{name}: expected rows that sum to 1 within {TOLERANCE:g} (softmax in float32, no "
              f"NaN), got sums from {low:.5g} to {high:.5g}")
-
-
-def _check_probs(probs):
-    low = float(probs.amin())  # NaN if there is one: left to the sums
-    _require(not low < 0, f"probs: expected 0..1, got {low:.4g}")
-    _check_sums(probs.sum(-1), "probs")
 
 
 def _vector(x, name) -> np.ndarray:
@@ -157,8 +147,7 @@ def top_k_accuracy(probs, labels, k: int) -> float:
 
 def nll(log_probs, labels) -> float:
     """Negative log-likelihood -(1/N) sum_n log p_n[y_n], nats; inf only where a label has -inf."""
-    log_probs, labels = _with_labels(log_probs, labels, "log_probs")
-    return 0.0 - lpd(log_probs[None], labels)
+    return 0.0 - lpd(_tensor(log_probs, "NK", "log_probs")[None], labels)
 
 
 def lpd(log_probs, labels) -> float:
@@ -166,13 +155,11 @@ def lpd(log_probs, labels) -> float:
 
     log_probs [S, N, K]: finite where the mean probability underflows. S = 1 is -`nll`.
     """
-    log_probs = _tensor(log_probs, "SNK", "log_probs")
-    s, n, k = log_probs.shape
-    labels = _check_labels(torch.as_tensor(labels), n, k, "log_probs").to(log_probs.device)
+    log_probs, labels = _with_labels(log_probs, labels, "log_probs", "SNK")
     for sample in log_probs:
-        _check_sums(sample.exp().sum(-1), "exp(log_probs)")
-    own = log_probs.gather(2, labels.expand(s, -1)[..., None])[..., 0].double()
-    return float((own.logsumexp(0) - math.log(s)).mean())
+        _check_probs(sample.exp(), "exp(log_probs)")
+    own = log_probs.gather(2, labels.expand(len(log_probs), -1)[..., None])[..., 0].double()
+    return float((own.logsumexp(0) - math.log(len(own))).mean())
 
 
 def brier(probs, labels) -> float:
@@ -253,15 +240,15 @@ def ensemble_uncertainty(log_probs) -> dict[str, Tensor]:
     for log_p in log_probs.split(rows, 1):
         log_p = log_p.double()
         p = log_p.exp()
-        _check_sums(p.sum(-1), "exp(log_probs)")
+        _check_probs(p, "exp(log_probs)")
         log_pi = log_p.logsumexp(0) - math.log(len(log_p))
         pi = log_pi.exp()
         total, aleatoric = torch.special.entr(pi).sum(-1), torch.special.entr(p).sum(-1).mean(0)
         cross = -(pi * log_p.mean(0)).masked_fill(pi == 0, 0).sum(-1)  # mean_m of H(pi, p_m)
         parts.append(torch.stack([total, aleatoric, total - aleatoric, cross - total]).clamp_min(0))
     total, aleatoric, epistemic, rmi = torch.cat(parts, 1)
-    names = ("total", "aleatoric", "epistemic", "rmi", "epkl")
-    return dict(zip(names, (total, aleatoric, epistemic, rmi, epistemic + rmi)))
+    return {"total": total, "aleatoric": aleatoric, "epistemic": epistemic, "rmi": rmi,
+            "epkl": epistemic + rmi}
 
 
 def _threshold_counts(scores, positive) -> tuple[np.ndarray, np.ndarray]:
@@ -354,10 +341,7 @@ def prediction_rejection_ratio(uncertainty, correct) -> float | None:
     return float((chance - area) / (chance - oracle))
 
 
-def _finite_logits(logits, labels) -> tuple[Tensor, Tensor]:
-    logits, labels = _with_labels(logits, labels, "logits")
-    _require(bool(logits.isfinite().all()), "logits: expected finite numbers")
-    return logits.double(), labels
+
 
 
 def fit_temperature(logits, labels) -> float:
@@ -366,8 +350,9 @@ def fit_temperature(logits, labels) -> float:
     The NLL is convex in 1/T: its slope has one root, found on log T by Brent's method to 1e-9. Cut
     to 1e-3..1e3; 1 if no T makes a difference (constant rows).
     """
-    z, labels = _finite_logits(logits, labels)
-    z = z - z.gather(1, labels[:, None])
+    z, labels = _with_labels(logits, labels, "logits")
+    _require(bool(z.isfinite().all()), "logits: expected finite numbers")
+    z = z.double() - z.gather(1, labels[:, None])
 
     def slope(log_t):  # d NLL / d(1/T) = mean_n of E_{softmax(z/T)}[z - z_y]
         return float(((z / math.exp(log_t)).softmax(1) * z).sum(1).mean())
@@ -389,17 +374,17 @@ class Moments(NamedTuple):
 
 def _mixture(means, variances, *targets) -> list[Tensor]:
     """The arguments as float64 tensors on one device, checked."""
+    means = _tensor(means, "SN", "means")
     named = {"means": means, "variances": variances, **{"targets": y for y in targets}}
-    named = {k: _tensor(x, None, k).double() for k, x in named.items()}
-    shape, device = list(named["means"].shape), named["means"].device
-    _require(len(shape) == 2 and 0 not in shape, f"means: expected [S, N], got {shape}")
+    named = {k: _tensor(x, None, k).to(means.device, torch.float64) for k, x in named.items()}
+    shape = list(means.shape)
     for name, x in named.items():
         expected = shape[1:] if name == "targets" else shape
         _require(list(x.shape) == expected, f"{name}: expected {expected}, got {list(x.shape)}")
         _require(bool(x.isfinite().all()), f"{name}: expected finite numbers")
     low = float(named["variances"].min())
     _require(low > 0, f"variances: expected numbers above 0, got {low:.4g}")
-    return [x.to(device) for x in named.values()]
+    return list(named.values())
 
 
 def gaussian_mixture_moments(means, variances) -> Moments:
@@ -490,44 +475,6 @@ def cv(means, variances) -> float | None:
     return float(std.std() / std.mean()) if len(std) > 1 else None
 
 
-def _point_errors(mean, target) -> dict[str, float | None]:
-    error, size = np.abs(target - mean), np.abs(target) + np.abs(mean)
-    square, spread = (error**2).mean(), np.ptp(target) > 0
-    relative = np.divide(2 * error, size, out=np.zeros_like(error), where=size > 0)  # 0 / 0 = 0
-    return {
-        "mae": float(error.mean()),
-        "rmse": math.sqrt(square),
-        "mdae": float(np.median(error)),
-        "marpd": float(relative.mean()),
-        "r2": float(1 - square / target.var()) if spread else None,
-        "corr": float(np.corrcoef(mean, target)[0, 1]) if spread and np.ptp(mean) > 0 else None,
-    }
-
-
-def _interval_calibration(z) -> dict[str, float]:
-    """Gaps between 100 levels 0..1 and the fraction of targets in the central interval of each."""
-    levels = np.linspace(0, 1, 100)
-    needed = np.sort(erf(np.abs(z) / math.sqrt(2)))  # the smallest level that holds the target
-    gap = np.searchsorted(needed, levels, side="right") / len(z) - levels
-    left, right = gap[:-1], gap[1:]
-    size = np.abs(left) + np.abs(right)
-    crossing = left * right < 0  # two triangles instead of a trapezoid
-    height = np.where(crossing, (left**2 + right**2) / np.where(crossing, size, 1), size)
-    return {"rms_cal": math.sqrt((gap**2).mean()), "ma_cal": float(np.abs(gap).mean()),
-            "miscal_area": float(height.mean() / 2)}
-
-
-def _quantile_scores(z, std) -> dict[str, float]:
-    """Check and interval score of Gaussians, means over the levels 0.01, 0.02, ..., 0.99."""
-    check, interval = [], []
-    for q in np.linspace(0.01, 0.99, 99):
-        above = z - ndtri(q)
-        check.append(std @ np.maximum(q * above, (q - 1) * above))
-        half = ndtri(0.5 + q / 2)
-        interval.append(std @ (2 * half + 2 / (1 - q) * np.maximum(np.abs(z) - half, 0)))
-    return {"check": float(np.mean(check) / len(z)), "interval": float(np.mean(interval) / len(z))}
-
-
 def regression_metrics(means, variances, targets) -> dict[str, float | None]:
     """All scores of regression by an equal mixture, 23 numbers, in O(N S); None where undefined.
 
@@ -539,22 +486,41 @@ def regression_metrics(means, variances, targets) -> dict[str, float | None]:
     the gaps between 100 levels 0..1 of central intervals and the share of targets inside; sharp =
     rmv.
     """
-    mean, std, y = _matched(means, variances, targets)
-    moments = gaussian_mixture_moments(means, variances)
-    matched, z = (mean[None], std[None] ** 2), (y - mean) / std
+    mixture, moments = (means, variances, targets), gaussian_mixture_moments(means, variances)
+    mean, std, y = _matched(*mixture)
+    gaussian, z = (mean[None], std[None] ** 2), (y - mean) / std
+    error, size = np.abs(y - mean), np.abs(y) + np.abs(mean)
+    square, spread = (error**2).mean(), np.ptp(y) > 0
+    level = np.linspace(0.01, 0.99, 99)[:, None]
+    above, half = z - ndtri(level), ndtri(0.5 + level / 2)  # quantiles, central intervals
+    outside = np.maximum(np.abs(z) - half, 0)
+    inside = np.linspace(0, 1, 100)
+    needed = np.sort(erf(np.abs(z) / math.sqrt(2)))  # the smallest interval that holds the target
+    gap = np.searchsorted(needed, inside, side="right") / len(z) - inside
+    ends = np.abs(gap[:-1]) + np.abs(gap[1:])
+    crossing = gap[:-1] * gap[1:] < 0  # two triangles instead of a trapezoid
+    square_ends = np.where(crossing, gap[:-1] ** 2 + gap[1:] ** 2, ends**2)
     return {
-        "lpd": mixture_lpd(means, variances, targets),
-        "nll": -mixture_lpd(*matched, y),
-        **_point_errors(mean, y),
-        "crps": mixture_crps(*matched, y),
-        **_quantile_scores(z, std),
-        "ece": regression_ece(means, variances, targets),
-        "ence": ence(*matched, y),
-        "z_score_var": z_score_variance(*matched, y),
-        **_interval_calibration(z),
-        "rmv": rmv(*matched),
-        "sharp": rmv(*matched),
-        "cv": cv(*matched),
+        "lpd": mixture_lpd(*mixture),
+        "nll": -mixture_lpd(*gaussian, y),
+        "mae": float(error.mean()),
+        "rmse": math.sqrt(square),
+        "mdae": float(np.median(error)),
+        "marpd": float((2 * error / np.where(size > 0, size, 1)).mean()),
+        "r2": float(1 - square / y.var()) if spread else None,
+        "corr": float(np.corrcoef(mean, y)[0, 1]) if spread and np.ptp(mean) > 0 else None,
+        "crps": mixture_crps(*gaussian, y),
+        "check": float((std * np.maximum(level * above, (level - 1) * above)).mean()),
+        "interval": float((std * (2 * half + 2 / (1 - level) * outside)).mean()),
+        "ece": regression_ece(*mixture),
+        "ence": ence(*gaussian, y),
+        "z_score_var": z_score_variance(*gaussian, y),
+        "rms_cal": math.sqrt((gap**2).mean()),
+        "ma_cal": float(np.abs(gap).mean()),
+        "miscal_area": float((square_ends / np.where(ends > 0, ends, 1)).mean() / 2),
+        "rmv": rmv(*gaussian),
+        "sharp": rmv(*gaussian),
+        "cv": cv(*gaussian),
         **{name: float(getattr(moments, name).mean()) for name in Moments._fields[1:]},
     }
 
