@@ -40,8 +40,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 try:
     import fcntl
+    import resource
 except ImportError:  # Windows
-    fcntl = None
+    fcntl = resource = None
 
 
 class UserError(ValueError):
@@ -132,10 +133,8 @@ def accuracy(probs, labels) -> float:
 
 
 def top_k_accuracy(probs, labels, k: int) -> float:
-    """Fraction of rows whose label is among the k largest scores; k in 1..K; 1 is `accuracy`.
-
-    probs [N, K] may be scores of any kind (logits); equal ones are ranked by class index.
-    """
+    """Fraction of rows whose label is among the k in 1..K largest scores, which may be of any kind
+    (logits); equal ones are ranked by class index."""
     scores, labels = _with_labels(probs, labels, "probs")
     classes, label = torch.arange(scores.shape[1], device=scores.device), labels[:, None]
     _require(1 <= k <= len(classes), f"k: expected 1..{len(classes)}, got {k}")
@@ -151,10 +150,8 @@ def nll(log_probs, labels) -> float:
 
 
 def lpd(log_probs, labels) -> float:
-    """Log predictive density of an equal mixture, (1/N) sum_n log (1/S) sum_s p_s(y_n), in nats.
-
-    log_probs [S, N, K]: finite where the mean probability underflows. S = 1 is -`nll`.
-    """
+    """Log predictive density (1/N) sum_n log (1/S) sum_s p_s(y_n) of an equal mixture, log_probs
+    [S, N, K], in nats: finite where the mean probability underflows. S = 1 is -`nll`."""
     log_probs, labels = _with_labels(log_probs, labels, "log_probs", "SNK")
     for sample in log_probs:
         _check_probs(sample.exp(), "exp(log_probs)")
@@ -173,18 +170,15 @@ def brier(probs, labels) -> float:
 
 class Reliability(NamedTuple):
     """The bars of a reliability diagram, [bins] each; confidence and accuracy are means, or 0."""
-
     counts: np.ndarray
     confidence: np.ndarray
     accuracy: np.ndarray
 
 
 def reliability(confidence, correct, bins: int = 15) -> Reliability:
-    """Count, mean confidence and accuracy in equal-width bins (b/bins, (b+1)/bins], b = 0, 1, ...
-
-    Left-open and right-closed, bin = ceil(bins c) - 1, and 0 goes to the first; edges are compared
-    in the precision of `confidence` [N] in [0, 1]: 0.2 closes bin 2 of 15 in float32 and float64.
-    """
+    """Count, mean confidence and accuracy in equal-width bins (b/bins, (b+1)/bins], b = 0, 1, ...;
+    0 goes to the first. Edges are compared in the precision of `confidence` [N] in [0, 1]: 0.2
+    closes bin 2 of 15 in float32 and float64."""
     confidence, correct = _with_mask(confidence, "confidence", correct, "correct")
     _require(bins >= 1, f"bins: expected at least 1, got {bins}")
     low, high = confidence.min(), confidence.max()
@@ -210,9 +204,7 @@ def mce(probs, labels, bins: int = 15) -> float:
 
 def adaptive_ece(probs, labels, bins: int = 15) -> float:
     """Calibration error over equal-mass bins: rows sorted by confidence, cut as numpy.array_split.
-
-    Rows of equal confidence share their mean correctness: their order does not matter.
-    """
+    Rows of equal confidence share their mean correctness: their order does not matter."""
     _require(bins >= 1, f"bins: expected at least 1, got {bins}")
     confidence, correct = _sort_sharing_ties(*_confidence(probs, labels))
     gaps = np.array_split(correct - confidence, bins)
@@ -228,12 +220,12 @@ def entropy(probs) -> Tensor:
 
 
 def ensemble_uncertainty(log_probs) -> dict[str, Tensor]:
-    """Uncertainties of an ensemble log_probs [M, N, K] with mean prediction pi = (1/M) sum_m p_m.
+    """Uncertainties [N] of an ensemble log_probs [M, N, K], mean prediction pi = (1/M) sum_m p_m.
 
     total = H(pi); aleatoric = (1/M) sum_m H(p_m); epistemic = total - aleatoric, the mutual
     information; rmi = (1/M) sum_m KL(pi || p_m), the reverse one; epkl = (1/M^2) sum_ij
-    KL(p_i || p_j), all ordered pairs, = epistemic + rmi. [N] each, nats, float64, differences
-    clamped at 0; rmi and epkl are inf if a member excludes a class that another one does not.
+    KL(p_i || p_j), all ordered pairs, = epistemic + rmi. Nats, float64, differences clamped at 0;
+    rmi and epkl are inf if a member excludes a class that another one does not.
     """
     log_probs = _tensor(log_probs, "MNK", "log_probs")
     rows, parts = max(1, 2**22 // log_probs[:, 0].numel()), []  # ten members of ImageNet in blocks
@@ -251,8 +243,9 @@ def ensemble_uncertainty(log_probs) -> dict[str, Tensor]:
             "epkl": epistemic + rmi}
 
 
-def _threshold_counts(scores, positive) -> tuple[np.ndarray, np.ndarray]:
+def _threshold_counts(scores, positive, tpr=1) -> tuple[np.ndarray, np.ndarray]:
     """Positives and negatives with score >= t, at each distinct score t from the highest down."""
+    _require(0 < tpr <= 1, f"tpr: expected 0 < tpr <= 1, got {tpr}")
     scores, positive = _with_mask(scores, "scores", positive, "positive")
     _require(positive.any() and not positive.all(), "positive: expected both classes, got only one")
     order = np.argsort(scores)[::-1]
@@ -277,35 +270,27 @@ def average_precision(scores, positive) -> float:
 
 def fpr_at_tpr(scores, positive, tpr: float = 0.95, interpolate: bool = False) -> float:
     """Smallest false positive rate among thresholds score >= t with true positive rate >= tpr.
-
     With `interpolate` the ROC points are joined by straight lines, as in ood-metrics: where several
-    have this true positive rate, the largest of their false positive rates, at tpr = 1 always 1.
-    """
-    _require(0 < tpr <= 1, f"tpr: expected 0 < tpr <= 1, got {tpr}")
-    tp, fp = _threshold_counts(scores, positive)
+    have this true positive rate, the largest of their false positive rates, at tpr = 1 always 1."""
+    tp, fp = _threshold_counts(scores, positive, tpr)
     if interpolate:
         return float(np.interp(tpr, np.append(0, tp) / tp[-1], np.append(0, fp) / fp[-1]))
     return float(fp[np.argmax(tp / tp[-1] >= tpr)] / fp[-1])
 
 
 def detection_error(scores, positive, tpr: float = 0.95) -> float:
-    """Smallest (1 - w) (1 - TPR) + w FPR among thresholds score >= t with TPR >= tpr.
-
-    w is the fraction of positives: the weights of ood-metrics.
-    """
-    _require(0 < tpr <= 1, f"tpr: expected 0 < tpr <= 1, got {tpr}")
-    tp, fp = _threshold_counts(scores, positive)
+    """Smallest (1 - w) (1 - TPR) + w FPR among thresholds score >= t with TPR >= tpr; w is the
+    fraction of positives: the weights of ood-metrics."""
+    tp, fp = _threshold_counts(scores, positive, tpr)
     rate, w = tp / tp[-1], tp[-1] / (tp[-1] + fp[-1])
     return float(((1 - w) * (1 - rate) + w * fp / fp[-1])[rate >= tpr].min())
 
 
 def ood_metrics(id_scores, ood_scores, *, larger_means: str) -> dict[str, float]:
-    """Separation of in-distribution [N] from out-of-distribution [L] examples by one score.
-
-    larger_means "ood" for an uncertainty (entropy), "id" for a confidence (log density). auroc is
-    the same whichever side is positive; aupr_in and aupr_out are average precisions with ID and
-    with OOD positive; fpr95 is the share of OOD accepted when >= 95 % of ID is.
-    """
+    """Separation of in-distribution [N] from out-of-distribution [L] examples by one score, larger
+    for "ood" (an uncertainty) or "id" (a log density). auroc is the same whichever side is
+    positive; aupr_in and aupr_out are average precisions with ID and with OOD positive; fpr95 is
+    the share of OOD accepted when >= 95 % of ID is."""
     _require(larger_means in ("ood", "id"), f"larger_means: expected ood or id, got {larger_means}")
     id_scores, ood_scores = _vector(id_scores, "id_scores"), _vector(ood_scores, "ood_scores")
     confidence = np.concatenate([id_scores, ood_scores]) * (1 if larger_means == "id" else -1)
@@ -316,11 +301,9 @@ def ood_metrics(id_scores, ood_scores, *, larger_means: str) -> dict[str, float]
 
 
 def rejection_curve(uncertainty, correct) -> tuple[np.ndarray, np.ndarray]:
-    """Errors left, over N, when the most uncertain predictions are rejected, that is, put right.
-
-    Rejected fraction 0, 1/N, ..., 1 and error, from the error rate to 0, both [N + 1]. Ties are
-    rejected in random order: the curve is the expectation, a straight line across a tie.
-    """
+    """Rejected fraction 0, 1/N, ..., 1 and errors left over N, both [N + 1], when the most
+    uncertain predictions are rejected, that is, put right. Ties are rejected in random order: the
+    curve is the expectation, a straight line across a tie."""
     uncertainty, correct = _with_mask(uncertainty, "uncertainty", correct, "correct")
     _, wrong = _sort_sharing_ties(uncertainty, ~correct)
     errors = np.append(0.0, np.cumsum(wrong))  # among the k most certain, k = 0..N
@@ -328,28 +311,21 @@ def rejection_curve(uncertainty, correct) -> tuple[np.ndarray, np.ndarray]:
 
 
 def prediction_rejection_ratio(uncertainty, correct) -> float | None:
-    """Prediction rejection ratio (Malinin), (A_random - A) / (A_random - A_oracle), -1..1.
-
-    A is the area under `rejection_curve`; the oracle rejects all errors first; a random order gives
-    the straight line from the error rate to 0. Equals 2 auroc(uncertainty, not correct) - 1. None
-    if all or no predictions are correct: no order is better than another.
-    """
+    """Malinin's (A_random - A) / (A_random - A_oracle), -1..1; A is the area under
+    `rejection_curve`, the oracle rejects all errors first, a random order gives a straight line.
+    Equals 2 auroc(uncertainty, not correct) - 1; None if all or no predictions are correct."""
     _, error = rejection_curve(uncertainty, correct)
-    if error[0] in (0, 1):
-        return None
     area, chance, oracle = (error[1:] + error[:-1]).mean() / 2, error[0] / 2, error[0] ** 2 / 2
-    return float((chance - area) / (chance - oracle))
+    return None if error[0] in (0, 1) else float((chance - area) / (chance - oracle))
 
 
 
 
 
 def fit_temperature(logits, labels) -> float:
-    """Temperature T that minimises the NLL of softmax(z_n / T) of finite logits z [N, K].
-
-    The NLL is convex in 1/T: its slope has one root, found on log T by Brent's method to 1e-9. Cut
-    to 1e-3..1e3; 1 if no T makes a difference (constant rows).
-    """
+    """Temperature T that minimises the NLL of softmax(z_n / T) of finite logits z [N, K], convex
+    in 1/T: the one root of its slope, by Brent's method on log T to 1e-9. Cut to 1e-3..1e3; 1 if no
+    T makes a difference (constant rows)."""
     z, labels = _with_labels(logits, labels, "logits")
     _require(bool(z.isfinite().all()), "logits: expected finite numbers")
     z = z.double() - z.gather(1, labels[:, None])
@@ -365,7 +341,6 @@ def fit_temperature(logits, labels) -> float:
 
 class Moments(NamedTuple):
     """Mean and variance of mixtures of Gaussians, [N] each; total = aleatoric + epistemic."""
-
     mean: Tensor
     aleatoric: Tensor
     epistemic: Tensor
@@ -409,11 +384,9 @@ def _mean_abs(difference, variance) -> Tensor:
 
 
 def mixture_crps(means, variances, targets) -> float:
-    """Continuous ranked probability score of the mixture, mean_n E|X - y_n| - E|X - X'| / 2.
-
-    X and X' are independent draws; with A(d, v) = E|N(d, v)| (Grimit et al. 2006) a point has
-    mean_s A(y - m_s, v_s) - mean_st A(m_s - m_t, v_s + v_t) / 2. Time O(N S^2), memory O(N S).
-    """
+    """Continuous ranked probability score of the mixture, mean_n E|X - y_n| - E|X - X'| / 2, X and
+    X' independent: mean_s A(y - m_s, v_s) - mean_st A(m_s - m_t, v_s + v_t) / 2 with A(d, v) =
+    E|N(d, v)| (Grimit et al. 2006). Time O(N S^2), memory O(N S)."""
     m, v, y = _mixture(means, variances, targets)
     pairs = sum(_mean_abs(m - m.roll(lag, 0), v + v.roll(lag, 0)).mean() for lag in range(len(m)))
     return float(_mean_abs(y - m, v).mean() - pairs / len(m) / 2)
@@ -433,11 +406,8 @@ def gaussian_crps(means, variances, targets) -> float:
 
 
 def regression_ece(means, variances, targets) -> float:
-    """Mean over the levels .01, ..., .99 (20) of |level - share of targets below that quantile|.
-
-    y is at or below the quantile of the mixture exactly if its distribution function F(y) =
-    (1/S) sum_s Phi((y - m_s) / sqrt(v_s)) is at most the level. 0..0.5.
-    """
+    """Mean over 20 levels .01, ..., .99 of |level - share of targets at or below that quantile of
+    the mixture|, that is, F(y) = (1/S) sum_s Phi((y - m_s) / sqrt(v_s)) <= level. 0..0.5."""
     m, v, y = _mixture(means, variances, targets)
     cdf = torch.special.ndtr((y - m) / v.sqrt()).mean(0).cpu().numpy()
     levels = np.linspace(0.01, 0.99, 20)
@@ -446,11 +416,9 @@ def regression_ece(means, variances, targets) -> float:
 
 
 def ence(means, variances, targets) -> float:
-    """Expected normalised calibration error, mean_b |RMV_b - RMSE_b| / RMV_b over equal-mass bins.
-
-    Points sorted by standard deviation, in chunks of ceil(N / 15); RMV is the root mean variance of
-    a chunk. Points of equal variance share their mean squared error: their order does not matter.
-    """
+    """Expected normalised calibration error, mean_b |RMV_b - RMSE_b| / RMV_b (root mean variance)
+    over chunks of ceil(N / 15) points sorted by standard deviation. Points of equal variance share
+    their mean squared error: their order does not matter."""
     mean, std, targets = _matched(means, variances, targets)
     std, error = _sort_sharing_ties(std, (targets - mean) ** 2)
     start = np.arange(0, len(std), -(-len(std) // 15))
@@ -538,11 +506,9 @@ _alone = False
 
 
 def start(device="auto") -> torch.device:
-    """This process's device; joins the process group if torchrun started several.
-
-    `device`: auto (a GPU if there is one), cpu, cuda, mps, or cuda:N for a single process. Small
-    things travel by gloo, gradients on GPUs by nccl. A process may wait for another for a day.
-    """
+    """This process's device: auto (a GPU if there is one), cpu, cuda, mps, or cuda:N for a single
+    process. Joins the process group if torchrun started several: small things travel by gloo,
+    gradients on GPUs by nccl, and a process may wait for another for a day."""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -553,10 +519,9 @@ def start(device="auto") -> torch.device:
     if device.startswith("cuda"):
         local = int(os.environ.get("LOCAL_RANK", 0))
         index = local if several or device == "cuda" else int(device[5:])
-        if index >= torch.cuda.device_count():
+        if index >= (count := torch.cuda.device_count()):
             raise UserError(f"--device {device}: GPU {index} is asked for, this machine has "
-                            f"{torch.cuda.device_count()}; start fewer processes or use "
-                            "--device cpu")
+                            f"{count}; start fewer processes or use --device cpu")
         device = f"cuda:{index}"
         torch.cuda.set_device(index)
     if several and not dist.is_initialized():
@@ -589,10 +554,7 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def barrier():
-    """Wait for all processes."""
-    if world_size() > 1:
-        dist.barrier()
+
 
 
 def broadcast(value):
@@ -614,12 +576,10 @@ def gather_objects(value) -> list:
 
 def main_first(work):
     """work() by one process of each machine (a download, a cache), then by the others."""
-    first = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    if not first:
-        barrier()
-    done = work()
-    if first:
-        barrier()
+    for first in (True, False):
+        if first == (int(os.environ.get("LOCAL_RANK", 0)) == 0):
+            done = work()
+        gather_objects(None)  # waits for all
     return done
 
 
@@ -644,37 +604,30 @@ def all_reduce(tensor) -> Tensor:
 
 
 def gather_rows(index, *columns) -> list | None:
-    """What each process computed for the rows `index` [b] of a set, on the main process alone.
-
-    Returns [N, ...] on the CPU for each column [b, ...], in the set's order, exactly one row an
-    example however many processes there are; None on the other processes.
-    """
-    tensors = [t.cpu().contiguous() for t in (index, *columns)]
-    if world_size() > 1:
-        lengths = gather_objects(len(index))
-        if not is_main():
-            for tensor in tensors:
-                dist.send(tensor, 0)
-            return None
-        parts = [[tensor] for tensor in tensors]
-        for sender, length in list(enumerate(lengths))[1:]:
-            for part, tensor in zip(parts, tensors):
-                part.append(tensor.new_empty(length, *tensor.shape[1:]))
-                dist.recv(part[-1], sender)
-        tensors = [torch.cat(part) for part in parts]
-    index, *columns = tensors
+    """What each process computed for the rows `index` [b] of a set: on the main process alone (the
+    others get None), each column [b, ...] as [N, ...] on the CPU, in the set's order, exactly one
+    row an example however many processes there are."""
+    parts = [[t.cpu().contiguous()] for t in (index, *columns)]
+    lengths = gather_objects(len(index))
+    if not is_main():
+        for [tensor] in parts:
+            dist.send(tensor, 0)
+        return None
+    for sender, length in list(enumerate(lengths))[1:]:
+        for part in parts:
+            part.append(part[0].new_empty(length, *part[0].shape[1:]))
+            dist.recv(part[-1], sender)
+    index = torch.cat(parts[0])
     order = index.argsort()
     if not torch.equal(index[order], torch.arange(len(index))):
         raise RuntimeError(f"rows are missing or came twice among {len(index)}")
-    return [column[order] for column in columns]
+    return [torch.cat(part)[order] for part in parts[1:]]
 
 
 class _AllReduceSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x)
-        return x
+        return all_reduce(x.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     def backward(ctx, grad):  # every process's loss depends on every process's x
@@ -687,11 +640,8 @@ def all_reduce_sum(x) -> Tensor:
 
 
 class GlobalBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm over the global batch on any device, differentiable twice.
-
-    SyncBatchNorm refuses CPU tensors. Two passes (mean, then centred second moment), so that
-    float32 does not cancel.
-    """
+    """Batch norm over the global batch, differentiable twice, also on CPUs, which SyncBatchNorm
+    refuses. Two passes (mean, then centred second moment): float32 does not cancel."""
 
     def forward(self, x):
         if not self.training or world_size() == 1:
@@ -729,15 +679,13 @@ def data_parallel(net, device, twice=False):
 
 def between(low, high, kind=float):
     """An argparse type: a number of `kind` in [low, high]."""
+    limits = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+
     def number(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text}: must be a number") from None
-        if not low <= value <= high or math.isinf(value):
-            limits = f"at least {low}" if high == math.inf else f"between {low} and {high}"
-            raise argparse.ArgumentTypeError(f"{text}: must be {limits}")
-        return value
+        with contextlib.suppress(ValueError):
+            if low <= (value := kind(text)) <= high and not math.isinf(value):
+                return value
+        raise argparse.ArgumentTypeError(f"{text}: must be a number, {limits}")
     return number
 
 
@@ -747,12 +695,9 @@ def at_least(low, kind=int):
 
 
 class Parser(argparse.ArgumentParser):
-    """The command line that all scripts share, in groups; errors are a UserError.
-
-    `presets`: {"": for all data sets, name: what differs there}. Options that only evaluation reads
-    stand in the group "evaluation", those that say where and how fast in "run"; all others identify
-    what is trained. Nothing that counts is listed by hand.
-    """
+    """The command line that all scripts share; errors are a UserError. Options that only evaluation
+    reads stand in the group "evaluation", those that say where and how fast in "run"; all others
+    identify what is trained. `presets`: {"": for all data sets, name: what differs there}."""
 
     def __init__(self, doc, presets, default):
         super().__init__(prog=Path(sys.argv[0]).name, description=doc.split("\n")[0],
@@ -795,9 +740,8 @@ class Parser(argparse.ArgumentParser):
 
     def group(self, title):
         """The `add_argument` of a group."""
-        if title not in self.groups:
-            self.groups[title] = self.add_argument_group(title)
-        return self.groups[title].add_argument
+        group = self.groups.get(title) or self.add_argument_group(title)
+        return self.groups.setdefault(title, group).add_argument
 
     def error(self, message):
         raise UserError(message.replace("argument ", "", 1))
@@ -913,8 +857,14 @@ def to_bytes(state) -> bytes:
     return buffer.getvalue()
 
 
-def from_bytes(content, path) -> dict:
-    """A checkpoint from its bytes: each one checked (the zip's checksums), nothing unpickled."""
+def load_checkpoint(path) -> dict:
+    """Any file of tensors and plain Python, on the CPU; read by the main process alone. Each byte
+    is checked (the zip's checksums), nothing is unpickled."""
+    try:
+        content = Path(path).read_bytes() if is_main() else None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+    content = broadcast(content)
     try:
         damaged = zipfile.ZipFile(io.BytesIO(content)).testzip()
         state = None if damaged else torch.load(io.BytesIO(content), "cpu", weights_only=True)
@@ -926,13 +876,7 @@ def from_bytes(content, path) -> dict:
     return state
 
 
-def load_checkpoint(path) -> dict:
-    """Any file of tensors and plain Python, on the CPU; read by the main process alone."""
-    try:
-        content = Path(path).read_bytes() if is_main() else None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from None
-    return from_bytes(broadcast(content), path)
+
 
 
 def load_arrays(path, names) -> dict:
@@ -957,10 +901,8 @@ def save_arrays(path, **arrays):
 
 def all_finite(value) -> bool:
     """Whether every tensor in nested dicts and lists is free of NaN and infinity."""
-    if isinstance(value, dict):
-        return all(map(all_finite, value.values()))
-    if isinstance(value, (list, tuple)):
-        return all(map(all_finite, value))
+    if isinstance(value, (dict, list, tuple)):
+        return all(map(all_finite, value.values() if isinstance(value, dict) else value))
     return not isinstance(value, Tensor) or bool(value.isfinite().all())
 
 
@@ -998,11 +940,9 @@ def lock(folder):
 
 
 class Run:
-    """A run directory: options.json, checkpoints, log.jsonl, results.json and .csv, pictures.
-
-    It belongs to one command at a time and to one set of options. Only the main process reads and
-    writes. A piece (a checkpoint, a fit) is stored with the options that identify it.
-    """
+    """A run directory: options.json, checkpoints, log.jsonl, results.json and .csv, pictures. It
+    belongs to one command at a time and to one set of options. Only the main process reads and
+    writes. A piece (a checkpoint, a fit) is stored with the options that identify it."""
 
     def __init__(self, args, script, name):
         name = one_name(args.name or re.sub(r"[^\w.+-]+", "_", name))
@@ -1101,11 +1041,9 @@ class Run:
         self.seconds[part] = self.seconds.get(part, 0) + time.perf_counter() - start
 
     def report(self, rows, metrics=None, shown=None, **extra):
-        """Print the table of `rows`, write results.json and results.csv; returns the rows.
-
-        row: {"method", "seed", "set", "against" (optional), "n", metric: value, ...}. The table has
-        the columns `metrics` (all) of the rows `shown` (all): mean +- standard error over seeds.
-        """
+        """Write rows {"method", "seed", "set", "against" (optional), "n", metric: value, ...} as
+        results.json and results.csv; print the table of the columns `metrics` (all) of the rows
+        `shown` (all), mean +- standard error over seeds. Returns the rows."""
         rows = plain(rows)
         if not is_main():
             return rows
@@ -1113,7 +1051,8 @@ class Run:
         content = plain({"script": self.script, "config": options(self.args), "seconds":
                          self.seconds, "environment": environment(self.args.device), **extra})
         write(self.dir / "results.json", json.dumps({**content, "rows": rows}, indent=1))
-        write(self.dir / "results.csv", rows_to_csv(rows))
+        header = list(dict.fromkeys(key for row in rows for key in row))
+        write(self.dir / "results.csv", to_csv(header, [[r.get(k) for k in header] for r in rows]))
         print(f"\n{tables(shown or rows, metrics)}\n", flush=True)
         return rows
 
@@ -1137,21 +1076,16 @@ def peak_memory_gb(device) -> float | None:
     """Peak memory in GB: the allocator's on a GPU, the resident set elsewhere, if known."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    unit = 1e9 if sys.platform == "darwin" else 1e9 / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit if resource else None
 
 
 def device_memory(device) -> int | None:
     """Bytes of memory of a device, where the system tells."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    names = getattr(os, "sysconf_names", ())  # none on Windows
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in names \
-        else None
+    with contextlib.suppress(AttributeError, ValueError):  # Windows has neither
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def progress(batches, total, label):
@@ -1164,21 +1098,19 @@ def progress(batches, total, label):
 
 def write_predictions(path, dataset, log_probs, **columns):
     """predictions.csv, a line an example: index or file, label if known, predicted class,
-    confidence, total, aleatoric and epistemic uncertainty (nats), and the method's own columns.
-
-    dataset: a set of data.py, or None where there are neither files nor labels; log_probs [N, K],
-    or [M, N, K] of an ensemble; columns [N] by name, which may replace the standard ones.
-    """
+    confidence, total, aleatoric and epistemic uncertainty (nats), and the method's own `columns`
+    [N], which may replace these. dataset: a set of data.py, or None where there are neither files
+    nor labels; log_probs [N, K], or [M, N, K] of an ensemble."""
     files, labels = getattr(dataset, "files", None), getattr(dataset, "labels", None)
-    known = labels is not None and bool((labels >= 0).any())  # -1 where a label is not known
     log_probs = torch.as_tensor(log_probs).double()
     log_probs = log_probs if log_probs.ndim == 3 else log_probs[None]
     confidence, predicted = log_probs.exp().mean(0).max(1)
     parts = ensemble_uncertainty(log_probs)
-    table = {"file" if files else "index": files or range(len(predicted)),
-             **({"label": labels} if known else {}), "predicted": predicted,
-             "confidence": confidence,
-             **{k: parts[k] for k in ("total", "aleatoric", "epistemic")}, **columns}
+    table = {"file" if files else "index": files or range(len(predicted))}
+    if labels is not None and bool((labels >= 0).any()):  # -1 where a label is not known
+        table["label"] = labels
+    table |= {"predicted": predicted, "confidence": confidence, "total": parts["total"],
+              "aleatoric": parts["aleatoric"], "epistemic": parts["epistemic"], **columns}
     cells = [c.tolist() if hasattr(c, "tolist") else list(c) for c in table.values()]
     write(path, to_csv(list(table), zip(*cells)))
     say(f"predictions of {len(predicted)} examples in {path}")
@@ -1215,10 +1147,7 @@ def tables(rows, metrics=None, form="text") -> str:
     return "\n\n".join(format_table(*pool(part, metrics), form) for part in parts if part)
 
 
-def rows_to_csv(rows) -> str:
-    """Rows with any keys as CSV text."""
-    header = list(dict.fromkeys(key for row in rows for key in row))
-    return to_csv(header, [[row.get(key) for key in header] for row in rows])
+
 
 
 def to_csv(header, lines) -> str:
