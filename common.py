@@ -27,8 +27,8 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections import namedtuple
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -66,11 +66,13 @@ def _require(condition, message):
 
 
 def _tensor(x, axes, name) -> Tensor:
-    """A detached float32 or float64 tensor, non-empty [*axes] if axes are given."""
+    """A detached float32 or float64 tensor [*axes]: a letter is any size but 0, a number itself."""
     x = torch.as_tensor(x, dtype=torch.float64 if isinstance(x, (list, tuple)) else None).detach()
     x = x.cpu() if x.device.type == "mps" else x  # which has no float64
-    fits = axes is None or x.ndim == len(axes) and x.numel() > 0
-    _require(fits, f"{name}: expected [{', '.join(axes or '')}], non-empty, got {list(x.shape)}")
+    fits = x.ndim == len(axes) and x.numel() > 0 and all(
+        isinstance(axis, str) or axis == size for axis, size in zip(axes, x.shape))
+    axes = ", ".join(map(str, axes))
+    _require(fits, f"{name}: expected [{axes}], non-empty, got {list(x.shape)}")
     narrow = x.is_floating_point() and x.element_size() < 8
     return x.to(torch.float32 if narrow else torch.float64)
 
@@ -80,11 +82,10 @@ def _with_labels(x, labels, name, axes="NK") -> tuple[Tensor, Tensor]:
     n, k = x.shape[-2:]
     whole = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
     _require(whole, f"labels: expected class indices of an integer type, got {labels.dtype}")
-    fits = list(labels.shape) == [n]
-    _require(fits, f"labels: expected [{n}] as {name}, got {list(labels.shape)}")
+    labels = _tensor(labels, [n], "labels").long().to(x.device)
     low, high = map(int, labels.aminmax())
     _require(0 <= low and high < k, f"labels: expected 0..{k - 1}, got {low}..{high}")
-    return x, labels.long().to(x.device)
+    return x, labels
 
 
 def _check_probs(probs, name="probs"):
@@ -97,15 +98,15 @@ def _check_probs(probs, name="probs"):
              f"NaN), got sums from {low:.5g} to {high:.5g}")
 
 
-def _vector(x, name) -> np.ndarray:
-    x = _tensor(x, "N", name).cpu().numpy()
+def _vector(x, name, size="N") -> np.ndarray:
+    x = _tensor(x, [size], name).cpu().numpy()
     _require(not np.isnan(x).any(), f"{name}: contains NaN")
     return x
 
 
 def _with_mask(x, x_name, mask, name) -> tuple[np.ndarray, np.ndarray]:
-    x, mask = _vector(x, x_name), _vector(mask, name)
-    _require(len(x) == len(mask), f"{name}: expected [{len(x)}] as {x_name}, got [{len(mask)}]")
+    x = _vector(x, x_name)
+    mask = _vector(mask, name, len(x))
     _require(bool(((mask == 0) | (mask == 1)).all()), f"{name}: expected bool, or 0 and 1")
     return x, mask == 1
 
@@ -168,11 +169,8 @@ def brier(probs, labels) -> float:
     return float(error.square().sum(1).mean())
 
 
-class Reliability(NamedTuple):
-    """The bars of a reliability diagram, [bins] each; confidence and accuracy are means, or 0."""
-    counts: np.ndarray
-    confidence: np.ndarray
-    accuracy: np.ndarray
+# The bars of a reliability diagram, arrays [bins]; confidence and accuracy are means, or 0.
+Reliability = namedtuple("Reliability", "counts confidence accuracy")
 
 
 def reliability(confidence, correct, bins: int = 15) -> Reliability:
@@ -339,27 +337,20 @@ def fit_temperature(logits, labels) -> float:
     return 1e-3 if slope(low) <= 0 else math.exp(brentq(slope, low, high, xtol=1e-9))
 
 
-class Moments(NamedTuple):
-    """Mean and variance of mixtures of Gaussians, [N] each; total = aleatoric + epistemic."""
-    mean: Tensor
-    aleatoric: Tensor
-    epistemic: Tensor
-    total: Tensor
+# Mean and variance of mixtures of Gaussians, tensors [N]; total = aleatoric + epistemic.
+Moments = namedtuple("Moments", "mean aleatoric epistemic total")
 
 
 def _mixture(means, variances, *targets) -> list[Tensor]:
     """The arguments as float64 tensors on one device, checked."""
     means = _tensor(means, "SN", "means")
-    named = {"means": means, "variances": variances, **{"targets": y for y in targets}}
-    named = {k: _tensor(x, None, k).to(means.device, torch.float64) for k, x in named.items()}
-    shape = list(means.shape)
-    for name, x in named.items():
-        expected = shape[1:] if name == "targets" else shape
-        _require(list(x.shape) == expected, f"{name}: expected {expected}, got {list(x.shape)}")
+    found = [means, _tensor(variances, means.shape, "variances")]
+    found += [_tensor(y, means.shape[1:], "targets") for y in targets]
+    for name, x in zip(("means", "variances", "targets"), found):
         _require(bool(x.isfinite().all()), f"{name}: expected finite numbers")
-    low = float(named["variances"].min())
+    low = float(found[1].min())
     _require(low > 0, f"variances: expected numbers above 0, got {low:.4g}")
-    return list(named.values())
+    return [x.to(means.device, torch.float64) for x in found]
 
 
 def gaussian_mixture_moments(means, variances) -> Moments:
@@ -906,11 +897,7 @@ def all_finite(value) -> bool:
     return not isinstance(value, Tensor) or bool(value.isfinite().all())
 
 
-def one_name(name) -> str:
-    """A name that is one component of a path; nothing is written outside the run directories."""
-    if not re.fullmatch(r"[^/\\\0]{1,200}", name) or name in (".", ".."):
-        raise UserError(f"--name {name!r}: give one name, not a path")
-    return name
+
 
 
 def check_same(there, here, path, evaluating):
@@ -923,8 +910,9 @@ def check_same(there, here, path, evaluating):
                         "--name, or --fresh to start anew")
 
 
-def lock(folder):
-    """Make a folder and keep other processes out of it until this one ends."""
+def claim(folder, config, args):
+    """Make a run directory, keep other processes out of it until this one ends, and mark it with
+    the options that it belongs to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = _locks.get(folder.resolve()) or open(folder / ".lock", "a")
@@ -937,6 +925,13 @@ def lock(folder):
         raise UserError(f"cannot write to {folder} ({error.strerror}); choose another --out-dir "
                         "or --name") from None
     _locks[folder.resolve()] = file
+    for left_over in folder.glob(".*.tmp"):
+        left_over.unlink()
+    path = folder / "options.json"
+    if path.exists() and not args.fresh:
+        check_same(json.loads(path.read_text()), config, folder, args.eval)
+    else:
+        write(path, json.dumps(config, indent=1))
 
 
 class Run:
@@ -945,26 +940,19 @@ class Run:
     writes. A piece (a checkpoint, a fit) is stored with the options that identify it."""
 
     def __init__(self, args, script, name):
-        name = one_name(args.name or re.sub(r"[^\w.+-]+", "_", name))
+        name = args.name or re.sub(r"[^\w.+-]+", "_", name)
+        if not re.fullmatch(r"[^/\\\0]{1,200}", name) or name in (".", ".."):
+            raise UserError(f"--name {name!r}: give one name, not a path")
         self.args, self.script, self.dir = args, script, Path(args.out_dir, script, name)
         self.config = plain(options(args, without=("evaluation", "run")))
         self.seconds, self.history, self.written, self.start = {}, [], set(), time.perf_counter()
         if args.eval and args.epochs and not self.dir.is_dir():
             raise UserError(f"no run in {self.dir}; train first (the same command without --eval)")
         if is_main():
-            self.claim()
+            claim(self.dir, self.config, args)
         say(f"run directory {self.dir}")
 
-    def claim(self):
-        """Make and lock the directory, and mark it with the options."""
-        lock(self.dir)
-        path = self.dir / "options.json"
-        for left_over in self.dir.glob(".*.tmp"):
-            left_over.unlink()
-        if path.exists() and not self.args.fresh:
-            check_same(json.loads(path.read_text()), self.config, self.dir, self.args.eval)
-        else:
-            write(path, json.dumps(self.config, indent=1))
+
 
     def load(self, name, config=None) -> dict | None:
         """The piece `name` that an earlier start of the same options saved, or None."""
@@ -1182,7 +1170,7 @@ def format_table(header, lines, form="text") -> str:
         columns = r"\begin{tabular}{" + "l" * len(header) + "}"
         rows = [row.replace("_", r"\_") for row in rows]
         return "\n".join([columns, rows[0], r"\hline", *rows[1:], r"\end{tabular}"])
-    rule = "-" * len(rows[0]) if form == "text" else f"|{'|'.join('-' * (w + 2) for w in widths)}|"
+    rule = "-" * len(rows[0]) if form == "text" else f"| {' | '.join('-' * w for w in widths)} |"
     return "\n".join(row.rstrip() for row in [rows[0], rule, *rows[1:]])
 
 
@@ -1198,20 +1186,17 @@ def table(argv=None):
     for path in map(Path, args.runs):
         try:
             path = path / "results.json" if path.is_dir() else path
-            contents.append(json.loads(path.read_text()))
-            contents[-1]["config"], contents[-1]["rows"]
+            content = json.loads(path.read_text())
+            contents.append(({"script": content["script"], **content["config"]}, content["rows"]))
         except (OSError, ValueError, KeyError, TypeError):
             raise UserError(f"{path} is not the results of a run (finish it first)") from None
     aside = {"seed", "runs", "name", "out_dir", "data_dir", "device", "workers", "eval", "fresh",
              "plot", "predict"}
-    configs = [{"script": c["script"], **c["config"]} for c in contents]
-    varied = [k for k in dict.fromkeys(k for c in configs for k in c) if k not in aside
-              and len({json.dumps(c.get(k)) for c in configs}) > 1]
-    rows = []
-    for config, content in zip(configs, contents):
-        label = " ".join(f"{k}={config.get(k)}" for k in varied) or None
-        rows += [{**row, "run": label} for row in content["rows"]
-                 if not args.sets or row.get("set") in args.sets]
+    varied = [k for k in dict.fromkeys(k for config, _ in contents for k in config)
+              if k not in aside and len({json.dumps(config.get(k)) for config, _ in contents}) > 1]
+    rows = [{**row, "run": " ".join(f"{k}={config.get(k)}" for k in varied) or None}
+            for config, part in contents for row in part
+            if not args.sets or row.get("set") in args.sets]
     print(tables(rows, args.metrics, args.format))
 
 
