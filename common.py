@@ -113,11 +113,9 @@ def _with_mask(x, x_name, mask, name) -> tuple[np.ndarray, np.ndarray]:
 
 def _sort_sharing_ties(key, value) -> tuple[np.ndarray, np.ndarray]:
     """Sort by key, ascending; equal keys share their mean value, the expectation over orders."""
-    order = np.argsort(key, kind="stable")
-    key, value = key[order].astype(np.float64), value[order].astype(np.float64)
-    start = np.flatnonzero(np.append(True, key[1:] != key[:-1]))
-    size = np.diff(np.append(start, len(key)))
-    return key, np.repeat(np.add.reduceat(value, start) / size, size)
+    key = key.astype(np.float64)
+    distinct, group, size = np.unique(key, return_inverse=True, return_counts=True)
+    return np.repeat(distinct, size), np.repeat(np.bincount(group, value) / size, size)
 
 
 def _confidence(probs, labels) -> tuple[np.ndarray, np.ndarray]:
@@ -218,13 +216,11 @@ def entropy(probs) -> Tensor:
 
 
 def ensemble_uncertainty(log_probs) -> dict[str, Tensor]:
-    """Uncertainties [N] of an ensemble log_probs [M, N, K], mean prediction pi = (1/M) sum_m p_m.
-
+    """Uncertainties [N] of an ensemble log_probs [M, N, K], mean prediction pi = (1/M) sum_m p_m:
     total = H(pi); aleatoric = (1/M) sum_m H(p_m); epistemic = total - aleatoric, the mutual
     information; rmi = (1/M) sum_m KL(pi || p_m), the reverse one; epkl = (1/M^2) sum_ij
     KL(p_i || p_j), all ordered pairs, = epistemic + rmi. Nats, float64, differences clamped at 0;
-    rmi and epkl are inf if a member excludes a class that another one does not.
-    """
+    rmi and epkl are inf if a member excludes a class that another one does not."""
     log_probs = _tensor(log_probs, "MNK", "log_probs")
     rows, parts = max(1, 2**22 // log_probs[:, 0].numel()), []  # ten members of ImageNet in blocks
     for log_p in log_probs.split(rows, 1):
@@ -246,11 +242,9 @@ def _threshold_counts(scores, positive, tpr=1) -> tuple[np.ndarray, np.ndarray]:
     _require(0 < tpr <= 1, f"tpr: expected 0 < tpr <= 1, got {tpr}")
     scores, positive = _with_mask(scores, "scores", positive, "positive")
     _require(positive.any() and not positive.all(), "positive: expected both classes, got only one")
-    order = np.argsort(scores)[::-1]
-    scores, positive = scores[order], positive[order]
-    last_of_tie = np.flatnonzero(np.append(scores[1:] != scores[:-1], True))
-    tp = np.cumsum(positive)[last_of_tie]
-    return tp, last_of_tie + 1 - tp
+    distinct, group = np.unique(-scores, return_inverse=True)
+    return tuple(np.bincount(group[mask], minlength=len(distinct)).cumsum()
+                 for mask in (positive, ~positive))
 
 
 def auroc(scores, positive) -> float:
@@ -310,14 +304,10 @@ def rejection_curve(uncertainty, correct) -> tuple[np.ndarray, np.ndarray]:
 
 def prediction_rejection_ratio(uncertainty, correct) -> float | None:
     """Malinin's (A_random - A) / (A_random - A_oracle), -1..1; A is the area under
-    `rejection_curve`, the oracle rejects all errors first, a random order gives a straight line.
-    Equals 2 auroc(uncertainty, not correct) - 1; None if all or no predictions are correct."""
-    _, error = rejection_curve(uncertainty, correct)
-    area, chance, oracle = (error[1:] + error[:-1]).mean() / 2, error[0] / 2, error[0] ** 2 / 2
-    return None if error[0] in (0, 1) else float((chance - area) / (chance - oracle))
-
-
-
+    `rejection_curve`, the oracle rejects all errors first, a random order gives a straight line:
+    2 auroc(uncertainty, not correct) - 1. None if all or no predictions are correct."""
+    uncertainty, correct = _with_mask(uncertainty, "uncertainty", correct, "correct")
+    return 2 * auroc(uncertainty, ~correct) - 1 if 0 < correct.sum() < len(correct) else None
 
 
 def fit_temperature(logits, labels) -> float:
@@ -436,15 +426,13 @@ def cv(means, variances) -> float | None:
 
 def regression_metrics(means, variances, targets) -> dict[str, float | None]:
     """All scores of regression by an equal mixture, 23 numbers, in O(N S); None where undefined.
-
     Of the mixture: lpd, ece (`regression_ece`) and the means over n of aleatoric, epistemic and
     total variance. Of the Gaussian with its moments: ence, z_score_var, rmv, cv, and what
     uncertainty-toolbox reports: nll; mae, rmse, mdae (median); marpd, mean of 2 |y - m| / (|y| +
     |m|), 0..2 and not percent as there, 0 / 0 = 0; r2, corr; crps; check and interval score, means
     over the levels .01, ..., .99; rms_cal, ma_cal, miscal_area: root mean square, mean and area of
     the gaps between 100 levels 0..1 of central intervals and the share of targets inside; sharp =
-    rmv.
-    """
+    rmv."""
     mixture, moments = (means, variances, targets), gaussian_mixture_moments(means, variances)
     mean, std, y = _matched(*mixture)
     gaussian, z = (mean[None], std[None] ** 2), (y - mean) / std
@@ -543,9 +531,6 @@ def world_size() -> int:
 
 def is_main() -> bool:
     return rank() == 0
-
-
-
 
 
 def broadcast(value):
@@ -740,11 +725,8 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv=None, **defaults):
         """Options from the command line, else `defaults`, else the data set's preset; the device
         is started and what differs from the script's own defaults is printed."""
-        first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        first.error = self.error
-        first.add_argument("--dataset", default=self.default)
-        first.add_argument("--preset")
-        known = first.parse_known_args(argv)[0]
+        argv = sys.argv[1:] if argv is None else argv
+        known = self.parse_known_args([word for word in argv if word not in ("-h", "--help")])[0]
         folder = known.dataset.startswith("folder:")
         preset = known.preset or ("cifar10" if folder else known.dataset)
         if preset not in self.presets or not preset:
@@ -867,9 +849,6 @@ def load_checkpoint(path) -> dict:
     return state
 
 
-
-
-
 def load_arrays(path, names) -> dict:
     """The arrays `names` of an .npz file; UserError if it is absent, damaged, or lacks one."""
     try:
@@ -895,9 +874,6 @@ def all_finite(value) -> bool:
     if isinstance(value, (dict, list, tuple)):
         return all(map(all_finite, value.values() if isinstance(value, dict) else value))
     return not isinstance(value, Tensor) or bool(value.isfinite().all())
-
-
-
 
 
 def check_same(there, here, path, evaluating):
@@ -952,16 +928,13 @@ class Run:
             claim(self.dir, self.config, args)
         say(f"run directory {self.dir}")
 
-
-
     def load(self, name, config=None) -> dict | None:
         """The piece `name` that an earlier start of the same options saved, or None."""
         path = self.dir / f"{name}.pt"
         usable = path.exists() and (name in self.written or not self.args.fresh)
         if not broadcast(usable):
             return None
-        state = load_checkpoint(path)
-        here = self.config if config is None else plain(config)
+        state, here = load_checkpoint(path), plain(self.config if config is None else config)
         check_same(state.get("config", {}), here, path, self.args.eval)
         return state
 
@@ -969,8 +942,8 @@ class Run:
         """Save a piece: tensors and plain Python, identified by `config`."""
         self.written.add(name)
         if is_main():
-            config = self.config if config is None else plain(config)
-            write(self.dir / f"{name}.pt", to_bytes({"config": config, **state}))
+            state["config"] = plain(self.config if config is None else config)
+            write(self.dir / f"{name}.pt", to_bytes(state))
 
     def epochs(self, total, name="last", config=None, **parts):
         """Yield the epochs that are left, exactly: `parts` (what has a state_dict) are read before
@@ -1047,15 +1020,13 @@ class Run:
 
 def environment(device) -> dict:
     """What a reader needs to repeat a number: commit, versions, device, threads, processes."""
-    try:
-        git = subprocess.run(["git", "-C", str(Path(__file__).resolve().parent), "describe",
-                              "--always", "--dirty"], capture_output=True, text=True)
-        commit = git.stdout.strip() or None
-    except OSError:
-        commit = None
+    command, commit = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"], ""
+    with contextlib.suppress(OSError):  # no git
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     cuda = device.type == "cuda"
-    return {"commit": commit, "python": platform.python_version(), "torch": torch.__version__,
-            "numpy": np.__version__, "processes": world_size(), "threads": torch.get_num_threads(),
+    return {"commit": commit or None, "python": platform.python_version(),
+            "torch": torch.__version__, "numpy": np.__version__,
+            "processes": world_size(), "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name(device) if cuda else platform.machine(),
             "peak_memory_gb": peak_memory_gb(device)}
 
@@ -1133,9 +1104,6 @@ def tables(rows, metrics=None, form="text") -> str:
     """Predictions by set, then comparisons of a set against another, each with its own columns."""
     parts = [r for r in rows if not r.get("against")], [r for r in rows if r.get("against")]
     return "\n\n".join(format_table(*pool(part, metrics), form) for part in parts if part)
-
-
-
 
 
 def to_csv(header, lines) -> str:
