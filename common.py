@@ -679,15 +679,14 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=Path(sys.argv[0]).name, description=doc.split("\n")[0],
                          epilog="Details, equations, differences: the top of the script.",
                          allow_abbrev=False)
-        self.presets, self.default = presets, default
-        titles = ("data", "network", "training", "method", "evaluation", "run")
-        self.groups = {title: self.add_argument_group(title) for title in titles}
+        self.presets, self.default, self.groups = presets, default, {}
+        for title in ("data", "network", "training", "method", "evaluation", "run"):
+            self.group(title)
         add, flag = self.group("data"), argparse.BooleanOptionalAction
         add("--dataset", default=default, metavar="NAME", help="alone it is the paper's setting: "
             f"{', '.join(filter(None, presets))}; or folder:PATH with PATH/train/<class>/* and "
             "PATH/test/<class>/*")
-        add("--preset", metavar="NAME", help="take the settings "
-            "of another data set (folder:PATH takes cifar10's)")
+        add("--preset", metavar="NAME", help="another's settings (folder:PATH takes cifar10's)")
         add("--image-size", type=between(1, 4096, int), help="side of images read from files")
         self.group("network")("--width", type=between(0.01, 64), default=1.0,
                               help="multiplies the channels; 1 is the paper's network")
@@ -700,8 +699,7 @@ class Parser(argparse.ArgumentParser):
         add("--amp", choices=["off", "bf16"], default="off", help="bf16: autocast the network")
         add("--limit-steps", type=at_least(1), help="end each epoch after so many steps")
         add = self.group("evaluation")
-        add("--runs", type=at_least(1), default=1, help="repeat with the next seeds: mean and "
-            "standard error")
+        add("--runs", type=at_least(1), default=1, help="with the next seeds: mean, standard error")
         add("--predict", metavar="SET", help="write predictions.csv: any set, folder:PATH or .npz")
         add = self.group("run")
         add("--data-dir", default="data", help="where data sets lie or are downloaded to")
@@ -727,8 +725,7 @@ class Parser(argparse.ArgumentParser):
         is started and what differs from the script's own defaults is printed."""
         argv = sys.argv[1:] if argv is None else argv
         known = self.parse_known_args([word for word in argv if word not in ("-h", "--help")])[0]
-        folder = known.dataset.startswith("folder:")
-        preset = known.preset or ("cifar10" if folder else known.dataset)
+        preset = known.preset or re.sub("^folder:.*", "cifar10", known.dataset)
         if preset not in self.presets or not preset:
             self.error(f"{'--preset' if known.preset else '--dataset'} {preset}: choose from "
                        f"{', '.join(filter(None, self.presets))}, or --dataset folder:PATH")
@@ -769,8 +766,7 @@ def with_options(args, **changes):
 
 # ---- Runs ---------------------------------------------------------------------------------------
 
-# Of a finished network; --eval may have them otherwise.
-FREE_IN_EVAL = ("batch_size", "amp", "augment", "limit_steps")
+FREE_IN_EVAL = ("batch_size", "amp", "augment", "limit_steps")  # --eval may have them otherwise
 _locks = {}
 
 
@@ -1035,8 +1031,8 @@ def peak_memory_gb(device) -> float | None:
     """Peak memory in GB: the allocator's on a GPU, the resident set elsewhere, if known."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    unit = 1e9 if sys.platform == "darwin" else 1e9 / 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit if resource else None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def device_memory(device) -> int | None:
@@ -1221,7 +1217,6 @@ def launch(main):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["table"]:
-        launch(lambda: table(sys.argv[2:]))
-    else:
+    if sys.argv[1:2] != ["table"]:
         sys.exit("usage: python common.py table RUN ... [--metrics ...] [--format ...]")
+    launch(lambda: table(sys.argv[2:]))
