@@ -162,8 +162,7 @@ def brier(probs, labels) -> float:
     """Brier score (1/N) sum_n sum_k (p_nk - [k = y_n])^2, 0..2: sum over classes, not mean."""
     probs, labels = _with_labels(probs, labels, "probs")
     _check_probs(probs)
-    error = probs.double()
-    error = error.scatter_add(1, labels[:, None], -error.new_ones(len(error), 1))
+    error = probs.double() - nn.functional.one_hot(labels, probs.shape[1])
     return float(error.square().sum(1).mean())
 
 
@@ -684,8 +683,7 @@ class Parser(argparse.ArgumentParser):
             self.group(title)
         add, flag = self.group("data"), argparse.BooleanOptionalAction
         add("--dataset", default=default, metavar="NAME", help="alone it is the paper's setting: "
-            f"{', '.join(filter(None, presets))}; or folder:PATH with PATH/train/<class>/* and "
-            "PATH/test/<class>/*")
+            f"{', '.join(filter(None, presets))}; or folder:PATH with {{train,test}}/<class>/*")
         add("--preset", metavar="NAME", help="another's settings (folder:PATH takes cifar10's)")
         add("--image-size", type=between(1, 4096, int), help="side of images read from files")
         self.group("network")("--width", type=between(0.01, 64), default=1.0,
@@ -1016,13 +1014,13 @@ class Run:
 
 def environment(device) -> dict:
     """What a reader needs to repeat a number: commit, versions, device, threads, processes."""
-    command, commit = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"], ""
+    commit, folder = "", Path(__file__).resolve().parent
+    command = ["git", "-C", folder, "describe", "--always", "--dirty"]
     with contextlib.suppress(OSError):  # no git
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    cuda = device.type == "cuda"
-    return {"commit": commit or None, "python": platform.python_version(),
-            "torch": torch.__version__, "numpy": np.__version__,
-            "processes": world_size(), "threads": torch.get_num_threads(),
+    cuda, python = device.type == "cuda", platform.python_version()
+    return {"commit": commit or None, "python": python, "torch": torch.__version__,
+            "numpy": np.__version__, "processes": world_size(), "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name(device) if cuda else platform.machine(),
             "peak_memory_gb": peak_memory_gb(device)}
 
