@@ -162,7 +162,8 @@ def brier(probs, labels) -> float:
     """Brier score (1/N) sum_n sum_k (p_nk - [k = y_n])^2, 0..2: sum over classes, not mean."""
     probs, labels = _with_labels(probs, labels, "probs")
     _check_probs(probs)
-    error = probs.double() - nn.functional.one_hot(labels, probs.shape[1])
+    error = probs.double()
+    error = error.scatter_add(1, labels[:, None], -error.new_ones(len(error), 1))
     return float(error.square().sum(1).mean())
 
 
