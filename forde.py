@@ -78,8 +78,8 @@ PRESETS = {
     # paper: features of a frozen ViT, three hidden layers with batch norm
     "features": dict(model="mlp", batch_size=256, lr=0.2, epochs=100, shift="none", augment=False),
     **dict.fromkeys(("glyphs", "dirty_glyphs"), dict(
-        methods=["deep_ensemble", "forde_pca", "forde_identity"], members=4, model="resnet9",
-        width=0.125, limit_train=4000, epochs=4, batch_size=64, schedule="one_cycle",
+        methods=["deep_ensemble", "forde_pca", "forde_identity"], members=8, model="mlp",
+        hidden=[128, 128], limit_train=1000, epochs=30, batch_size=32, schedule="one_cycle",
         shift="computed", ood=["glyphs_letters"], shift_examples=250, augment=False)),
     "numbers": dict(members=4, model="resnet9", width=0.25, epochs=8, schedule="one_cycle",
                     shift="none", ood=["glyphs_letters"], augment=False),
@@ -162,7 +162,6 @@ def check_args(args, parser):
     if own and args.shift == "published" and "shift" not in args.explicit:
         args.shift = "computed"
     published = f"{args.dataset}_c" in data.CORRUPTED
-    files = [name for name in args.ood if name.endswith(".npz")]
     for wrong, message in (
             (args.compile, "--compile: a compiled network cannot be differentiated twice"),
             (args.members % (args.chunk or 1), f"--chunk {args.chunk} does not divide --members "
@@ -174,7 +173,6 @@ def check_args(args, parser):
             (args.prior == "empcov" and args.model == "mlp", "--prior empcov is a prior on "
              "convolutions; mlp has none"),
             (plain and args.val_fraction, "--val-fraction is for images; leave it out"),
-            (plain and args.augment, f"--augment is for images, not {args.dataset}; leave it out"),
             (args.eval_every and not args.val_fraction, "--eval-every needs a validation set; add "
              "--val-fraction 0.1"),
             (args.shift == "published" and not published, f"--shift published is not for "
@@ -182,10 +180,6 @@ def check_args(args, parser):
             (plain and args.shift != "none", f"--shift {args.shift} is for images, not "
              f"{args.dataset}; leave it out"),
             (args.dataset in TOYS and args.ood, f"--ood is not for {args.dataset}; leave it out"),
-            (args.dataset == "features" and len(files) < len(args.ood), "--ood of --dataset "
-             "features takes FILE.npz of features; images have none"),
-            (args.dataset != "features" and files, f"--ood {''.join(files[:1])}: a features file "
-             "goes with --dataset features"),
             (args.dataset == "toy_regression" and "feature_rde" in args.methods, "feature_rde "
              "repels along the likelihood's gradients of classes; toy_regression has none")):
         if wrong:
@@ -278,7 +272,7 @@ class Residual(nn.Module):
 
 
 class Network(nn.Module):
-    """A feature extractor and a linear head: (logits [B, K], features [B, F])."""
+    """Layers, a mean over what they leave of the image, a linear head: (logits [B, K], features)."""
 
     def __init__(self, layers, dim, num_classes):
         super().__init__()
@@ -286,14 +280,8 @@ class Network(nn.Module):
 
     def forward(self, x):
         features = self.extractor(x)
+        features = features.mean((2, 3)) if features.ndim == 4 else features
         return self.head(features), features
-
-
-class MeanPool(nn.Module):
-    """[B, C, H, W] to [B, C]; `AdaptiveAvgPool2d` has no second derivative that is fast on CPUs."""
-
-    def forward(self, x):
-        return x.mean((2, 3))
 
 
 def basic_block(c_in, c_out, stride):
@@ -335,7 +323,7 @@ def resnet(args, shape):
             c_in = wide(c)
     if block is pre_activation_block:
         layers += [BatchNorm(c_in), nn.ReLU()]
-    return [*layers, MeanPool()], c_in
+    return layers, c_in
 
 
 def mlp(args, shape):
@@ -644,7 +632,7 @@ def principal_components(train_set, args) -> tuple[Tensor, Tensor]:
 def make_kernel(basis, args):
     """The kernel's A [D, R] of a method on the device; None for the identity."""
     alpha = {"pca": 1.0, "tuned": args.alpha}.get(args.kernel, 0.0)
-    return kernel_map(*basis, alpha).to(args.device) if alpha and args.members > 1 else None
+    return kernel_map(*basis, alpha).to(args.device) if basis and alpha else None
 
 
 def own_rows(batch) -> slice:
@@ -934,7 +922,9 @@ def evaluate_shift(nets, shift, args) -> tuple[list, list]:
                 values = predictive_metrics(pooled[-1], dataset.labels)
                 by_kind.append({"set": f"{name}_{kind}_s{severity}",
                                 **{k: values[k] for k in ("n", "accuracy", "nll", "ece15")}})
-        distance = gradient_distance(nets, joined(few), args)
+        few = dataclasses.replace(dataset, images=torch.cat([f.images for f in few]), groups=None,
+                                  labels=torch.cat([f.labels for f in few]), label_probs=None)
+        distance = gradient_distance(nets, few, args)
         if common.is_main():
             eces = [row["ece15"] for row in by_kind[-len(kinds):]]
             rows.append({"set": f"{name}_s{severity}", **distance, **predictive_metrics(
@@ -945,13 +935,6 @@ def evaluate_shift(nets, shift, args) -> tuple[list, list]:
             if k in rows[0]}
         rows.append({"set": name, "n": sum(row["n"] for row in rows), **mean})
     return rows, by_kind
-
-
-def joined(parts):
-    """Sets of one kind as one, images and labels alone."""
-    return data.ImageSet(parts[0].name, torch.cat([p.images for p in parts]),
-                         torch.cat([p.labels for p in parts]), parts[0].num_classes,
-                         parts[0].mean, parts[0].std)
 
 
 def evaluate_regression(nets, sets, args) -> tuple[list, list]:

@@ -4,17 +4,23 @@ script end to end."""
 
 import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import nn
 
 import common
 import data
 import forde
+from common import UserError
 
 CLASSES, BATCH, SIDE = 5, 8, 8
 DIM = 3 * SIDE * SIDE
@@ -746,3 +752,431 @@ def test_bf16_gives_finite_float32_gradients_near_the_right_ones():
     assert 0 < relative(grads, right) < 0.3
 
 
+# ---- Runs ---------------------------------------------------------------------------------------
+
+TINY = ("--model resnet9 --width 0.02 --members 3 --limit-train 76 -b 16 --epochs 2 --shift none --no-plot "
+        "--diversity-examples 20 --device cpu --workers 0 --ood").split()
+
+
+def keep_few(patch):
+    """Test and OOD sets of a hundred images, three kinds of corruption."""
+    load = data.load
+    patch.setattr(data, "CORRUPTIONS", dict([*data.CORRUPTIONS.items()][:3]))
+
+    def load_few(name, split, *rest, **more):
+        limit = 100 if split in ("test", "ood") else more.pop("limit", None)
+        return load(name, split, *rest, **{**more, "limit": limit})
+
+    patch.setattr(data, "load", load_few)
+
+
+def in_float64(patch):
+    """Networks and batches in float64: what is left of a difference is not rounding."""
+    make_network, epoch = forde.make_network, data.Loader.epoch
+    patch.setattr(forde, "make_network", lambda *args: make_network(*args).double())
+    patch.setattr(data.Loader, "epoch", lambda *args: (
+        batch._replace(images=batch.images.double()) for batch in epoch(*args)))
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """tiny(*options): the rows of a run of half a second, by (method, set[, against])."""
+    keep_few(monkeypatch)
+
+    def run(*more):
+        rows = forde.main([*TINY, "--out-dir", str(tmp_path), *map(str, more)])
+        return {tuple(row[k] for k in ("method", "set", "against") if k in row): row
+                for row in rows}
+
+    return run
+
+
+def weights(folder, method="forde_identity", seed=1):
+    [path] = folder.glob(f"**/{method}-seed{seed}.pt")
+    return torch.load(path, weights_only=True)["net"]
+
+
+def distance(a, b):
+    """The largest relative difference of a tensor of two states."""
+    assert a.keys() == b.keys()
+    return max(((a[k] - b[k]).double().norm() / b[k].double().norm().clamp_min(1e-3)).item()
+               for k in a)
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory):
+    """The default command, narrow and short, its picture, and then --eval."""
+    out, seen = tmp_path_factory.mktemp("story"), []
+    options = (f"--out-dir {out} --width 0.1 --members 2 --limit-train 300 --epochs 2 "
+               "--shift-examples 5 --diversity-examples 24 --device cpu --runs 2 "
+               "--predict glyphs_letters").split()
+    with pytest.MonkeyPatch.context() as patch:
+        keep_few(patch)
+        step = forde.ensemble_step
+        patch.setattr(forde, "ensemble_step", lambda chunks, batch, *rest: (
+            seen.append((chunks[0].nets[0].extractor[1].weight.detach().clone(), batch)),
+            step(chunks, batch, *rest))[1])
+        rows, first = forde.main(options), list(seen)
+        again = forde.main([*options, "--eval", "--no-plot"])
+    assert len(seen) == len(first)  # nothing was trained again
+    return out, rows, again, first
+
+
+def test_the_story(story):
+    out, rows, again, seen = story
+    methods = ("deep_ensemble", "forde_pca", "forde_identity")
+    [folder] = (out / "forde").glob("glyphs-*")
+    assert again == rows == json.loads((folder / "results.json").read_text())["rows"]
+    assert len(rows) == 2 * 3 * 8  # seeds, methods; test, OOD, five severities, their mean
+    names = {path.name for path in folder.iterdir()}
+    assert {"shift.png", "results.csv", *(f"{m}-seed{s}.pt" for m in methods for s in (1, 2)),
+            *(f"predictions-{m}-seed1.csv" for m in methods)} <= names
+    for row in rows:
+        assert all(v is None or not isinstance(v, float) or math.isfinite(v) for v in row.values())
+    for method in methods:
+        own = [row for row in rows if row["method"] == method and row["seed"] == 1]
+        for k in ("accuracy", "nll", "ece15", "ece15_by_kind", "gradient_distance"):
+            assert own[-1][k] == pytest.approx(np.mean([row[k] for row in own[2:7]]))
+        log = [json.loads(line) for line in open(folder / f"{method}-seed1.jsonl")]
+        assert [row["epoch"] for row in log] == [1, 2]
+        # with two members R is 2 ln(1.25) / B where they differ
+        low, high = (0, 0) if method == "deep_ensemble" else (math.log(1.25), math.log(2))
+        assert all(low - 1e-5 <= 32 * row["repulsion"] <= high + 1e-5 for row in log)
+    steps = len(seen) // 6
+    for seed in (0, 1):  # the methods start from the same members and see the same batches
+        for other in (1, 2):
+            for k in range(steps):
+                a, b = seen[(3 * seed) * steps + k], seen[(3 * seed + other) * steps + k]
+                assert torch.equal(a[1].images, b[1].images)
+                assert k or torch.equal(a[0], b[0])
+    assert not torch.equal(seen[0][0], seen[3 * steps][0])
+    difference = json.loads((folder / "results.json").read_text())["paired"][0]
+    assert difference["method"] == "forde_pca - deep_ensemble" and difference["seed"] == 1
+    one, other = ([row["nll"] for row in rows if row["method"] == m and row["seed"] == 1][0]
+                  for m in ("forde_pca", "deep_ensemble"))
+    assert difference["nll"] == pytest.approx(one - other)
+
+
+def brute_force(p, y):
+    """Metrics of member probabilities p [M, N, K], float64, in plain loops."""
+    mean, n, m = p.mean(0), len(y), len(p)
+    order = [sorted(range(p.shape[2]), key=lambda c: -row[c]) for row in mean]
+    losses = [-math.log(mean[i, y[i]]) for i in range(n)]
+    missed = [losses[i] for i in range(n) if order[i][0] != y[i]]
+    h = lambda q: -sum(v * math.log(v) for v in q if v > 0)
+    total, aleatoric = [h(q) for q in mean], [np.mean([h(q[i]) for q in p]) for i in range(n)]
+    votes = p.argmax(2)
+    differ = [votes[i] != votes[j] for i in range(m) for j in range(m) if i != j]
+    epistemic = [a - b for a, b in zip(total, aleatoric)]
+    return {"accuracy": np.mean([order[i][0] == y[i] for i in range(n)]), "nll": np.mean(losses),
+            "nll_miss": np.mean(missed) if missed else None, "member_accuracy": np.mean(votes == y),
+            "disagreement": np.mean(differ) if differ else 0.0,
+            "brier": np.mean([((mean[i] - np.eye(p.shape[2])[y[i]])**2).sum() for i in range(n)]),
+            **{f"top{k}_accuracy": np.mean([y[i] in order[i][:k] for i in range(n)])
+               for k in (2, 3)},
+            "total_mean": np.mean(total), "aleatoric_mean": np.mean(aleatoric),
+            "epistemic_mean": np.mean(epistemic), "epistemic_std": np.std(epistemic)}
+
+
+@pytest.mark.parametrize("members, skill", [(1, 1.0), (3, 1.0), (4, -3.0), (2, 40.0)])
+def test_predictive_metrics(members, skill):
+    y = torch.randint(5, (60,))
+    z = 2 * torch.randn(members, 60, 5, dtype=torch.float64)
+    z[:, range(60), y] += skill
+    values = forde.predictive_metrics(z.log_softmax(2), y)
+    for key, value in brute_force(z.softmax(2).numpy(), y.tolist()).items():
+        assert values[key] == (None if value is None else pytest.approx(value, abs=1e-9)), key
+
+
+def slow_distance(nets, images, labels):
+    """Mean of 1 - cos over pairs of members and examples: one backward pass an example."""
+    distances = []
+    for x, y in zip(images, labels):
+        gradients = []
+        for net in nets:
+            leaf = x[None].clone().requires_grad_()
+            g = torch.autograd.grad(net.double().eval()(leaf)[0][0, y], leaf)[0].flatten()
+            gradients.append(g / g.norm())
+        distances += [1 - (a @ b).item() for i, a in enumerate(gradients) for b in gradients[:i]]
+    return np.mean(distances)
+
+
+def test_evaluation_is_that_of_the_saved_members(story):
+    """Predictions, AUROC, pooled corruptions and diversity, from the checkpoint, by hand."""
+    out, rows, *_ = story
+    state = weights(out, "forde_pca", 2)
+    nets = nn.ModuleList(forde.make_network(options(model="mlp", hidden=[128, 128], width=0.1), 10,
+                                            (1, 28, 28)) for _ in range(2)).double().eval()
+    nets.load_state_dict(state)
+    test = data.load("glyphs", "test", limit=100)
+    letters = data.match(data.load("glyphs_letters", "test", limit=100), test)
+    unit = lambda s: (s.images.double() / 255 - s.mean[0]) / s.std[0]
+    with torch.no_grad():
+        p, q = (torch.stack([net(unit(s))[0].softmax(1) for net in nets]).numpy()
+                for s in (test, letters))
+    own = [row for row in rows if (row["method"], row["seed"]) == ("forde_pca", 2)]
+    for key, value in brute_force(p, test.labels.tolist()).items():
+        assert own[0][key] == (None if value is None else pytest.approx(value, abs=1e-5)), key
+    h = lambda q: -(q * np.log(q)).sum(-1)
+    a, b = (h(q.mean(0)) - h(q).mean(0) for q in (p, q))
+    assert own[1]["auroc_epistemic"] == pytest.approx((b[:, None] > a).mean(), abs=2e-3)
+    some = data.evenly(test, 24)
+    assert own[0]["gradient_distance"] == pytest.approx(
+        slow_distance(nets, unit(some), some.labels), abs=1e-5)
+    third = [data.corrupted(data.evenly(test, 5), kind, 3) for kind in data.CORRUPTIONS]
+    with torch.no_grad():
+        p = torch.stack([net(torch.cat([unit(s) for s in third]))[0].softmax(1) for net in nets])
+    right = brute_force(p.numpy(), torch.cat([s.labels for s in third]).tolist())
+    assert own[4]["set"] == "glyphs_c_s3"
+    assert own[4]["nll"] == pytest.approx(right["nll"], abs=1e-5)
+
+
+def test_every_method_goes_on_where_it_was_killed(tiny, tmp_path, monkeypatch):
+    """Killed in the second step of the second epoch, of every method in turn: the same weights, bit
+    for bit. All methods repel but the deep ensemble, and no two end alike."""
+    every = ["--methods", *forde.METHODS, "--prior", "empcov", "--augment", "--val-fraction", 0.2,
+             "--published-split", "--eval-every", 1]
+    calm, real = tiny(*every, "--name", "calm"), forde.learning_rate
+
+    def killed(step, *rest):
+        if step == 5 and not monkeypatch.setattr(forde, "learning_rate", survives):
+            raise KeyboardInterrupt
+        return real(step, *rest)
+
+    def survives(step, *rest):  # until the next start
+        return real(step, *rest)
+
+    for _ in forde.METHODS:
+        monkeypatch.setattr(forde, "learning_rate", killed)
+        try:
+            again = tiny(*every, "--name", "again")
+        except KeyboardInterrupt:
+            continue
+    again = tiny(*every, "--name", "again")
+    assert again == calm
+    states = {m: weights(tmp_path / "forde" / "calm", m) for m in forde.METHODS}
+    for method, state in states.items():
+        other = weights(tmp_path / "forde" / "again", method)
+        assert all(torch.equal(state[k], other[k]) for k in state)
+        log = [json.loads(line) for line in open(tmp_path / f"forde/calm/{method}-seed1.jsonl")]
+        assert (log[-1]["repulsion"] == 0) == (method == "deep_ensemble")
+        assert all(log[k]["val_nll"] > 0 for k in (0, 1)) and "temperature" in calm[method, "glyphs"]
+        assert sum(distance(state, other) < 1e-6 for other in states.values()) == 1
+
+
+@pytest.mark.parametrize("a, b", [
+    ("--methods forde_tuned --alpha 1", "--methods forde_pca"),
+    ("--methods forde_tuned --alpha 0", "--methods forde_identity"),
+    ("--methods forde_pca --pca-components 784", "--methods forde_pca"),
+    ("--methods forde_pca --chunk 1", "--methods forde_pca"),
+    ("--methods feature_rde --chunk 1", "--methods feature_rde"),
+    # the first step is from a head of zeros, where nothing repels
+    ("--methods forde_identity --repulse-every 100", "--methods deep_ensemble"),
+    ("--methods weight_rde --repulsion-coef 0", "--methods deep_ensemble")])
+def test_options_that_are_another_method(tiny, tmp_path, monkeypatch, a, b):
+    in_float64(monkeypatch)
+    for name, text in (("a", a), ("b", b)):
+        tiny("--name", name, "--epochs", 1, *text.split())
+    state, other = (next((tmp_path / "forde" / name).glob("*.pt")) for name in "ab")
+    state, other = (torch.load(path, weights_only=True)["net"] for path in (state, other))
+    assert distance(state, other) < 1e-5
+
+
+SPREAD = [f"--limit-steps 3 --augment --methods {' '.join(forde.METHODS)}",
+          "--limit-steps 3 --chunk 1 --prior empcov --grad-of logprob --methods forde_tuned lit"]
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory):
+    """Folders of the runs SPREAD by one process and by two, in float64."""
+    folder = tmp_path_factory.mktemp("spread")
+    commands = [[*TINY, "--epochs", "1", "--name", f"run{k}", *text.split()]
+                for k, text in enumerate(SPREAD)]
+    two = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+         __file__, *(json.dumps([*c, "--out-dir", str(folder / "two")]) for c in commands)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(forde.__file__).parent)})
+    with pytest.MonkeyPatch.context() as patch:
+        in_float64(patch)
+        keep_few(patch)
+        rows = [forde.main([*c, "--out-dir", str(folder / "one")]) for c in commands]
+    printed = two.communicate(timeout=300)[0]
+    assert two.returncode == 0, printed[-3000:]
+    return folder, rows, printed
+
+
+def test_two_processes_equal_one(spread):
+    folder, all_rows, printed = spread
+    for k, rows in enumerate(all_rows):
+        one, two = (folder / name / "forde" / f"run{k}" for name in ("one", "two"))
+        for path in one.glob("*.pt"):
+            a, b = (torch.load(p, weights_only=True)["net"] for p in (path, two / path.name))
+            assert distance(b, a) < 1e-10, path.name
+        results = json.loads((two / "results.json").read_text())
+        assert results["environment"]["processes"] == 2
+        for row, other in zip(rows, results["rows"], strict=True):
+            assert row.keys() == other.keys()
+            assert all(other[k] == pytest.approx(v, abs=1e-6) for k, v in row.items())
+    assert printed.count("run directory") == 2
+
+
+def test_more_processes_than_examples_is_refused(monkeypatch):
+    monkeypatch.setattr(common, "world_size", lambda: 30)
+    args = forde.parse_args([*TINY, "-b", "30"])
+    with pytest.raises(UserError, match="30 processes cannot share 20 example"):
+        forde.load_sets(args, 1)
+
+
+# ---- Features, toys, own data -------------------------------------------------------------------
+
+
+@pytest.fixture
+def features(tmp_path):
+    """Options of a run on features; far.npz has labels that the training set has not."""
+    rng = np.random.default_rng(0)
+    for name, n, classes, centre in (("train", 140, 3, 0), ("test", 70, 3, 0), ("far", 50, 9, 6)):
+        labels = np.arange(n) % classes
+        x = rng.normal(size=(n, 6)) + 2 * np.eye(6)[labels % 6] + centre
+        np.savez(tmp_path / f"{name}.npz", features=x, labels=labels)
+    train, test = (str(tmp_path / f"{name}.npz") for name in ("train", "test"))
+    return ["--dataset", "features", "--features", train, test, "--model", "mlp", "--hidden", "16",
+            "16", "--lr", "0.05", "--width", "1"]
+
+
+def test_features_and_their_ood_set_of_other_classes(tiny, features, tmp_path):
+    far = tmp_path / "far.npz"
+    rows = tiny(*features, "--methods", "forde_pca", "feature_rde", "--ood", far)
+    assert rows["forde_pca", "test", "far"]["n"] == 50
+    assert rows["forde_pca", "test", "far"]["auroc_total"] > 0.5
+    # another file of the same name: another basis
+    with np.load(tmp_path / "train.npz") as old:
+        np.savez(tmp_path / "train.npz", features=2 * old["features"], labels=old["labels"])
+    tiny(*features, "--methods", "forde_pca", "--name", "other")
+    assert len([*(tmp_path / "forde").glob("pca-*.pt")]) == 2
+
+
+def test_toys(tiny, tmp_path):
+    short = "--model mlp --members 3 --epochs 1 -b 200 --width 1 --lr 0.02 --plot".split()
+    rows = tiny("--dataset", "toy_classification", *short)
+    test = rows["forde_identity", "toy_classification"]
+    assert test["accuracy"] > 0.3 and test["n"] == 100
+    assert rows["forde_identity", "toy_classification", "far"]["epistemic_mean"] > 0
+    row = tiny("--dataset", "toy_regression", *short)["forde_identity", "toy_regression"]
+    assert row["rmse"] > 0 and row["far_std_mean"] > 0 and row["std_mean"] > 0
+    assert len([*tmp_path.glob("**/toy.png")]) == 2
+
+
+def test_own_folder_and_ambiguous_digits(tiny, tmp_path):
+    for part, count in (("train", 24), ("test", 6)):
+        for label in range(2):
+            (tmp_path / "own" / part / str(label)).mkdir(parents=True)
+            for k in range(count // 2):
+                pixels = np.random.default_rng(k).integers(0, 255, (8, 8, 3), dtype=np.uint8)
+                path = tmp_path / "own" / part / str(label) / f"{k}.png"
+                Image.fromarray(pixels // 2 + 120 * np.uint8(label)).save(path)
+    rows = tiny("--dataset", f"folder:{tmp_path / 'own'}", "--image-size", 8,
+                "--methods", "forde_pca", "lit", "-b", 8)
+    assert rows["forde_pca", "own"]["n"] == 6
+    rows = tiny("--dataset", "dirty_glyphs", "--shift", "computed", "--shift-examples", 3,
+                "--methods", "forde_identity")
+    assert rows["forde_identity", "dirty_glyphs_computed_c"]["n"] == 5 * 3 * len(data.CORRUPTIONS)
+
+
+def test_a_basis_is_read_once_and_refused_before_training(tiny, tmp_path, monkeypatch):
+    loaded, real = [], data.load
+    monkeypatch.setattr(data, "load", lambda name, split, *a, **k: (
+        loaded.append(split), real(name, split, *a, **k))[1])
+    for name in ("a", "b"):
+        tiny("--methods", "forde_pca", "--name", name)
+    assert loaded.count("train") == 2  # once a start
+    assert distance(weights(tmp_path / "forde/a", "forde_pca"),
+                    weights(tmp_path / "forde/b", "forde_pca")) == 0
+    [basis] = (tmp_path / "forde").glob("pca-*.pt")
+    tiny("--methods", "forde_pca", "--name", "c", "--pca", basis)
+    for number, content in enumerate((b"no basis", (tmp_path / "forde/a/forde_pca-seed1.pt")
+                                      .read_bytes())):
+        bad = tmp_path / f"bad{number}.pt"
+        bad.write_bytes(content)
+        with pytest.raises(UserError, match=bad.name):
+            tiny("--methods", "deep_ensemble", "forde_pca", "--name", f"d{number}", "--pca", bad)
+        assert not [*(tmp_path / "forde" / f"d{number}").glob("*.pt")]
+
+
+def test_picture_has_error_bars_and_markers(tmp_path):
+    plt = common.pyplot()
+    rows = [{"method": m, "seed": s, "set": name, "accuracy": 0.5 + 0.1 * s, "nll": 1.0 + s,
+             "ece15": 0.1 * s} for m in ("lit", "weight_rde") for s in (1, 2)
+            for name in ("a", *(f"a_c_s{k}" for k in range(1, 6)))]
+    figures = []
+    plot = SimpleNamespace(subplots=lambda *a, **k: figures.append(plt.subplots(*a, **k)) or
+                           figures[-1], close=plt.close)
+    forde.plot_shift(plot, tmp_path / "shift.png", rows, "a", "a_c")
+    bars = figures[0][1][0].containers
+    assert len(bars) == 2 and all(bar.has_yerr for bar in bars)
+    assert len({bar.lines[0].get_marker() for bar in bars}) == 2
+
+
+# ---- Options ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argv, named", [
+    ("--methods nonsense", "--methods"), ("--dataset kmnist", "kmnist"),
+    ("--members 0", "--members"), ("--members 4 --chunk 3", "--chunk 3"),
+    ("--alpha 2", "--alpha"), ("--compile", "--compile"), ("--hidden 16 0", "--hidden"),
+    ("--dataset features --width 1", "--features"), ("--features a.npz b.npz", "--features"),
+    ("--dataset toy_regression --model resnet9", "resnet9"),
+    ("--dataset toy_regression --methods feature_rde", "feature_rde"),
+    ("--dataset toy_classification --augment", "--augment"),
+    ("--dataset toy_classification --shift computed", "--shift computed"),
+    ("--dataset toy_classification --ood glyphs_letters", "--ood"),
+    ("--dataset toy_classification --val-fraction 0.1", "--val-fraction"),
+    ("--model mlp --prior empcov", "--prior"), ("--eval-every 1", "--val-fraction"),
+    ("--val-fraction 0.001", "--val-fraction"), ("--shift published", "--shift published"),
+    ("--ood nonsense", "nonsense"), ("--ood far.npz", "far.npz"),
+    ("--methods forde_pca --pca nowhere.pt", "nowhere.pt"), ("--eval", "train first"),
+    ("FEATURES --shift computed", "--shift computed"), ("FEATURES --augment", "--augment"),
+    ("FEATURES --ood glyphs_letters", "--ood"), ("FEATURES --ood nowhere.npz", "nowhere.npz"),
+    ("FEATURES --val-fraction 0.1", "--val-fraction")])
+def test_misuse_is_refused_before_training(tiny, features, tmp_path, argv, named):
+    more = argv.replace("FEATURES", " ".join(features)).split()
+    more = more if "shift" in argv or "--dataset" not in more else ["--shift", "none", *more]
+    with pytest.raises(UserError) as refused:
+        tiny(*more)
+    assert named in str(refused.value) and "\n" not in str(refused.value)
+    assert not [*tmp_path.glob("forde/*/*.pt")]
+
+
+def test_presets_are_the_published_settings():
+    def resolved(*argv):
+        return vars(forde.parse_args([*argv, "--device", "cpu"]))
+
+    paper = dict(methods=["forde_pca"], members=10, model="resnet18", epochs=300, batch_size=128,
+                 lr=0.1, lr_ratio=0.01, momentum=0.9, weight_decay=5e-4, schedule="published",
+                 width=1, eps=1e-24, alpha=0.4, augment=True, shift="published", val_fraction=0,
+                 limit_train=None, ood=["svhn", "cifar10"])
+    commands = [line.split("forde.py")[1].split("#")[0].split() for line in
+                forde.__doc__.replace("\\\n", "").splitlines() if "  python forde.py" in line
+                or "torchrun" in line]
+    assert len(commands) == 4
+    found = [resolved(*command) for command in commands]
+    assert [f["dataset"] for f in found] == ["glyphs", "cifar100", "glyphs", "cifar100"]
+    assert all(paper.items() <= f.items() for f in found[1::2]) and found[2]["eval"]
+    assert dict(paper, alpha=0.2, ood=["svhn", "cifar100"]).items() <= resolved(
+        "--dataset", "cifar10").items()
+    assert dict(model="preact_resnet18", epochs=150, lr_ratio=0.001).items() <= resolved(
+        "--dataset", "tiny_imagenet").items()
+    assert resolved("--dataset", "cifar10", "--width", "0.5")["width"] == 0.5
+    for name, preset in forde.PRESETS.items():  # a key that "" lacks would be the default's
+        assert preset.keys() <= forde.PRESETS[""].keys(), name
+    args = forde.parse_args(["--dataset", "cifar10", "--device", "cpu"])
+    assert [forde.with_method(args, m).cauchy for m in ("feature_rde", "function_rde", "lit")] == [
+        1e-3, 1e-6, 0]
+
+
+if __name__ == "__main__":  # under torchrun: the runs of `spread`
+    with pytest.MonkeyPatch.context() as all_runs:
+        in_float64(all_runs)
+        keep_few(all_runs)
+        for command in sys.argv[1:]:
+            forde.main(json.loads(command))
