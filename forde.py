@@ -480,14 +480,14 @@ def feature_directions(logits, y, head_weight, count=5) -> Tensor:
     """Projections [B, F, count] on the leading directions of the members' likelihood gradients.
 
     Per example: the left singular vectors of the M gradients d log p(y|z_i) / dz_i (Yashima et al.
-    2022, there from their Gram matrix, which squares the condition); 0 for those of less than 1e-3
-    of the largest singular value. logits [M, B, K], y int [B], head_weight [K, F].
+    2022, there from their Gram matrix, which squares the condition); 0 for those of less than 1e-2
+    of the largest singular value, which rounding turns. logits [M, B, K], y int [B], head_weight [K, F].
     """
     residual = F.one_hot(y, logits.shape[-1]) - logits.softmax(-1)
     v = (residual.to(head_weight) @ head_weight).permute(1, 2, 0)  # [B, F, M]
     basis, small = torch.linalg.qr(v)
     inner, sizes, _ = torch.linalg.svd(small, full_matrices=False)
-    alive = sizes > 1e-3 * sizes[:, :1].clamp_min(1e-15)
+    alive = sizes > 1e-2 * sizes[:, :1].clamp_min(1e-15)
     return (basis @ inner * alive[:, None])[..., :count]
 
 
@@ -776,8 +776,9 @@ def train(nets, sets, basis, run, name, args, seed):
             if step == steps:
                 break
             now = epoch * steps + step
+            lr = learning_rate(now, steps, args)
             for group in optimiser.param_groups:
-                group["lr"] = learning_rate(now, steps, args)
+                group["lr"] = lr
             repel = m > 1 and args.repulsion != "none" and now % args.repulse_every == 0
             optimiser.zero_grad(set_to_none=True)
             loss, value, logits = ensemble_step(
@@ -791,8 +792,7 @@ def train(nets, sets, basis, run, name, args, seed):
         more = {} if train_set.num_classes == 1 else {"accuracy": right / n}
         if args.eval_every and (epoch + 1) % args.eval_every == 0:
             more |= validate(nets, sets["val"], args)
-        run.log(loss / n, repulsion=value / n, lr=optimiser.param_groups[0]["lr"], examples=n,
-                **more)
+        run.log(loss / n, repulsion=value / n, lr=lr, examples=n, **more)
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
@@ -1079,7 +1079,7 @@ def load_sets(args, seed) -> dict:
             val = data.match(load("val"), train)
     sets = {"train": train, "val": val, "test": test, "ood": data.ood_sets(args, train),
             "shift": shifted_sets(args, test, train)}
-    least = min(len(s) for s in (train, test, val or test, *sets["ood"].values()))
+    least = min(len(s) for s in (train, test, *sets["ood"].values(), *[val] * (val is not None)))
     least = min(least, args.diversity_examples, args.shift_examples or least)
     if least < common.world_size():
         raise UserError(f"{common.world_size()} processes cannot share {least} example(s), the "
