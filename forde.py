@@ -121,7 +121,7 @@ def parse_args(argv=None):
         "50 to 90 %% of the epochs, constant; one_cycle: better in few epochs")
     add("--lr-ratio", type=between(0, 1, float), help="final over initial learning rate (0.01)")
     add("--prior", choices=["isotropic", "empcov"], default="isotropic", help="on the first "
-        "layer: weight decay, or N(0, aC + eI) with the covariance C of the images' patches")
+        "layer: weight decay, or N(0, aC + eI) with the covariance C of what it sees")
     add = parser.group("method")
     add("--alpha", type=between(0, 1, float), help="of forde_tuned: 0 identity, 1 PCA (paper: 0.4 "
         "on CIFAR-100, 0.2 on CIFAR-10, chosen from 0, .1, .2, .4, .8, 1)")
@@ -170,8 +170,6 @@ def check_args(args, parser):
              "--features TRAIN.npz TEST.npz go together"),
             (plain and args.model != "mlp", f"--model {args.model} is for images; {args.dataset} "
              "takes mlp"),
-            (args.prior == "empcov" and args.model == "mlp", "--prior empcov is a prior on "
-             "convolutions; mlp has none"),
             (plain and args.val_fraction, "--val-fraction is for images; leave it out"),
             (args.eval_every and not args.val_fraction, "--eval-every needs a validation set; add "
              "--val-fraction 0.1"),
@@ -239,8 +237,10 @@ class BatchNorm(nn.Module):
                 maps, self.weight, self.bias, None, None, True, 0.0, self.eps)
             self.track(mean, inverse_std.pow(-2) - self.eps)
         else:
-            count = common.all_reduce(self.weight.new_tensor(maps.numel() / maps.shape[1]))
-            mean = common.all_reduce_sum(maps.sum((0, 2, 3), dtype=self.weight.dtype)) / count
+            count = self.weight.new_tensor([maps.numel() / maps.shape[1]])
+            sums = torch.cat([maps.sum((0, 2, 3), dtype=count.dtype), count])
+            mean, count = common.all_reduce_sum(sums).split([maps.shape[1], 1])
+            mean = mean / count
             centred = maps - mean[:, None, None]  # two passes: no cancellation
             var = common.all_reduce_sum(centred.square().sum((0, 2, 3))) / count
             scale = self.weight * torch.rsqrt(var + self.eps)
@@ -513,11 +513,11 @@ def local_independence(g, eps=1e-24) -> Tensor:
     return pairwise_cosines(g, eps).square().mean()
 
 
-def empcov_precision(patch_covariance, eps=0.1) -> Tensor:
-    """(C / c + eps I)^-1 [P, P], c the mean eigenvalue of C: times the weight decay and w, the
-    gradient of the first layer's prior N(0, a C + e I) that is on average as wide as weight decay.
-    """
-    c = patch_covariance / patch_covariance.diagonal().mean()
+def empcov_precision(covariance, eps=0.1) -> Tensor:
+    """(C / c + eps I)^-1 [P, P], c the mean eigenvalue of C, the covariance of the first layer's
+    inputs: times the weight decay and w, the gradient of the prior N(0, a C + e I) that is on
+    average as wide as weight decay."""
+    c = covariance / covariance.diagonal().mean()
     return torch.linalg.inv(c + eps * torch.eye(len(c)).to(c))
 
 
@@ -589,17 +589,20 @@ def autocast(args):
     return torch.autocast(args.device.type, torch.bfloat16, enabled=args.amp == "bf16")
 
 
-def second_moments(dataset, args, patches=False) -> Tensor:
+def second_moments(dataset, args, first_layer=False) -> Tensor:
     """X^T X / (N-1) [D, D], float64, of the images as the network sees them, flattened in the order
-    C, H, W, un-augmented; or the covariance of their 3x3 patches [9C, 9C]."""
+    C, H, W, un-augmented; or the covariance of what the first layer sees, 3x3 patches [9C, 9C] or
+    whole inputs (mlp)."""
     total, mean, count = 0.0, 0.0, 0
     for batch in make_loader(dataset, args).epoch():
-        x = batch.images.double()
-        x = F.unfold(x, 3, padding=1).transpose(1, 2).flatten(0, 1) if patches else x.flatten(1)
+        x = (batch.images.cpu() if args.device.type == "mps" else batch.images).double()
+        if first_layer and args.model != "mlp":
+            x = F.unfold(x, 3, padding=1).transpose(1, 2).flatten(0, 1)
+        x = x.flatten(1)
         total, mean, count = total + x.T @ x, mean + x.sum(0), count + len(x)
     total, mean = common.all_reduce(total), common.all_reduce(mean)
     count = common.all_reduce(total.new_tensor(float(count)))
-    return (total - torch.outer(mean, mean) / count * patches) / (count - 1)
+    return (total - torch.outer(mean, mean) / count * first_layer) / (count - 1)
 
 
 def principal_components(train_set, args) -> tuple[Tensor, Tensor]:
@@ -719,7 +722,7 @@ def finish_gradients(nets, args, n_train, precision, repel):
                 p.grad.copy_(mean)
     if precision is not None:
         for net in nets:
-            w = net.extractor[0].weight
+            w = first_weight(net)
             w.grad += args.weight_decay * (w.flatten(1) @ precision.to(w)).view_as(w)
     return value
 
@@ -735,9 +738,13 @@ def make_ensemble(args, seed, num_classes, shape):
         args.device, memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
+def first_weight(net):
+    return next(layer.weight for layer in net.extractor if hasattr(layer, "weight"))
+
+
 def make_optimiser(nets, args):
     """SGD on every tensor of every member: g + wd theta, momentum by Nesterov."""
-    stems = [net.extractor[0].weight for net in nets] if args.prior == "empcov" else []
+    stems = [first_weight(net) for net in nets] if args.prior == "empcov" else []
     rest = [p for p in nets.parameters() if all(p is not s for s in stems)]
     groups = [{"params": rest}] + [{"params": stems, "weight_decay": 0.0}] * bool(stems)
     return torch.optim.SGD(groups, lr=args.lr, momentum=args.momentum, nesterov=args.momentum > 0,
@@ -761,7 +768,7 @@ def train(nets, sets, basis, run, name, args, seed):
     """All members together; goes on after the last whole epoch of this run, exactly."""
     precision, m, train_set = None, args.members, sets["train"]
     if args.prior == "empcov":
-        precision = empcov_precision(second_moments(train_set, args, patches=True))
+        precision = empcov_precision(second_moments(train_set, args, first_layer=True))
     kernel, optimiser = make_kernel(basis, args), make_optimiser(nets, args)
     particles, size = PARTICLES.get(args.repulsion, "none"), args.chunk or m
     chunks = [common.data_parallel(Members(nets[i:i + size], particles, args.grad_of), args.device)
@@ -861,12 +868,12 @@ def gradient_distance(nets, dataset, args) -> dict:
         return {}
     nets.eval()
     members = Members(nets, "input_gradient", args.grad_of).eval()
-    total = torch.zeros(2, dtype=torch.float64, device=args.device)
+    total = torch.zeros(2, device=args.device)
     for batch in make_loader(dataset, args).epoch():
         if len(batch.labels):
             with autocast(args):
                 _, g = members(batch.images, batch.labels, graph=False)
-            distance = 1 - pairwise_cosines(g.double(), args.eps)
+            distance = 1 - pairwise_cosines(g, args.eps)
             total += torch.stack([distance.mean(0).sum(), total.new_tensor(len(batch.labels))])
     total, n = common.all_reduce(total).tolist()
     return {"gradient_distance": total / n}

@@ -1127,7 +1127,7 @@ def test_picture_has_error_bars_and_markers(tmp_path):
     ("--model mlp --dataset toy_classification --shift computed", "--shift computed"),
     ("--model mlp --dataset toy_classification --ood glyphs_letters", "--ood"),
     ("--model mlp --dataset toy_classification --val-fraction 0.1", "--val-fraction"),
-    ("--model mlp --prior empcov", "--prior"), ("--eval-every 1", "--val-fraction"),
+    ("--eval-every 1", "--val-fraction"),
     ("--val-fraction 0.00001", "--val-fraction"), ("--shift published", "--shift published"),
     ("--ood nonsense", "nonsense"), ("--ood far.npz", "far.npz"),
     ("--methods forde_pca --pca nowhere.pt", "nowhere.pt"), ("--eval", "train first"),
