@@ -79,8 +79,8 @@ PRESETS = {
     "features": dict(model="mlp", batch_size=256, lr=0.2, epochs=100, shift="none", augment=False),
     **dict.fromkeys(("glyphs", "dirty_glyphs"), dict(
         methods=["deep_ensemble", "forde_pca", "forde_identity"], members=8, model="mlp",
-        hidden=[128, 128], limit_train=1000, epochs=30, batch_size=32, schedule="one_cycle",
-        shift="computed", ood=["glyphs_letters"], shift_examples=250, augment=False)),
+        hidden=[128, 128], limit_train=1000, epochs=16, batch_size=32, schedule="one_cycle",
+        shift="computed", ood=["glyphs_letters"], shift_examples=200, augment=False)),
     "numbers": dict(members=4, model="resnet9", width=0.25, epochs=8, schedule="one_cycle",
                     shift="none", ood=["glyphs_letters"], augment=False),
     **{toy: dict(methods=["deep_ensemble", "forde_identity"], members=16, model="mlp",
@@ -480,15 +480,16 @@ def feature_directions(logits, y, head_weight, count=5) -> Tensor:
     """Projections [B, F, count] on the leading directions of the members' likelihood gradients.
 
     Per example: the left singular vectors of the M gradients d log p(y|z_i) / dz_i (Yashima et al.
-    2022, there from their Gram matrix, which squares the condition); 0 for those of less than 1e-2
-    of the largest singular value, which rounding turns. logits [M, B, K], y int [B], head_weight [K, F].
+    2022, there from their Gram matrix, which squares the condition). Those of singular values under
+    1 % of the largest, which rounding turns, fade out. logits [M, B, K], y [B], head_weight [K, F].
     """
     residual = F.one_hot(y, logits.shape[-1]) - logits.softmax(-1)
     v = (residual.to(head_weight) @ head_weight).permute(1, 2, 0)  # [B, F, M]
     basis, small = torch.linalg.qr(v)
     inner, sizes, _ = torch.linalg.svd(small, full_matrices=False)
-    alive = sizes > 1e-2 * sizes[:, :1].clamp_min(1e-15)
-    return (basis @ inner * alive[:, None])[..., :count]
+    squared = sizes.square()
+    fade = squared / (squared + 1e-4 * squared[:, :1]).clamp_min(1e-30)
+    return (basis @ inner * fade[:, None])[..., :count]
 
 
 def feature_repulsion(features, directions, c=0.0) -> Tensor:
