@@ -755,8 +755,8 @@ def test_bf16_gives_finite_float32_gradients_near_the_right_ones():
 
 # ---- Runs ---------------------------------------------------------------------------------------
 
-TINY = ("--model resnet9 --width 0.02 --members 3 --limit-train 76 -b 16 --epochs 2 --shift none --no-plot "
-        "--diversity-examples 20 --device cpu --workers 0 --ood").split()
+TINY = ("--model resnet9 --width 0.02 --members 3 --limit-train 76 -b 16 --epochs 2 --shift none "
+        "--no-plot --diversity-examples 20 --device cpu --workers 0 --ood").split()
 
 
 def keep_few(patch):
@@ -1059,7 +1059,8 @@ def test_toys(tiny, tmp_path):
     test = rows["forde_identity", "toy_classification"]
     assert test["accuracy"] > 0.3 and test["n"] == 100
     assert rows["forde_identity", "toy_classification", "far"]["epistemic_mean"] > 0
-    row = tiny("--dataset", "toy_regression", *short, "--lr", 1e-4)["forde_identity", "toy_regression"]
+    rows = tiny("--dataset", "toy_regression", *short, "--lr", 1e-4)
+    row = rows["forde_identity", "toy_regression"]
     assert row["rmse"] > 0 and row["far_std_mean"] > 0 and row["std_mean"] > 0
     assert len([*tmp_path.glob("**/toy.png")]) == 2
 
@@ -1133,7 +1134,8 @@ def test_picture_has_error_bars_and_markers(tmp_path):
     ("--ood nonsense", "nonsense"), ("--ood far.npz", "far.npz"),
     ("--methods forde_pca --pca nowhere.pt", "nowhere.pt"), ("--eval", "train first"),
     ("FEATURES --shift computed", "--shift computed"), ("FEATURES --augment", "augment"),
-    ("FEATURES --ood glyphs_letters", "glyphs_letters"), ("FEATURES --ood nowhere.npz", "nowhere.npz"),
+    ("FEATURES --ood glyphs_letters", "glyphs_letters"), ("--predict nonsense", "nonsense"),
+    ("FEATURES --ood nowhere.npz", "nowhere.npz"),
     ("FEATURES --val-fraction 0.1", "--val-fraction")])
 def test_misuse_is_refused_before_training(tiny, features, tmp_path, argv, named):
     more = argv.replace("FEATURES", " ".join(features)).split()
