@@ -547,7 +547,7 @@ def test_feature_directions_keep_their_digits_in_float32():
     logits, y = torch.randn(8, 6, 20, dtype=torch.float64), torch.arange(6) + 3
     wide = forde.feature_directions(logits, y, weight)
     narrow = forde.feature_directions(logits.float(), y, weight.float()).double()
-    assert (wide.square().sum((1, 2)) > 2.5).all()
+    assert (wide.square().sum((1, 2)) > 2.2).all()
     assert (narrow @ narrow.mT - wide @ wide.mT).abs().max() < 1e-5
 
 
