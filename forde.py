@@ -927,8 +927,8 @@ def evaluate_shift(nets, shift, args) -> tuple[list, list]:
                 values = predictive_metrics(pooled[-1], dataset.labels)
                 by_kind.append({"set": f"{name}_{kind}_s{severity}",
                                 **{k: values[k] for k in ("n", "accuracy", "nll", "ece15")}})
-        few = dataclasses.replace(dataset, images=torch.cat([f.images for f in few]), groups=None,
-                                  labels=torch.cat([f.labels for f in few]), label_probs=None)
+        few = data.ImageSet(name, torch.cat([f.images for f in few]), torch.cat(
+            [f.labels for f in few]), dataset.num_classes, dataset.mean, dataset.std)
         distance = gradient_distance(nets, few, args)
         if common.is_main():
             eces = [row["ece15"] for row in by_kind[-len(kinds):]]

@@ -1081,6 +1081,28 @@ def test_own_folder_and_ambiguous_digits(tiny, tmp_path):
     assert rows["forde_identity", "dirty_glyphs_computed_c"]["n"] == 5 * 3 * len(data.CORRUPTIONS)
 
 
+def test_published_corruptions_and_a_part_of_them(tiny, tmp_path):
+    """TinyImageNet's preset and layout, and two of the kinds of TinyImageNet-C."""
+    places = [(f"tiny-imagenet-200/train/n{k}/images", 8) for k in range(2)]
+    places += [("tiny-imagenet-200/val/images", 4), *(
+        (f"Tiny-ImageNet-C/{kind}/{severity}/n{k}", 3) for kind in ("fog", "snow")
+        for severity in range(1, 6) for k in range(2))]
+    for number, (place, count) in enumerate(places):
+        (tmp_path / place).mkdir(parents=True)
+        for k in range(count):
+            pixels = np.random.default_rng([number, k]).integers(0, 256, (64, 64, 3), np.uint8)
+            Image.fromarray(pixels).save(tmp_path / place / f"{k}.png", compress_level=1)
+    root = tmp_path / "tiny-imagenet-200"
+    (root / "wnids.txt").write_text("n0\nn1\n")
+    notes = "".join(f"{k}.png\tn{k % 2}\t0\t0\t63\t63\n" for k in range(4))
+    (root / "val/val_annotations.txt").write_text(notes)
+    rows = tiny("--dataset", "tiny_imagenet", "--data-dir", tmp_path, "--shift", "published",
+                "--methods", "forde_identity", "--limit-train", 16, "--diversity-examples", 4)
+    assert rows["forde_identity", "tiny_imagenet"]["n"] == 4
+    assert rows["forde_identity", "tiny_imagenet_c_2of15_s5"]["n"] == 12
+    assert rows["forde_identity", "tiny_imagenet_c_2of15"]["n"] == 60
+
+
 def test_a_basis_is_read_once_and_refused_before_training(tiny, tmp_path, monkeypatch):
     loaded, real = [], data.load
     monkeypatch.setattr(data, "load", lambda name, split, *a, **k: (
