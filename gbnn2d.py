@@ -34,7 +34,7 @@ Differs from the published code (github.com/gfhvbjk/Anonymous):
   - Batch norm's statistics are fixed after stage det (there they drift, in the test too). Its scale
     and offset, and biases, train on with --lr-mu (there: frozen, and random biases, in the
     mean-field stage); --no-train-bn fixes them.
-  - Outliers by the magnitude of the gradient's mean over an epoch, not by the signed one of a batch;
+  - Outliers by the mean magnitude of an epoch's gradients, not the signed one of a batch, and by
     |mu| > 0.2, not >=; they are left out before the mixture is learned, not after.
   - EM on standardised axes (--gmm kmeans: without; there in raw units of mu and rho), components of
     at most 20 members dissolve; covariances are of all that EM gives to a component (divisor n).
@@ -76,15 +76,15 @@ PRESETS = {
     # stage 1 learning rates 1e-5 for mu, 1e-3 for rho; stage 2 Adam, batches of 256
     "": dict(model="resnet18", width=1.0, epochs=200, stoch_epochs=20, final_epochs=20, lr=0.1,
              weight_decay=5e-4, lr_mu=1e-5, lr_rho=1e-3, lr_final=0.1, warm_up=0.0, batch_size=128,
-             augment=False, grad_frac=0.01, k0=6000, tau_d=3.873e-4, mc=30, ece_bins=15, ood=["svhn"]),
+             augment=False, grad_frac=0.01, k0=6000, tau_d=3.873e-4, mc=30, ece_bins=15,
+             ood=["svhn"]),
     "cifar10": dict(augment=True, mc=60, ood=["svhn", "cifar100"]),
     "cifar100": dict(augment=True, mc=40),
     "svhn": dict(augment=True, ood=["cifar10"]),
     "imagenet": dict(augment=True, epochs=90, batch_size=256, weight_decay=1e-4, ece_bins=10,
                      ood=["imagenet_o"]),
-    **dict.fromkeys(("mnist", "fashion_mnist"), dict(
-        model="lenet", epochs=10, stoch_epochs=5, final_epochs=5, lr=0.05, lr_mu=1e-4, lr_rho=1e-2, warm_up=0.2,
-        k0=0, tau_d="auto", ood=["fashion_mnist"])),
+    "mnist": dict(model="lenet", epochs=10, stoch_epochs=5, final_epochs=5, lr=0.05, lr_mu=1e-4,
+                  lr_rho=2e-2, warm_up=0.2, k0=0, tau_d="auto", ood=["fashion_mnist"]),
     "glyphs": dict(width=0.125, epochs=3, stoch_epochs=2, final_epochs=4, lr_mu=1e-4, lr_rho=2e-2,
                    warm_up=0.2, k0=0, tau_d="auto", mc=20, ood=["glyphs_letters"]),
 }
@@ -110,8 +110,8 @@ def parse_args(argv=None):
     add("--final-epochs", type=at_least(0), help="of the last stage (published: up to 200)")
     add("--lr-mu", type=at_least(0, float), help="mean-field stage: of mu (published: 1e-5)")
     add("--lr-rho", type=at_least(0, float), help="of rho (published: 1e-3)")
-    add("--lr-final", type=at_least(0, float), help="last stage: of what is shared and of outliers, "
-        "in units of their own spread; batch norm and biases keep --lr-mu")
+    add("--lr-final", type=at_least(0, float), help="last stage: of what is shared and of "
+        "outliers, in units of their own spread; batch norm and biases keep --lr-mu")
     add("--weight-decay", type=at_least(0, float), help="of stage det (published: 5e-4)")
     add("--warm-up", type=between(0, 0.9), help="share of each stage's steps with a rising rate")
     add("--augment", action=flag, help="reflected crop and flip (published: CIFAR)")
@@ -130,8 +130,8 @@ def parse_args(argv=None):
         "outlier (published: 0.2)")
     add("--grad-frac", type=between(0, 0.9), help="share of weights that are outliers by gradient "
         "(paper: 0.01; published counts fit 0.001)")
-    add("--k0", type=between(0, 32767, int), help="components before merging; 0: min(2048, N / 500) "
-        "(published: 6000 for WRN-28-10; k-means for ResNet-18: 256)")
+    add("--k0", type=between(0, 32767, int), help="components before merging; 0: min(2048, "
+        "N / 500) (published: 6000 for WRN-28-10, 256 for ResNet-18 by k-means)")
     add("--min-cluster", type=at_least(0), default=20, help="components of at most this many "
         "members dissolve into outliers (published: 20)")
     add("--gmm", choices=["em", "kmeans"], default="em", help="kmeans: as published")
@@ -140,10 +140,10 @@ def parse_args(argv=None):
         "squared (published: 3.873e-4; auto: 5 %% quantile of the distances of nearest ones)")
     add("--tau-g", type=at_least(0, float), default=math.inf, help="largest gradient difference")
     add("--tau-v", type=at_least(0, float), default=1e-3, help="largest difference of variances")
-    add("--draw", choices=["hier", "shared", "perweight"], default="hier", help="w = m + s eps with "
-        "(m, s) of the component; m alone (published); or its mean + eps")
-    add("--blend", choices=["linear", "choose", "mean"], default="linear", help="of ellipse points: "
-        "blended draws; one of the two by chance; blended centres (published)")
+    add("--draw", choices=["hier", "shared", "perweight"], default="hier", help="w = m + s eps "
+        "with (m, s) of the component; m alone (published); or its mean + eps")
+    add("--blend", choices=["linear", "choose", "mean"], default="linear", help="of ellipse "
+        "points: blended draws; one of the two by chance; blended centres (published)")
     add("--beta", type=at_least(0, float), default=0.1, help="weight of the last stage's KL term")
     add = parser.group("evaluation")
     add("--mc", type=at_least(1), help="weight draws of a prediction (published: 30 to 60)")
@@ -155,7 +155,7 @@ def parse_args(argv=None):
     add("--export", metavar="FILE", help="write the compressed network")
     argv = sys.argv[1:] if argv is None else argv
     argv = [f"-{word}" if word in ("-dataset", "-lr") else word for word in argv]  # published
-    args = parser.parse(with_dataset_of_file(argv))
+    args = parser.parse(argv)
     if args.model == "wide_resnet" and args.depth % 6 != 4:
         parser.error(f"--depth {args.depth}: wide_resnet takes 6n + 4, from 10 on")
     if args.export and args.stage in ("det", "stoch"):
@@ -175,23 +175,24 @@ def parse_args(argv=None):
 class Residual(nn.Module):
     """after(body(h) + shortcut(h)), h = before(x); without a shortcut x itself is added."""
 
-    def __init__(self, body, shortcut=None, before=nn.Identity(), after=nn.Identity()):
+    def __init__(self, body, shortcut, before=nn.Identity(), after=nn.Identity()):
         super().__init__()
         self.before, self.body, self.shortcut, self.after = before, body, shortcut, after
 
     def forward(self, x):
         h = self.before(x)
-        return self.after(self.body(h) + (x if self.shortcut is None else self.shortcut(h)))
+        return self.after(self.body(h) + (self.shortcut(h) if self.shortcut else x))
 
 
 def conv(c_in, c_out, kernel=3, stride=1):
     return nn.Conv2d(c_in, c_out, kernel, stride, kernel // 2, bias=False)
 
 
-def strided_1x1(c_in, c_out, stride):
-    """Subsampling, then a plain 1x1 convolution: on CPUs PyTorch 2.14's own strided one, channels
-    last, writes out of bounds in the backward pass."""
-    return nn.Sequential(nn.AvgPool2d(1, stride), conv(c_in, c_out, 1))
+def shortcut(c_in, c_out, stride, *norm):
+    """None where the shape stays. Subsampling, then a plain 1x1 convolution: on CPUs PyTorch 2.14's
+    own strided one, channels last, writes out of bounds in the backward pass."""
+    if stride != 1 or c_in != c_out:
+        return nn.Sequential(nn.AvgPool2d(1, stride), conv(c_in, c_out, 1), *norm)
 
 
 def lenet(args, shape):
@@ -199,17 +200,17 @@ def lenet(args, shape):
     if shape[1:] != (28, 28):
         raise UserError(f"--model lenet takes 28x28 images, not {shape[1]}x{shape[2]}")
     a, b, c, d = (max(1, round(n * args.width)) for n in (6, 16, 120, 84))
-    pool = nn.MaxPool2d(2)
-    return [nn.Conv2d(shape[0], a, 5), nn.ReLU(), pool, nn.Conv2d(a, b, 5), nn.ReLU(), pool,
-            nn.Flatten(), nn.Linear(16 * b, c), nn.ReLU(), nn.Linear(c, d), nn.ReLU()], d
+    return [nn.Conv2d(shape[0], a, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(a, b, 5), nn.ReLU(),
+            nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * b, c), nn.ReLU(), nn.Linear(c, d),
+            nn.ReLU()], d
 
 
 def resnet(args, shape):
     """ResNet-18 or -50; images of more than 64 pixels take ImageNet's stem (7x7, max pool)."""
-    bottleneck, c_in = args.model == "resnet50", max(1, round(64 * args.width))
-    large, channels = shape[-1] > 64, c_in
-    layers = [conv(shape[0], c_in, *((7, 2) if large else (3, 1))), nn.BatchNorm2d(c_in), nn.ReLU()]
-    layers += [nn.MaxPool2d(3, 2, 1)] * large
+    bottleneck, channels = args.model == "resnet50", max(1, round(64 * args.width))
+    c_in, large = channels, shape[-1] > 64
+    layers = [conv(shape[0], c_in, 7 if large else 3, 2 if large else 1), nn.BatchNorm2d(c_in),
+              nn.ReLU(), nn.MaxPool2d(3, 2, 1) if large else nn.Identity()]
     for group, count in enumerate((3, 4, 6, 3) if bottleneck else (2, 2, 2, 2)):
         for stride in [2 if group else 1] + [1] * (count - 1):
             c = channels * 2**group
@@ -217,8 +218,7 @@ def resnet(args, shape):
             convs = [conv(c_in, c, 1), conv(c, c, 3, stride), conv(c, c_out, 1)] if bottleneck \
                 else [conv(c_in, c, 3, stride), conv(c, c)]
             body = [m for k in convs for m in (k, nn.BatchNorm2d(k.out_channels), nn.ReLU())]
-            changes = stride != 1 or c_in != c_out
-            side = strided_1x1(c_in, c_out, stride).append(nn.BatchNorm2d(c_out)) if changes else None
+            side = shortcut(c_in, c_out, stride, nn.BatchNorm2d(c_out))
             layers.append(Residual(nn.Sequential(*body[:-1]), side, after=nn.ReLU()))
             c_in = c_out
     return layers + [nn.AdaptiveAvgPool2d(1), nn.Flatten()], c_in
@@ -230,11 +230,9 @@ def wide_resnet(args, shape):
     for group in range(3):
         c = max(1, round(160 * args.width)) * 2**group
         for stride in [2 if group else 1] + [1] * ((args.depth - 4) // 6 - 1):
-            changes = stride != 1 or c_in != c
-            layers.append(Residual(
-                nn.Sequential(conv(c_in, c, 3, stride), nn.BatchNorm2d(c), nn.ReLU(), conv(c, c)),
-                strided_1x1(c_in, c, stride) if changes else None,
-                before=nn.Sequential(nn.BatchNorm2d(c_in), nn.ReLU())))
+            body = nn.Sequential(conv(c_in, c, 3, stride), nn.BatchNorm2d(c), nn.ReLU(), conv(c, c))
+            layers.append(Residual(body, shortcut(c_in, c, stride),
+                                   before=nn.Sequential(nn.BatchNorm2d(c_in), nn.ReLU())))
             c_in = c
     layers += [nn.BatchNorm2d(c_in), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return layers, c_in
@@ -246,24 +244,22 @@ NETWORKS = {"lenet": lenet, "resnet18": resnet, "resnet50": resnet, "wide_resnet
 def torchvision_network(name, weights, num_classes, shape):
     """A classifier of torchvision: pretrained (weights "DEFAULT"), with the state dict of the file
     `weights`, or (None) as initialised. Auxiliary classifiers are left out."""
-    option = f"--model torchvision/{name} --weights {weights}"
     try:
-        known = {} if weights == "DEFAULT" else {"num_classes": num_classes}
-        net = torchvision.models.get_model(name, weights="DEFAULT" if not known else None, **known)
+        known = {"weights": "DEFAULT"} if weights == "DEFAULT" else {"num_classes": num_classes}
+        net = torchvision.models.get_model(name, **known)
         for part in ("aux1", "aux2", "AuxLogits", "aux_logits"):  # GoogLeNet's, Inception's
             if hasattr(net, part):
                 setattr(net, part, None)
-        if known and weights:
+        if weights not in (None, "DEFAULT"):
             state = torch.load(weights, map_location="cpu", weights_only=True)
-            net.load_state_dict({k: v for k, v in state.items() if not k.startswith(("aux", "Aux"))})
+            net.load_state_dict({k: v for k, v in state.items() if k[:3].lower() != "aux"})
         with torch.no_grad():
-            outputs = net.eval()(torch.zeros(1, *shape))
-    except Exception as error:  # unknown names, failed downloads, other files and shapes
-        raise UserError(f"{option}: {common.one_line(error)}") from None
-    if getattr(outputs, "shape", None) != (1, num_classes):
-        raise UserError(f"{option}: no outputs for {num_classes} classes; use a classifier of this "
-                        "data set")
-    return net
+            if net.eval()(torch.zeros(1, *shape)).shape == (1, num_classes):
+                return net
+        error = f"it has no outputs for {num_classes} classes of images {list(shape)}"
+    except Exception as raised:  # unknown names, failed downloads, other files and shapes
+        error = raised
+    raise UserError(f"--model torchvision/{name} --weights {weights}: {common.one_line(error)}")
 
 
 def make_network(args, num_classes, shape):
@@ -282,10 +278,9 @@ class Layout:
     """One order of the covered weights (of convolutions, linear layers and attention), as [N]."""
 
     def __init__(self, net, keep=()):
-        layers = dict(net.named_modules())
+        layers, self.shapes = dict(net.named_modules()), {}
         if unknown := set(keep) - set(layers):
             raise UserError(f"--keep-layers {min(unknown)}: the network has no such layer")
-        self.shapes = {}
         for name, layer in layers.items():
             key = "in_proj_weight" if isinstance(layer, nn.MultiheadAttention) else "weight"
             if isinstance(layer, (nn.Conv2d, nn.Linear, nn.MultiheadAttention)) \
@@ -295,14 +290,9 @@ class Layout:
         self.size = sum(self.sizes)
         self.rest = [name for name, _ in net.named_parameters() if name not in self.shapes]
         if not self.size:
-            raise UserError("the network has no convolution or linear layer to cover")
+            raise UserError("the network has no convolution or linear layer to share")
 
-    def describe(self) -> str:
-        """What is covered, and which parameters are kept whole (beside all buffers)."""
-        return (f"{len(self.sizes)} layers with {self.size:,} weights are shared; kept whole: "
-                f"{', '.join(self.rest) or 'nothing'}")
-
-    def flatten(self, net) -> Tensor:
+    def flatten(self, net):
         """The weights [N] of a network."""
         return torch.cat([net.get_parameter(name).detach().flatten() for name in self.shapes])
 
@@ -315,11 +305,11 @@ class Layout:
 class Stochastic(nn.Module):
     """A network whose covered weights [N] are drawn anew for each forward pass, by `draw`."""
 
-    def __init__(self, net, layout, train_rest=True):
+    def __init__(self, net, layout, args):
         super().__init__()
         self.net, self.layout = net, layout
         for name, parameter in net.named_parameters():
-            parameter.requires_grad_(train_rest and name not in layout.shapes)
+            parameter.requires_grad_(args.train_bn and name not in layout.shapes)
 
     def forward(self, x, weights=None):
         weights = self.draw() if weights is None else weights
@@ -330,13 +320,13 @@ class MeanField(Stochastic):
     """w_i = mu_i + sigma(rho_i) eps_i; prior N(m_i, s_i^2) with a spread s of each layer."""
 
     def __init__(self, net, layout, args):
-        super().__init__(net, layout, args.train_bn)
+        super().__init__(net, layout, args)
         mu, self.kind = layout.flatten(net), args.sigma_map
         rms = torch.cat([part.square().mean().sqrt().expand(part.numel())
                          for part in layout.split(mu).values()]).clamp_min(1e-8)
-        self.mu, self.rho = (nn.Parameter(value.clone()) for value in (
-            mu, rho_of(args.sigma_init * rms, self.kind)))
-        self.register_buffer("prior_mu", mu.clone() if args.prior == "pretrained" else 0 * mu)
+        self.mu = nn.Parameter(mu.clone())
+        self.rho = nn.Parameter(rho_of(args.sigma_init * rms, self.kind))
+        self.register_buffer("prior_mu", mu if args.prior == "pretrained" else 0 * mu)
         self.register_buffer("prior_sd", 0 * rms + args.prior_sd if args.prior_sd else rms)
 
     @property
@@ -346,7 +336,7 @@ class MeanField(Stochastic):
     def draw(self):
         return self.mu + self.sigma * torch.randn_like(self.mu)
 
-    def kl(self) -> Tensor:
+    def kl(self):
         """KL of the posterior from the prior, nats."""
         return gaussian_kl(self.mu, self.sigma, self.prior_mu, self.prior_sd).sum()
 
@@ -354,17 +344,17 @@ class MeanField(Stochastic):
 class Shared(Stochastic):
     """Weights that refer to K Gaussians in the plane, but for outliers, which have their own.
 
-    What is trained is how far each Gaussian moved from where it began, in its own units, by `move`:
-    so one learning rate suits all. The buffers are the code as it began.
+    Buffers: the code as it began. Parameters: how far its Gaussians moved since, in their own
+    units, so that one learning rate suits all.
     """
 
     def __init__(self, net, layout, code, args):
-        super().__init__(net, layout, args.train_bn)
+        super().__init__(net, layout, args)
         self.draw_mode, self.blend, like = args.draw, args.blend, next(net.parameters())
-        for name, value in code._asdict().items():
-            wide = like.dtype if value.is_floating_point() else torch.int64 if name in (
-                "outliers", "ellipse") else torch.int32
-            self.register_buffer(name, value.to(like.device, wide))
+        for name, value in code._asdict().items():  # process groups cannot send int16
+            whole = torch.int32 if value.dtype == torch.int16 else torch.int64
+            self.register_buffer(name, value.to(like) if value.is_floating_point()
+                                 else value.to(like.device, whole))
         k, n = len(code.centres), len(code.outliers)
         self.shift, self.shape, self.outlier_shift, self.outlier_scale = (
             nn.Parameter(like.new_zeros(size)) for size in ((k, 2), (k, 3), n, n))
@@ -379,7 +369,7 @@ class Shared(Stochastic):
     def draw(self):
         return draw_weights(self.code(), self.draw_mode, self.blend)
 
-    def kl(self) -> Tensor:
+    def kl(self):
         """KL of all latent variables, each counted once, from where they began, nats."""
         return moved_kl(*self.moves())
 
@@ -603,11 +593,6 @@ def two_best(z, mixture, candidates):
     return label, candidates.gather(1, second)[:, 0], (best - rest).sigmoid()[:, 0], squared
 
 
-def chi_square_quantile(level=0.95) -> float:
-    """Quantile of chi-square with 2 degrees of freedom: -2 ln(1 - level), 5.991464547 at 95 %."""
-    return -2 * math.log1p(-level)
-
-
 def assign(x, cells, mixture, level=0.95, candidates=4, chunk=2**17):
     """Each of N points [N, 2] of `cells` to a component: (labels [N] int16; of the n points outside
     the ellipse of `level`: their numbers, next component, posterior of the first [n] each).
@@ -621,11 +606,12 @@ def assign(x, cells, mixture, level=0.95, candidates=4, chunk=2**17):
     joint = log_joint(natural_parameters(mixture)[0], cells.moments, near)
     near = near.gather(1, joint.topk(min(candidates, near.shape[1])).indices)
     labels, rim = x.new_empty(len(x), dtype=torch.int16), []
+    rim_begins = -2 * math.log1p(-level)  # chi-square, 2 degrees of freedom: 5.991464547 at 95 %
     for i in range(0, len(x), chunk):
         z = (x[i:i + chunk].double() - cells.shift) / cells.scale
         label, second, alpha, squared = two_best(z, mixture, near[cells.index[i:i + chunk]])
         labels[i:i + chunk] = label.short()
-        rows = (squared > chi_square_quantile(level)).nonzero().flatten()
+        rows = (squared > rim_begins).nonzero().flatten()
         rim.append((rows + i, second[rows], alpha[rows]))
     return labels, *(torch.cat(columns) for columns in zip(*rim))
 
@@ -748,16 +734,12 @@ def share_weights(mu, sigma, gradient, generator, *, k0=0, min_cluster=20, tau_w
 
 def check_code(code, n):
     """Raise ValueError unless `code` is one of n weights: whole, and its numbers in range."""
-    k, rim = len(code.centres), len(code.ellipse)
-    labels, ellipse = code.labels.long(), code.ellipse.long()
-    fits = (len(labels) == n and -1 <= int(labels.min()) and int(labels.max()) < k
-            and torch.equal((labels < 0).nonzero()[:, 0], code.outliers.long())
-            and len(code.outlier_mu) == len(code.outlier_sigma) == len(code.outliers)
-            and len(code.ellipse_second) == len(code.ellipse_alpha) == rim
-            and code.centres.shape == (k, 2) and code.factors.shape == (k, 3)
-            and bool(((ellipse >= 0) & (ellipse < n)).all())
-            and bool(((code.ellipse_second >= 0) & (code.ellipse_second < k)).all()))
-    if not fits:
+    k, rim, own = len(code.centres), len(code.ellipse), len(code.outliers)
+    sizes = [(n,), (own,), (own,), (own,), (rim,), (rim,), (rim,), (k, 2), (k, 3)]
+    within = lambda index, low, high: bool(((index >= low) & (index < high)).all())
+    if [t.shape for t in code] != sizes or not within(code.labels, -1, k) \
+            or not torch.equal((code.labels < 0).nonzero()[:, 0], code.outliers.long()) \
+            or not within(code.ellipse, 0, n) or not within(code.ellipse_second, 0, k):
         raise ValueError(f"not a code of {n} weights: sizes or numbers do not fit")
 
 
@@ -801,7 +783,7 @@ def moved_kl(shift, shape, outlier_shift, outlier_scale) -> Tensor:
 
 
 def draw_weights(code, draw="hier", blend="linear") -> Tensor:
-    """Weights [N], differentiable in the Gaussians: w_i = m_k + s_k eps_i, (m_k, s_k) ~ N(c_k, S_k).
+    """Weights [N]: w_i = m_k + s_k eps_i, (m_k, s_k) ~ N(c_k, S_k); differentiable in c and S.
 
     One (m_k, s_k) for all members of a component. draw "shared" (published): w_i = m_k;
     "perweight": w_i ~ N(c_k[0], c_k[1]^2). An ellipse point blends those of two components, by
@@ -830,10 +812,9 @@ def draw_weights(code, draw="hier", blend="linear") -> Tensor:
 
 def mean_weights(code) -> Tensor:
     """The mean [N] of `draw_weights`."""
-    mean = code.centres[:, 0][code.labels.clamp_min(0).int()]
-    second = code.centres[:, 0][code.ellipse_second.int()]
-    mean[code.ellipse] = code.ellipse_alpha * mean[code.ellipse] \
-        + (1 - code.ellipse_alpha) * second
+    mean, alpha = code.centres[:, 0][code.labels.clamp_min(0).long()], code.ellipse_alpha
+    second = code.centres[:, 0][code.ellipse_second.long()]
+    mean[code.ellipse] = alpha * mean[code.ellipse] + (1 - alpha) * second
     mean[code.outliers] = code.outlier_mu
     return mean
 
@@ -862,19 +843,20 @@ def make_loader(dataset, args, batch_size=None, train=False):
                        workers=args.workers, channels_last=True)
 
 
-def autocast(args):
-    return torch.autocast(args.device.type, torch.bfloat16, enabled=args.amp == "bf16")
+def outputs(module, batch, args, *drawn):
+    """Logits, at least float32."""
+    with torch.autocast(args.device.type, torch.bfloat16, enabled=args.amp == "bf16"):
+        logits = module(batch.images, *drawn)
+    return logits.float() if logits.dtype == torch.bfloat16 else logits
 
 
 def loss_of(logits, batch):
     """This process's part of the mean cross entropy of a global batch."""
-    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
     return F.cross_entropy(logits, batch.labels, reduction="sum") / batch.global_size
 
 
 def learning_rate(done, warm_up=0.0) -> float:
-    """Share of the full rate when the share `done` of a stage is done: linear warm-up, then half a
-    cosine."""
+    """Share of the full rate after the share `done` of a stage: linear, then half a cosine."""
     if done < warm_up:
         return done / warm_up
     return 0.5 * (1 + math.cos(math.pi * (done - warm_up) / (1 - warm_up)))
@@ -882,13 +864,13 @@ def learning_rate(done, warm_up=0.0) -> float:
 
 def make_optimiser(module, stage, args):
     """The optimiser of a stage; each group keeps its full rate as "full"."""
-    named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if stage == "det":  # published: Nesterov momentum, decay of everything
         return torch.optim.SGD([{"params": [p for _, p in named], "full": args.lr}], lr=args.lr,
                                momentum=0.9, nesterov=True, weight_decay=args.weight_decay)
-    rates = {"rho": args.lr_rho, **dict.fromkeys(
-        ("shift", "shape", "outlier_shift", "outlier_scale"), args.lr_final)}
-    return torch.optim.Adam([{"params": [p], "full": rates.get(n, args.lr_mu)} for n, p in named])
+    full = {"mu": args.lr_mu, "rho": args.lr_rho}
+    return torch.optim.Adam([{"params": [p], "full": args.lr_mu if name.startswith("net.") else
+                              full.get(name, args.lr_final)} for name, p in named])
 
 
 def train(module, stage, epochs, kl_weight, train_set, run, args):
@@ -898,81 +880,71 @@ def train(module, stage, epochs, kl_weight, train_set, run, args):
     steps = min(len(loader), args.limit_steps or len(loader))
     model = common.data_parallel(module, args.device)
     for epoch in run.epochs(epochs, f"seed{args.seed}-{stage}", net=module, optimiser=optimiser):
-        set_training(model, stage)
-        totals = torch.zeros(4, device=args.device, dtype=torch.float64)
+        model.train()
+        for part in model.modules() if stage != "det" else ():
+            if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                part.eval()  # a batch's own statistics would hide how draws shift activations
+        totals = torch.zeros(4, device=args.device)
         for step, batch in run.steps(loader, epoch):
             common.seed_all(args.seed, STAGES.index(stage), epoch, step)  # one draw for all
             share = learning_rate((epoch + (step + 0.5) / steps) / epochs, args.warm_up)
             for group in optimiser.param_groups:
                 group["lr"] = group["full"] * share
-            with autocast(args):
-                logits = model(batch.images)
+            logits = outputs(model, batch, args)
             loss = loss_of(logits, batch)
             kl = loss.new_zeros(()) if stage == "det" else module.kl() / len(train_set)
             optimiser.zero_grad()
-            (loss * common.world_size() + kl_weight * kl).backward()  # DDP divides the sum
+            # DDP divides by the number of processes: the KL is in each one's loss
+            (loss * common.world_size() + kl_weight * kl).backward()
             optimiser.step()
-            right = (logits.argmax(1) == batch.labels).sum()
-            totals += torch.stack([loss.detach(), kl.detach() / common.world_size(), right,
-                                   right.new_tensor(len(logits))])
+            totals += torch.stack([loss.detach(), kl.detach() / common.world_size(), (
+                logits.argmax(1) == batch.labels).sum(), loss.new_tensor(len(logits))])
         loss, kl, right, n = common.all_reduce(totals)
         run.log(loss / steps, kl_nats=kl / steps, accuracy=right / n, examples=n,
                 lr=optimiser.param_groups[0]["lr"])
 
 
-def set_training(model, stage):
-    """Training mode, but batch norm keeps the statistics of stage det: a batch's own would hide how
-    draws shift activations, and predictions use the running ones."""
-    model.train()
-    for module in model.modules() if stage != "det" else ():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.eval()
-
-
-def gradient_magnitude(module, train_set, args) -> Tensor:
+def gradient_magnitude(field, train_set, args) -> Tensor:
     """Mean over an epoch's batches of |d mean cross entropy / d mu| [N], in a fixed order."""
-    module.eval()
-    total, loader = torch.zeros_like(module.mu), make_loader(train_set, args)
+    total, loader = torch.zeros_like(field.mu), make_loader(train_set, args)
     steps = min(len(loader), args.limit_steps or len(loader))
-    for step, batch in zip(range(steps), loader.epoch(0)):
+    field.eval()
+    for step, batch in zip(range(steps), loader.epoch()):
         common.seed_all(args.seed, STAGES.index("gmm"), step)
-        with autocast(args):
-            loss = loss_of(module(batch.images), batch)
-        total += common.all_reduce(torch.autograd.grad(loss, module.mu)[0]).abs()
+        loss = loss_of(outputs(field, batch, args), batch)
+        total += common.all_reduce(torch.autograd.grad(loss, field.mu)[0]).abs()
     return total / steps
 
 
 def make_codes(field, train_set, run, args) -> dict:
     """Stage gmm, by the main process, for all: {"clustered": code, "merged": code, "numbers"}, a
     code as a dict on the CPU."""
-    name = f"seed{args.seed}-gmm"
-    if (state := run.load(name)) is None:
-        gradient = gradient_magnitude(field, train_set, args)
-        with run.clock("gmm"):
-            state = common.broadcast(share(field, gradient, args) if common.is_main() else None)
-        run.save(name, **state)
-    return state
-
-
-def share(field, gradient, args) -> dict:
-    generator = torch.Generator().manual_seed(common.derive_seed(args.seed, 5))
-    try:
+    def share():
+        mu, sigma = field.mu.detach(), field.sigma.detach()
+        generator = torch.Generator().manual_seed(common.derive_seed(args.seed, 5))
         *codes, numbers = share_weights(
-            field.mu.detach(), field.sigma.detach(), gradient, generator, k0=args.k0,
-            min_cluster=args.min_cluster, tau_w=args.tau_w, fraction=args.grad_frac, kind=args.gmm,
-            level=args.chi2_level, tau_d=args.tau_d, tau_g=args.tau_g, tau_v=args.tau_v)
-    except ValueError as error:
-        raise UserError(f"{error} (--tau-w, --grad-frac, --k0, --min-cluster)") from None
-    clustered, merged = ({name: value.cpu() for name, value in code._asdict().items()}
-                         for code in codes)
-    return {"clustered": clustered, "merged": merged, "numbers": numbers}
+            mu, sigma, gradient, generator, k0=args.k0, min_cluster=args.min_cluster,
+            tau_w=args.tau_w, fraction=args.grad_frac, kind=args.gmm, level=args.chi2_level,
+            tau_d=args.tau_d, tau_g=args.tau_g, tau_v=args.tau_v)
+        codes = [{key: value.cpu() for key, value in code._asdict().items()} for code in codes]
+        return {"clustered": codes[0], "merged": codes[1], "numbers": numbers}
+
+    if (state := run.load(f"seed{args.seed}-gmm")) is None:
+        gradient = gradient_magnitude(field, train_set, args)
+        try:
+            with run.clock("gmm"):
+                state = common.broadcast(share() if common.is_main() else None)
+        except ValueError as error:
+            raise UserError(f"{error} (--tau-w, --grad-frac, --k0, --min-cluster)") from None
+        run.save(f"seed{args.seed}-gmm", **state)
+    return state
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
 
 
 class Prediction(NamedTuple):
-    """What the weight draws say about N examples, float64, on the CPU of the main process."""
+    """What the weight draws say about N examples, float64, on the CPU."""
 
     log_probs: Tensor   # [N, K], of the mean of probabilities
     logits: Tensor      # [N, K], mean of logits
@@ -983,23 +955,20 @@ class Prediction(NamedTuple):
 
 @torch.no_grad()
 def predict(module, dataset, args):
-    """A `Prediction` (None but on the main process): one draw for the whole set at a time."""
+    """A `Prediction` of the main process, None of others: one draw at a time for the whole set."""
     module.eval()
     several = isinstance(module, Stochastic)
-    samples, loader = args.mc if several else 1, make_loader(dataset, args, max(512, args.batch_size))
-    for sample in range(samples):
+    loader = make_loader(dataset, args, max(512, args.batch_size))
+    for sample in range(samples := args.mc if several else 1):
         common.seed_all(args.seed, 1000 + sample)
         drawn, rows = (module.draw(),) if several else (), []
-        for batch in loader.epoch(0):
-            with autocast(args):
-                logits = module(batch.images, *drawn)
-            rows.append((batch.index, batch.labels, logits.double()))
+        for batch in loader.epoch():
+            rows.append((batch.index, batch.labels, outputs(module, batch, args, *drawn).double()))
         index, labels, logits = (torch.cat(column) for column in zip(*rows))
-        log_probs = logits.log_softmax(1)
-        own = log_probs.gather(1, labels.clamp_max(logits.shape[1] - 1)[:, None])[:, 0]
-        new = [logits, F.one_hot(logits.argmax(1), logits.shape[1]).double(),
-               -(log_probs.exp() * log_probs).sum(1), -own]
-        mean = log_probs if sample == 0 else torch.logaddexp(mean, log_probs)
+        log_probs, k = logits.log_softmax(1), logits.shape[1]
+        new = [logits, F.one_hot(logits.argmax(1), k), -(log_probs.exp() * log_probs).sum(1),
+               -log_probs.gather(1, labels.clamp(0, k - 1)[:, None])[:, 0]]
+        mean = torch.logaddexp(mean, log_probs) if sample else log_probs
         sums = [a + b for a, b in zip(sums, new)] if sample else new
     columns = common.gather_rows(index, mean - math.log(samples), *(t / samples for t in sums))
     return columns and Prediction(*columns)
@@ -1012,20 +981,18 @@ def predictive_metrics(p, labels, bins=15) -> dict:
         probs = log_probs.exp()
         values |= {f"accuracy{suffix}": common.accuracy(probs, labels),
                    f"nll{suffix}": common.nll(log_probs, labels),
-                   **{f"ece{b}{suffix}": common.ece(probs, labels, b) for b in {15, bins}},
-                   f"brier{suffix}": common.brier(probs, labels)}
+                   f"brier{suffix}": common.brier(probs, labels),
+                   **{f"ece{b}{suffix}": common.ece(probs, labels, b) for b in (15, bins)}}
     return {**values, "accuracy_votes": common.accuracy(p.votes, labels),
             "nll_samples": p.sample_nll.mean().item()}
 
 
 def uncertainties(p) -> dict:
-    """Scores [N], large where uncertain: entropy of the mean, 1 - its largest probability, and where
-    draws differ the mutual information of prediction and weights."""
+    """Scores [N], large where uncertain: entropy of the mean, 1 - its largest probability, mutual
+    information of prediction and weights (0 for a single draw)."""
     total = common.entropy(p.log_probs.exp())
-    scores = {"entropy": total, "max_prob": -p.log_probs.max(1).values.expm1()}
-    if (p.log_probs != p.logits.log_softmax(1)).any():
-        scores["mutual_information"] = (total - p.aleatoric).clamp_min(0)
-    return scores
+    return {"entropy": total, "max_prob": -p.log_probs.max(1).values.expm1(),
+            "mutual_information": (total - p.aleatoric).clamp_min(0)}
 
 
 def evaluate(method, module, sets, args) -> tuple:
@@ -1037,47 +1004,34 @@ def evaluate(method, module, sets, args) -> tuple:
     row = {"method": method, "seed": args.seed, "set": sets["test"].name}
     rows = [{**row, "n": len(test.logits),
              **predictive_metrics(test, sets["test"].labels, args.ece_bins)}]
+    several = isinstance(module, Stochastic) and args.mc > 1
     for name, prediction in outside.items():
         inside, scores = uncertainties(test), uncertainties(prediction)
         rows.append({**row, "against": name, "n": len(prediction.logits), **{
-            f"{metric}_{score}": value for score in inside.keys() & scores for metric, value in
-            common.ood_metrics(inside[score], scores[score], larger_means="ood").items()}})
+            f"{metric}_{score}": value for score in [*inside][:3 if several else 2]
+            for metric, value in common.ood_metrics(inside[score], scores[score],
+                                                    larger_means="ood").items()}})
     return rows, test
-
-
-def rest_bytes(shared) -> int:
-    """Bytes of what is not shared: batch norm, biases, layers left out."""
-    return sum(t.numel() * t.element_size() for name, t in shared.net.state_dict().items()
-               if name not in shared.layout.shapes)
 
 
 @torch.no_grad()
 def sigma_report(field, args) -> dict:
     """Sigma over the prior's: the 5 %, 50 % and 95 % quantiles by layer, printed; and a warning
-    where there is nothing but the prior."""
+    where little but the prior is left."""
     ratios = field.layout.split((field.sigma / field.prior_sd).cpu().double())
     found = {name: np.quantile(t, [0.05, 0.5, 0.95]).tolist() for name, t in ratios.items()}
-    common.say("sigma over the prior's: 5 %, 50 %, 95 % of the weights of a layer\n" + "\n".join(
-        f"  {name:32s}" + "".join(f"{q:8.3f}" for q in own) for name, own in found.items()))
+    common.say("sigma over the prior's, 5 %, 50 % and 95 % of a layer's weights:")
+    for name, quantiles in found.items():
+        common.say(f"  {name:30s}" + "".join(f"{q:8.3f}" for q in quantiles))
     if collapsed := sum(median > 0.9 for _, median, _ in found.values()):
-        common.say(f"warning: in {collapsed} of {len(found)} layers the median is above 0.9: the "
-                   f"posterior has collapsed onto the prior; lower --stoch-kl ({args.stoch_kl:g})")
+        common.say(f"warning: the median is above 0.9 in {collapsed} of {len(found)} layers, which "
+                   f"collapsed onto the prior; lower --stoch-kl ({args.stoch_kl:g})")
     return found
-
-
-@torch.no_grad()
-def layer_report(shared, field) -> dict:
-    """By layer: the RMS of mu_i minus the mean of the shared draw, and the share of outliers."""
-    code = shared.code()
-    errors = shared.layout.split((field.mu - mean_weights(code)).square())
-    outliers = shared.layout.split((code.labels < 0).double())
-    return {"quantisation_rms": {name: t.mean().sqrt().item() for name, t in errors.items()},
-            "outlier_share": {name: t.mean().item() for name, t in outliers.items()}}
 
 
 # ---- Plots --------------------------------------------------------------------------------------
 
-COLOURS = ["#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE"]
+COLOURS = ["#4477AA", "#EE6677", "#228833", "#66CCEE"]
 
 
 def plot_plane(plt, path, points, codes):
@@ -1087,20 +1041,18 @@ def plot_plane(plt, path, points, codes):
                                 sharey=True, constrained_layout=True)
     few = torch.randperm(len(points), generator=torch.Generator().manual_seed(0))[:50_000]
     for axis, (name, code) in zip(axes, codes.items()):
-        inlier, rim = code.labels[few] >= 0, few[torch.isin(few, code.ellipse)]
-        for rows, colour, label in ((few[inlier], COLOURS[5], "inliers"),
+        inlier, rim = code.labels[few] >= 0, torch.isin(few, code.ellipse)
+        for rows, colour, label in ((few[inlier], COLOURS[3], "inliers"),
                                     (few[~inlier], COLOURS[1], "outliers"),
-                                    (rim, COLOURS[2], "ellipse points")):
+                                    (few[rim], COLOURS[2], "ellipse points")):
             axis.plot(*points[rows].T, ".", ms=1.2, color=colour, label=label, rasterized=True)
         axis.add_collection(EllipseCollection(
             *ellipse_axes(covariances_of(code.factors.double())), units="xy", facecolors="none",
-            offsets=code.centres.numpy(), transOffset=axis.transData, edgecolors=COLOURS[0],
-            lw=0.6))
+            offsets=code.centres, transOffset=axis.transData, edgecolors=COLOURS[0], lw=0.6))
         axis.set(title=f"{name}: {len(code.centres)} components", xlabel="mu")
-    low, high = np.quantile(points.numpy(), [0.001, 0.999], axis=0)
-    margin = 0.1 * (high - low)
-    axes[0].set(ylabel="sigma", xlim=(low[0] - margin[0], high[0] + margin[0]),
-                ylim=(low[1] - margin[1], high[1] + margin[1]))
+    low, high = np.quantile(points, [0.001, 0.999], axis=0)
+    (left, bottom), (right, top) = low - 0.1 * (high - low), high + 0.1 * (high - low)
+    axes[0].set(ylabel="sigma", xlim=(left, right), ylim=(bottom, top))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
                   markerscale=6, frameon=False)
     common.save_figure(plt, figure, path)
@@ -1108,48 +1060,44 @@ def plot_plane(plt, path, points, codes):
 
 def ellipse_axes(covariances, level=0.95):
     """Widths, heights, angles (degrees) [K] of the ellipses that hold `level` of each Gaussian."""
-    values, vectors = np.linalg.eigh(covariances[:, [0, 1, 1, 2]].reshape(-1, 2, 2).numpy())
-    sides = 2 * np.sqrt(values.clip(0) * chi_square_quantile(level))
+    values, vectors = np.linalg.eigh(covariances[:, [0, 1, 1, 2]].numpy().reshape(-1, 2, 2))
+    sides = 2 * np.sqrt(values.clip(0) * -2 * math.log1p(-level))
     return sides[:, 1], sides[:, 0], np.degrees(np.arctan2(vectors[:, 1, 1], vectors[:, 0, 1]))
 
 
 def plot_weights(plt, path, mu, drawn, curve, probs, labels):
-    """Weights before and after sharing, components against the merge threshold, reliability."""
+    """Weights before and after sharing, components by merge threshold, reliability."""
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
-    span = np.quantile(mu, [0.001, 0.999])
-    for values, colour, label in ((mu, COLOURS[0], "mean-field means"),
-                                  (drawn, COLOURS[1], "a draw, shared")):
-        axes[0].hist(values, 80, range=span, histtype="step", color=colour, label=label)
+    axes[0].hist([mu, drawn], 80, range=np.quantile(mu, [0.001, 0.999]), histtype="step",
+                 color=COLOURS[:2], label=["mean-field means", "a draw, shared"])
     axes[0].set(xlabel="weight", ylabel="weights", yscale="log")
     axes[0].legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     axes[1].plot(*zip(*curve), "o-", color=COLOURS[0])
     axes[1].set(xlabel="merge threshold tau_d (W2)", ylabel="components K", xscale="log")
     confidence, predicted = probs.max(1)
-    bins = common.reliability(confidence, predicted == labels)
-    axes[2].bar(np.arange(15) / 15, bins.accuracy, 1 / 15, align="edge", color=COLOURS[0],
-                ec="white")
+    accuracy = common.reliability(confidence, predicted == labels).accuracy
+    axes[2].bar(np.arange(15) / 15, accuracy, 1 / 15, align="edge", color=COLOURS[0], ec="white")
     axes[2].plot([0, 1], [0, 1], "k--", lw=1)
     axes[2].set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1),
                 title=f"ECE {100 * common.ece(probs, labels):.2f} %")
     common.save_figure(plt, figure, path)
 
 
+@torch.no_grad()
 def draw_pictures(plt, folder, shared, field, codes, prediction, labels, args):
     """plane.png and weights.png."""
-    points = torch.stack([field.mu, field.sigma], 1).detach().cpu()
+    points = torch.stack([field.mu, field.sigma], 1).cpu()
     plot_plane(plt, folder / "plane.png", points, codes)
     code = codes["clustered"]
-    share = torch.bincount(code.labels.int() + 1)[1:].double() / len(code.labels)
-    mixture = Mixture(share, code.centres.double(), covariances_of(code.factors.double()))
-    none, every = torch.zeros(len(share)), torch.arange(len(share))
+    members = torch.bincount(code.labels.int() + 1)[1:].double()
+    mixture = Mixture(members, code.centres.double(), covariances_of(code.factors.double()))
+    mixture = select(mixture, members > 0)
+    none, every = torch.zeros(len(members)), torch.arange(len(members))
     middle = nearest_components(mixture, none, every)[0].median().item()
-    curve = [(t, len(merge_mixture(mixture, none, t, math.inf, args.tau_v)[0].weights))
+    curve = [(t, len(merge_mixture(mixture, none, t, math.inf, args.tau_v)[1]))
              for t in middle * np.geomspace(0.05, 20, 12)]
-    common.seed_all(0)
-    with torch.no_grad():
-        drawn = shared.draw().cpu().numpy()
-    plot_weights(plt, folder / "weights.png", points[:, 0].numpy(), drawn, curve,
-                 prediction.log_probs.exp(), labels)
+    plot_weights(plt, folder / "weights.png", points[:, 0].numpy(), shared.draw().cpu().numpy(),
+                 curve, prediction.log_probs.exp(), labels)
 
 
 # ---- Main ---------------------------------------------------------------------------------------
@@ -1157,20 +1105,19 @@ def draw_pictures(plt, folder, shared, field, codes, prediction, labels, args):
 FORMAT = "unsure-gbnn2d-2"
 
 
-def run_name(args) -> str:
-    depth = f"-{args.depth}" if args.model == "wide_resnet" else ""
-    width = f"-w{args.width:g}" if args.width != 1 else ""
-    return f"{data.set_name(args.dataset)}-{args.model.replace('/', '_')}{depth}{width}" \
-           f"-seed{args.seed}"
-
-
 def load_sets(args) -> dict:
-    """All sets of a run, before anything is trained: train, test, OOD sets by name."""
+    """All sets of a run, before anything is trained: train, test, OOD sets by name, --predict."""
     options = dict(data_dir=args.data_dir, seed=args.seed, image_size=args.image_size)
-    train = data.load(args.dataset, "train", val_fraction=0.0, **options)
-    test = data.match(data.load(args.dataset, "test", **options), train)
-    return {"train": train, "test": test, "ood": data.ood_sets(args, train),
-            "predict": data.predict_set(args, train) if args.predict else None}
+    train_set = data.load(args.dataset, "train", val_fraction=0.0, **options)
+    test = data.match(data.load(args.dataset, "test", **options), train_set)
+    return {"train": train_set, "test": test, "ood": data.ood_sets(args, train_set),
+            "predict": data.predict_set(args, train_set) if args.predict else None}
+
+
+def rest_of(shared) -> dict:
+    """The state that is not shared: batch norm, biases, layers left out."""
+    return {name: value.cpu() for name, value in shared.net.state_dict().items()
+            if name not in shared.layout.shapes}
 
 
 def export(path, shared, args, train_set) -> int:
@@ -1179,84 +1126,38 @@ def export(path, shared, args, train_set) -> int:
               "ellipse_second": torch.int16}
     code = {name: value.detach().to(narrow.get(name, torch.float32)).cpu()
             for name, value in shared.code()._asdict().items()}
-    rest = {name: value.cpu() for name, value in shared.net.state_dict().items()
-            if name not in shared.layout.shapes}
     config = {key: getattr(args, key) for key in ("dataset", "model", "width", "depth",
                                                   "keep_layers", "draw", "blend")}
     config["transform_input"] = getattr(shared.net, "transform_input", None)  # GoogLeNet's
-    content = common.to_bytes({"format": FORMAT, "config": config, "code": code, "rest": rest,
-                               "num_classes": train_set.num_classes, "shape": train_set.shape})
+    content = common.to_bytes({
+        "format": FORMAT, "config": config, "num_classes": train_set.num_classes,
+        "shape": list(train_set.shape), "code": code, "rest": rest_of(shared)})
     common.write(path, content)
     return len(content)
 
 
-def read_export(path) -> dict:
-    """What `export` wrote, or a UserError of one line."""
-    state = common.load_checkpoint(path)
-    if state.get("format") != FORMAT or "dataset" not in state.get("config", ()):
-        raise UserError(f"{path} is no {FORMAT} file; write one with --export")
-    return state
+def load_shared(args) -> tuple:
+    """(the network of the file --load, its number of classes, its images' shape).
 
-
-def with_dataset_of_file(argv) -> list:
-    """The arguments, with the data set (and so the preset) of the file of --load."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("--load", "--dataset", "--device"):
-        first.add_argument(name, nargs="?")
-    known = first.parse_known_args(argv)[0]
-    if not known.load:
-        return argv
-    common.start(known.device or "auto")
-    dataset = read_export(known.load)["config"]["dataset"]
-    if known.dataset not in (None, dataset):
-        raise UserError(f"--load {known.load} is a network of {dataset}; leave out --dataset")
-    return [*argv, "--dataset", dataset]
-
-
-def load_shared(path, args) -> tuple:
-    """(the network that `export` wrote, its number of classes, its images' shape).
-
-    Raises UserError, of one line, where a part is missing or does not fit."""
-    state = read_export(path)
+    Raises UserError, of one line, for other files, and where a part is missing or does not fit."""
+    state = common.load_checkpoint(args.load)
+    if state.get("format") != FORMAT:
+        raise UserError(f"{args.load} is no {FORMAT} file; write one with --export")
     try:
+        if data.set_name(state["config"]["dataset"]) != data.set_name(args.dataset):
+            raise UserError(f"it is a network of another data set: add --dataset "
+                            f"{state['config']['dataset']}")
         num_classes, shape = state["num_classes"], tuple(state["shape"])
-        options = common.with_options(args, **state["config"], weights=None)
+        options = common.with_options(args, **{**state["config"], "weights": None})
         net, code = make_network(options, num_classes, shape), Code(**state["code"])
-        net.transform_input = options.transform_input
-        layout = Layout(net, options.keep_layers)
+        net.transform_input, layout = options.transform_input, Layout(net, options.keep_layers)
         check_code(code, layout.size)
-        zeros = layout.split(torch.zeros(layout.size))
-        net.load_state_dict({**state["rest"], **zeros})
+        net.load_state_dict({**state["rest"], **layout.split(torch.zeros(layout.size))})
         return Shared(net, layout, code, options).to(args.device), num_classes, shape
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise UserError(f"{path}: a part is missing or does not fit ({common.one_line(error)}); "
-                        "export it again") from None
-
-
-def run_loaded(args) -> list:
-    """--load: the rows of a compressed network."""
-    shared, num_classes, shape = load_shared(args.load, args)
-    sets = load_sets(args)
-    if (sets["train"].num_classes, sets["train"].shape) != (num_classes, shape):
-        raise UserError(f"--load {args.load}: a network for {num_classes} classes of images "
-                        f"{shape}; --dataset {args.dataset} has others")
-    run = common.Run(args, "gbnn2d", f"loaded-{Path(args.load).stem}")
-    rows, _ = evaluate("loaded", shared, sets, args)
-    return finish(rows, shared, sets, run, args)
-
-
-def finish(rows, module, sets, run, args, **extra) -> list:
-    """--predict, and the report."""
-    if sets["predict"] is not None:
-        p = predict(module, sets["predict"], args)
-        if common.is_main():
-            common.write_predictions(run.dir / "predictions.csv", sets["predict"], p.log_probs,
-                                     aleatoric=p.aleatoric, epistemic=common.entropy(
-                                         p.log_probs.exp()) - p.aleatoric)
-    metrics = ["accuracy", "nll", "ece15", f"ece{args.ece_bins}", "brier", "nll_logits",
-               "auroc_entropy", "auroc_mutual_information", "gaussians", "outliers", "bytes",
-               "of_mean_field", "of_deterministic"]
-    return run.report(rows, list(dict.fromkeys(metrics)), **extra)
+        why = str(error) if isinstance(error, UserError) else "a part is missing or does not fit " \
+            f"({common.one_line(error)}); export it again"
+        raise UserError(f"--load {args.load}: {why}") from None
 
 
 def run_seed(sets, run, args) -> tuple:
@@ -1267,7 +1168,8 @@ def run_seed(sets, run, args) -> tuple:
     layout = Layout(net, args.keep_layers)
     if 2 * args.k0 > layout.size:
         raise UserError(f"--k0 {args.k0}: the network has only {layout.size} weights to share")
-    common.say(layout.describe())
+    common.say(f"{len(layout.sizes)} layers with {layout.size:,} weights are shared; kept whole: "
+               f"{', '.join(layout.rest) or 'nothing'}")
     if not args.model.startswith("torchvision/"):
         train(net, "det", args.epochs, 0.0, train_set, run, args)
     rows, _ = evaluate("deterministic", net, sets, args)
@@ -1275,10 +1177,10 @@ def run_seed(sets, run, args) -> tuple:
         return rows, {}, net
     field = MeanField(net, layout, args).to(args.device)
     train(field, "stoch", args.stoch_epochs, args.stoch_kl, train_set, run, args)
-    layers = {"sigma_over_prior": sigma_report(field, args)}
+    numbers = {"sigma_over_prior": sigma_report(field, args)}
     rows += evaluate("mean-field", field, sets, args)[0]
     if stop == "stoch":
-        return rows, layers, field
+        return rows, numbers, field
     state = make_codes(field, train_set, run, args)
     codes = {name: Code(**state[name]) for name in ("clustered", "merged")}
     for name, code in codes.items():
@@ -1290,28 +1192,45 @@ def run_seed(sets, run, args) -> tuple:
         more, prediction = evaluate("final", shared, sets, args)
         rows += more
     if common.is_main():
-        layers |= layer_report(shared, field)
-        for path in filter(None, (run.dir / f"compressed-seed{args.seed}.pt", args.export)):
+        error = (field.mu - mean_weights(shared.code())).detach().square()
+        numbers |= {**state["numbers"], "quantisation_rms": {
+            name: part.mean().sqrt().item() for name, part in layout.split(error).items()}}
+        outliers = layout.split((shared.labels < 0).double())
+        numbers["outlier_share"] = {name: part.mean().item() for name, part in outliers.items()}
+        for path in filter(None, (run.dir / f"seed{args.seed}-compressed.pt", args.export)):
             size = export(path, shared, args, train_set)
-        more[0] |= {**storage(shared.code(), rest_bytes(shared)), "bytes_file": size}
+        rest = sum(t.numel() * t.element_size() for t in rest_of(shared).values())
+        more[0] |= {**storage(shared.code(), rest), "bytes_file": size}
         if args.plot and (plt := common.pyplot()):
             draw_pictures(plt, run.dir, shared, field, codes, prediction, sets["test"].labels, args)
-    return rows, {**layers, **state["numbers"]}, shared
+    return rows, numbers, shared
 
 
 def main(argv=None) -> list:
     args = parse_args(argv)
-    if args.load:
-        return run_loaded(args)
-    sets = load_sets(args)
+    shared, *fits = load_shared(args) if args.load else (None,)
+    sets, rows, numbers = load_sets(args), [], {}
+    if fits not in ([], [sets["train"].num_classes, sets["train"].shape]):
+        raise UserError(f"--load {args.load}: for {fits[0]} classes of images {fits[1]}, which "
+                        f"{args.dataset} has not")
     if args.export and common.is_main():
         common.check_writable(args.export)
-    run = common.Run(args, "gbnn2d", run_name(args))
-    rows, numbers = [], {}
-    for seed in range(args.seed, args.seed + args.runs):
+    width, depth = f"-w{args.width:g}", f"-{args.depth}" * (args.model == "wide_resnet")
+    run = common.Run(args, "gbnn2d", f"loaded-{Path(args.load).stem}" if args.load else (
+        f"{data.set_name(args.dataset)}-{args.model}{depth}{width}-seed{args.seed}"))
+    if args.load:
+        rows, module = evaluate("loaded", shared, sets, args)[0], shared
+    for seed in range(args.seed, args.seed + args.runs) if not args.load else ():
         more, numbers[seed], module = run_seed(sets, run, common.with_options(args, seed=seed))
         rows += more
-    return finish(rows, module, sets, run, args, numbers=numbers)
+    if args.predict and (p := predict(module, sets["predict"], args)):
+        epistemic = common.entropy(p.log_probs.exp()) - p.aleatoric
+        common.write_predictions(run.dir / "predictions.csv", sets["predict"], p.log_probs,
+                                 aleatoric=p.aleatoric, epistemic=epistemic)
+    return run.report(rows, [
+        "accuracy", "nll", "ece15", "brier", "nll_logits", "auroc_entropy",
+        "auroc_mutual_information", "gaussians", "outliers", "bytes", "of_mean_field"],
+        numbers=numbers)
 
 
 if __name__ == "__main__":
