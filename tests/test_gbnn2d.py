@@ -1,5 +1,5 @@
-"""gbnn2d.py: Method and Model against brute force, closed forms, scikit-learn and POT in float64, and
-its story end to end."""
+"""gbnn2d.py: Method and Model against brute force, closed forms, scikit-learn and POT in float64,
+and its story end to end."""
 
 import itertools
 import json
