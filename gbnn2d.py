@@ -86,8 +86,8 @@ PRESETS = {
     "imagenet": dict(augment=True, epochs=90, batch_size=256, weight_decay=1e-4, ece_bins=10,
                      ood=["imagenet_o"]),
     "mnist": dict(model="lenet", epochs=10, stoch_epochs=5, final_epochs=5, lr=0.05, lr_mu=1e-4,
-                  lr_rho=2e-2, warm_up=0.2, k0=0, tau_d="auto", ood=["fashion_mnist"]),
-    "glyphs": dict(width=0.125, epochs=3, stoch_epochs=2, final_epochs=4, lr_mu=1e-4, lr_rho=2e-2,
+                  lr_rho=1e-2, warm_up=0.2, k0=0, tau_d="auto", ood=["fashion_mnist"]),
+    "glyphs": dict(width=0.125, epochs=3, stoch_epochs=2, final_epochs=4, lr_mu=1e-4, lr_rho=5e-2,
                    warm_up=0.2, k0=0, tau_d="auto", mc=20, ood=["glyphs_letters"]),
 }
 PRESETS["fashion_mnist"] = {**PRESETS["mnist"], "ood": ["mnist"]}
@@ -1161,8 +1161,9 @@ def run_seed(sets, run, args) -> tuple:
     """All stages up to --stage of one seed: (rows, numbers by layer, the last network)."""
     train_set, stop = sets["train"], args.stage
     net, layout = start_network(train_set, args)
+    tables = [name for name in layout.rest if net.get_parameter(name).ndim > 1]
     common.say(f"{len(layout.sizes)} layers with {layout.size:,} weights are shared; kept whole: "
-               f"{', '.join(layout.rest) or 'nothing'}")
+               f"{', '.join(['biases, norms', *tables])}")
     if not args.model.startswith("torchvision/"):
         train(net, "det", args.epochs, 0.0, train_set, run, args)
     rows, _ = evaluate("deterministic", net, sets, args)
