@@ -641,7 +641,7 @@ def by_method(rows):
 def story(tmp_path_factory):
     """(folder, rows) of a whole run."""
     folder = tmp_path_factory.mktemp("story")
-    rows = gbnn2d.main(options(folder, "--plot", "--predict", "glyphs_letters", "--export",
+    rows = gbnn2d.main(options(folder, "--plot", "--predict", "glyphs", "--export",
                                str(folder / "small.pt"), "--ece-bins", "10"))
     return folder, rows
 
