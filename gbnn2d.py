@@ -121,17 +121,14 @@ def parse_args(argv=None):
         "biases, after stage det")
     add = parser.group("method")
     add("--sigma-init", type=between(1e-9, 10), default=0.01, help="over the layer's weight RMS")
-    add("--sigma-map", choices=["softplus", "published"], default="softplus",
-        help="published: log(0.0003 + e^rho)")
+    add("--sigma-map", choices=["softplus", "published"], default="softplus", help="of rho")
     add("--prior", choices=["zero", "pretrained"], default="zero", help="mean of the prior")
-    add("--prior-sd", type=at_least(0, float), default=0.0, help="of the prior; 0: the layer's "
-        "weight RMS")
+    add("--prior-sd", type=at_least(0, float), default=0.0, help="0: the layer's weight RMS")
     add("--stoch-kl", type=at_least(0, float), default=0.1, help="weight of the mean-field stage's "
         "KL term; below 1: a cold posterior (published: 0; 1 collapses onto the prior)")
-    add("--tau-w", type=at_least(1e-9, float), default=0.2, help="|mu| above which a weight is an "
-        "outlier (published: 0.2)")
-    add("--grad-frac", type=between(0, 0.9), help="share of weights that are outliers by gradient "
-        "(paper: 0.01; published counts fit 0.001)")
+    add("--tau-w", type=at_least(1e-9, float), default=0.2, help="|mu| of outliers (published: 0.2)")
+    add("--grad-frac", type=between(0, 0.9), help="share of outliers by gradient (paper: 0.01; the "
+        "counts that it publishes fit 0.001)")
     add("--k0", type=between(0, 32767, int), help="components before merging; 0: min(2048, "
         "N / 500) (published: 6000 for WRN-28-10, 256 for ResNet-18 by k-means)")
     add("--min-cluster", type=at_least(0), default=20, help="components of at most this many "
