@@ -126,7 +126,7 @@ def parse_args(argv=None):
     add("--prior-sd", type=at_least(0, float), default=0.0, help="0: the layer's weight RMS")
     add("--stoch-kl", type=at_least(0, float), default=0.1, help="weight of the mean-field stage's "
         "KL term; below 1: a cold posterior (published: 0; 1 collapses onto the prior)")
-    add("--tau-w", type=at_least(1e-9, float), default=0.2, help="|mu| of outliers (published: 0.2)")
+    add("--tau-w", type=at_least(1e-9, float), default=0.2, help="|mu| of outliers (paper: 0.2)")
     add("--grad-frac", type=between(0, 0.9), help="share of outliers by gradient (paper: 0.01; the "
         "counts that it publishes fit 0.001)")
     add("--k0", type=between(0, 32767, int), help="components before merging; 0: min(2048, "
@@ -891,7 +891,7 @@ def train(module, stage, epochs, kl_weight, train_set, run, args):
                 logits.argmax(1) == batch.labels).sum(), loss.new_tensor(len(logits))])
         loss, kl, right, n = common.all_reduce(totals)
         run.log(loss / steps, kl_nats=kl / steps, accuracy=right / n, examples=n,
-                lr=optimiser.param_groups[0]["lr"])
+                lr=max(group["lr"] for group in optimiser.param_groups))
 
 
 def gradient_magnitude(field, train_set, args) -> Tensor:
