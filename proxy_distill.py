@@ -52,6 +52,7 @@ import re
 import sys
 import time
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,7 +75,8 @@ PRESETS = {
     "": dict(model="resnet50", width=1.0, members=10, epochs=90, base_epochs=120, mimo_epochs=150,
              batch_size=2048, mimo_batch_size=4096, lr=0.1, opt="sgd", weight_decay=1e-4,
              schedule="step", warm_up=0.0, losses=["forward_kl", "rkl_proxy"], mimo=False,
-             augment=True, cache_teachers=False, noise=0, ood=[], shift="none", shift_examples=0),
+             augment=True, cache_teachers=False, noise=0, other_epochs=None, ood=[], shift="none",
+             shift_examples=0),
     "imagenet": dict(ood=["imagenet_o", "imagenet_a", "imagenet_r"], shift="published", mimo=True),
     "tiny_imagenet": dict(model="resnet18", batch_size=256, mimo_batch_size=512, shift="published"),
     **{name: dict(model="resnet18", batch_size=128, mimo_batch_size=256, lr=0.2, weight_decay=5e-4,
@@ -111,6 +113,7 @@ def parse_args(argv=None):
     add("--schedule", choices=["step", "cosine"], help="step: /10 at 30, 60, 80 of 90 epochs")
     add("--warm-up", type=between(0, 0.9), help="share of the steps with a rising learning rate")
     add("--augment", action=flag, help="crop and flip (published: on; embedded sets: off)")
+    add("--label-smoothing", type=between(0, 0.999), default=0.0, help="of members and MIMO (0)")
     add = parser.group("story")
     add("--method", choices=["all", "base", "mimo", "distill"], default="all",
         help="all: members, students, table, what is done is kept; base: the member of --seed; "
@@ -132,7 +135,6 @@ def parse_args(argv=None):
     add("--base-epochs", type=at_least(0), help="of a member (paper: 120); --epochs: a student's, "
         "or those of the one network that --method base or mimo trains, as --lr, --batch-size")
     add("--base-lr", type=at_least(0, float), help="of a member, per 256 images (default: --lr)")
-    add("--label-smoothing", type=between(0, 0.999), default=0.0, help="(published: 0)")
     add = parser.group("distillation")
     add("--other-epochs", type=at_least(0), help="of students by dirichlet_likelihood and proxy "
         "(default: --epochs; numbers: 2, there they do not train)")
@@ -289,19 +291,16 @@ def make_network(model, num_classes, shape, width=1.0, mimo=1):
     return net
 
 
-class Stored(dict):
-    """Stands for Lightning's classes in its files: holds what was stored, runs nothing."""
-
-
-# Lightning 1.4 has callbacks' classes as keys of their states; both keep options in AttributeDict.
-STORED = [(Stored, f"pytorch_lightning.{name}") for name in (
+# Lightning 1.5 keeps options in a dict of its own class; 1.4 has callbacks' classes as keys. An
+# ordinary dict stands for these names, and no other name of theirs is known.
+LIGHTNING = [(OrderedDict, f"pytorch_lightning.{name}") for name in (
     "utilities.parsing.AttributeDict", "callbacks.model_checkpoint.ModelCheckpoint",
     "callbacks.early_stopping.EarlyStopping", "callbacks.lr_monitor.LearningRateMonitor")]
 
 
 def read_file(path) -> dict:
     """What a checkpoint holds: tensors and plain values; anything else is refused, not run."""
-    with torch.serialization.safe_globals(STORED):
+    with torch.serialization.safe_globals(LIGHTNING):
         return common.load_checkpoint(path)
 
 
@@ -543,11 +542,11 @@ def learning_rate(step, steps, epochs, schedule="step", warm_up=0.0) -> float:
 
 
 def make_loader(dataset, args, batch_size, train=False):
-    """Batches of this process, on its device; shuffled and augmented only where `train`."""
+    """Batches of this process (for MIMO of all), shuffled and augmented only where `train`."""
     return data.Loader(dataset, batch_size, args.device, seed=args.seed, shuffle=train,
                        augment="crop_flip" if train and args.augment else "none",
-                       rank=common.rank(), world_size=common.world_size(), workers=args.workers,
-                       channels_last=True)
+                       workers=args.workers, channels_last=True,
+                       whole=train and args.kind == "mimo")
 
 
 def autocast(args):
@@ -584,7 +583,7 @@ class Teachers:
 
         ln pi and, for EnD2 alone, the mean of ln p: half precision from a gigabyte on."""
         both, dtype = cache_form(dataset, losses)
-        key = digest([self.args.dataset, self.args.noise, *file_names(dataset, [len(dataset)])])
+        key = digest([self.args.dataset, self.args.noise, len(dataset), *dataset.files])
         config = {"ensemble": whose, "images": key, "amp": self.args.amp, "both": both}
         name = f"teachers-{digest(config.values())[:12]}"
         if run.load(name, config) is None:
@@ -645,16 +644,11 @@ def batch_loss(model, batch, epoch, step, teachers, args):
 def mimo_batch(batch, epoch, step, args):
     """(images [b, E C, H, W], labels [b, E], global rows x E): this process's rows of the global
     batch, whose images all processes have."""
-    def whole(t):
-        rows = torch.arange(batch.global_size).tensor_split(common.world_size())[common.rank()]
-        all_rows = t.new_zeros(batch.global_size, *t.shape[1:])
-        return common.all_reduce(all_rows.index_copy(0, rows.to(t.device), t))
-
     generator = torch.Generator().manual_seed(common.derive_seed(args.seed, epoch, step))
     rows = mimo_rows(batch.global_size, args.batch_repetitions, args.repetition_probability,
                      args.mimo_members, generator)
     own = rows.tensor_split(common.world_size())[common.rank()].to(args.device)
-    return whole(batch.images)[own].flatten(1, 2), whole(batch.labels)[own], rows.numel()
+    return batch.images[own].flatten(1, 2), batch.labels[own], rows.numel()
 
 
 def train(net, train_set, args, run, teachers=None):
@@ -871,22 +865,26 @@ def has_labels(name, dataset, classes) -> bool:
 
 
 def shift_rows(models, sets, args) -> list:
-    """Rows of each corruption and severity, and means over the kinds that have all severities, at
-    each severity and over all; of the 15 kinds that published tables average, too."""
-    rows, found, name = [], {}, f"{sets.test.name}_c"
-    for kind, severity, dataset in shifted_sets(sets, args):
+    """Rows of each corruption and severity, and means over the kinds at each severity and over all;
+    of the 15 kinds that published tables average, too."""
+    name, kinds = f"{args.dataset}_c", []
+    if args.shift == "published" and name in data.CORRUPTED:
+        kinds = data.corruption_kinds(name, args.data_dir)
+        name = data.corrupted_name(name, kinds)
+    elif args.shift == "computed":
+        name, kinds = f"{args.dataset}_computed", [*data.CORRUPTIONS]
+    rows, found = [], {}
+    for kind, severity, dataset in shifted_sets(sets, kinds, args):
         for row, own in score(models, dataset, args).items():
-            values = predictive_metrics(own)
-            found.setdefault(row, {}).setdefault(kind, {})[severity] = values
+            values = found.setdefault(row, {})[kind, severity] = predictive_metrics(own)
             rows.append({"method": ROWS[row], "seed": args.seed, "n": len(own),
                          "set": f"{name} {kind} {severity}", **values})
-    for row, kinds in found.items():
-        whole = [kind for kind, values in kinds.items() if len(values) == len(SEVERITIES)]
-        standard = [kind for kind in whole if kind in data.CIFAR_C_KINDS[:15]]
-        for group in [whole] + [standard] * (15 == len(standard) < len(whole)):
-            for some in (*((s,) for s in SEVERITIES), SEVERITIES) if group else ():
+    standard = [kind for kind in kinds if kind in data.CIFAR_C_KINDS[:15]]
+    for row, values in found.items():
+        for group in [kinds] + [standard] * (15 == len(standard) < len(kinds)):
+            for some in (*((s,) for s in SEVERITIES), SEVERITIES):
                 title = f"{name} mean of {len(group)} kinds" + f" {some[0]}" * (len(some) == 1)
-                means = {key: float(np.mean([kinds[kind][s][key] for kind in group for s in some]))
+                means = {key: float(np.mean([values[k, s][key] for k in group for s in some]))
                          for key in ("accuracy", "nll", "ece15", "brier")}
                 rows.append({"method": ROWS[row], "seed": args.seed, "set": title, **means})
     return rows
@@ -897,7 +895,8 @@ def summary(rows, sets, args) -> tuple[list, list]:
     epistemic uncertainty, of a softmax by the total one."""
     lines, columns = {}, ["accuracy", "nll"]
     for row in rows:
-        line = lines.setdefault((row["method"], row["seed"]), {k: row[k] for k in ("method", "seed")})
+        who = {key: row[key] for key in ("method", "seed")}
+        line = lines.setdefault((*who.values(),), who)
         if row["set"] == sets.test.name:
             line |= {k: row.get(k) for k in (
                 "accuracy", "nll", "ece15", "prr_total", "spearman_log_precision")}
@@ -955,31 +954,26 @@ def load_sets(args) -> Sets:
     """Refuses what could not be evaluated."""
     if args.logits:
         test, *ood = map(saved_set, args.logits)
+        if test.labels.min() < 0:
+            raise UserError(f"{args.logits[0]}: the first file is to have labels; give another")
         return Sets(test=test, ood={own.name: (own, None) for own in ood})
-    options = dict(data_dir=args.data_dir, val_fraction=0.0)
-
-    def load():
-        train = None if args.eval else data.load(args.dataset, "train", **options,
-                                                 limit=args.limit_train)
-        test = data.load(args.dataset, "test", **options)
-        like, asked = train or test, [args.predict] if args.predict else []
-        some = common.with_options(args, ood=[name for name in asked if name != args.dataset])
-        return (train, data.match(test, like), data.ood_sets(args, like),
-                [*data.ood_sets(some, like).values(), *[test] * len(asked)][:len(asked)])
-
-    train, test, ood, predicted = common.main_first(load)
+    options = dict(data_dir=args.data_dir, val_fraction=0.0, image_size=args.image_size)
+    train = None if args.eval else data.load(args.dataset, "train", **options,
+                                             limit=args.limit_train)
+    test = data.load(args.dataset, "test", **options)
+    like = train or test
     if args.shift == "computed" and isinstance(test, data.StreamedSet):
         raise UserError("--shift computed is for sets in memory; add --shift none or published")
     if args.cache_teachers and train is not None:
         cache_form(train, args.losses)
-    known, named = getattr(test, "classes", ()), {}
-    for i, (name, own) in enumerate(ood.items(), 2):
-        classes = getattr(own, "classes", ())
-        classes = [known.index(c) for c in classes] if {*classes} <= {*known} else []
-        named[name] = prepared(own, args, i), torch.tensor(classes) if classes else None
-    test = prepared(test, args, 1)
-    predicted = [prepared(own, args, 1) for own in predicted]
-    return Sets(train and prepared(train, args, 0), test, named, *predicted)
+    ood = {}
+    for i, (name, own) in enumerate(data.ood_sets(args, like).items(), 2):
+        classes = [like.classes.index(c) for c in own.classes if c in like.classes]
+        whole = classes and len(classes) == len(own.classes)
+        ood[name] = prepared(own, args, i), torch.tensor(classes) if whole else None
+    predicted = args.predict and prepared(data.predict_set(args, like), args, 1)
+    return Sets(train and prepared(train, args, 0), prepared(data.match(test, like), args, 1), ood,
+                predicted)
 
 
 def prepared(dataset, args, seed):
@@ -988,14 +982,15 @@ def prepared(dataset, args, seed):
         raise UserError(f"--noise: {dataset.name} is streamed; use --noise 0")
     if args.noise:
         noisy = data.corrupted(dataset, "gaussian_noise", args.noise, seed)
-        return noisy.rename(dataset.name)
+        return replace(noisy, name=dataset.name)
     if not isinstance(dataset, data.StreamedSet):
         return dataset
-    dataset = dataset.squared() if args.resize == "square" and seed else dataset
-    return readable(dataset, args) if args.unreadable == "skip" else dataset
+    if args.resize == "square" and seed:
+        dataset = replace(dataset, resize=[round(dataset.shape[-1] * 256 / 224)] * 2)
+    return readable(dataset) if args.unreadable == "skip" else dataset
 
 
-def readable(dataset, args):
+def readable(dataset):
     """A streamed set without the files that cannot be decoded, the same on all processes, which
     each try a part; the paths are named on stderr."""
     bad = torch.zeros(len(dataset), dtype=torch.uint8)
@@ -1003,14 +998,10 @@ def readable(dataset, args):
     bad[own] = dataset.unreadable(own).byte()
     keep = common.all_reduce(bad) == 0
     for row in (~keep).nonzero()[:, 0].tolist() if common.is_main() else ():
-        print(f"{file_names(dataset)[row]}: unreadable, skipped", file=sys.stderr, flush=True)
+        print(f"{dataset.paths[row]}: unreadable, skipped", file=sys.stderr, flush=True)
     if not keep.any():
         raise UserError(f"{dataset.name}: none of its {len(dataset)} files can be read")
     return dataset.select(keep)
-
-
-def file_names(dataset, otherwise=None):
-    return getattr(getattr(dataset, "dataset", None), "paths", otherwise)
 
 
 def saved_set(path) -> SavedSet:
@@ -1024,32 +1015,22 @@ def saved_set(path) -> SavedSet:
                     logits, float(head["offset"]))
 
 
-def shifted_sets(sets, args):
-    """Yield (kind, severity, set) of --shift; what is not there is left out and named."""
-    name = f"{args.dataset}_c"
+def shifted_sets(sets, kinds, args):
+    """Yield (kind, severity, set) of --shift."""
     if args.shift == "computed":
-        count = min(args.shift_examples or len(sets.test), len(sets.test))
-        some = sets.test.select(torch.arange(count) * len(sets.test) // count)
-    kinds = {"computed": data.CORRUPTIONS, "none": (), "published": name in data.CORRUPTED
-             and data.corruption_kinds(name, args.data_dir)}[args.shift] or ()
+        some = data.evenly(sets.test, args.shift_examples or None)
     for kind in kinds:
         for severity in SEVERITIES:
             if args.shift == "computed":
                 yield kind, severity, data.corrupted(some, kind, severity)
-                continue
-            try:
-                own = data.load_corrupted(name, kind, severity, args.data_dir)
-            except UserError as error:  # a severity is missing, or the folder is of something else
-                common.say(f"left out: {error}")
-                continue
-            yield kind, severity, prepared(data.match(own, sets.test), args, 1)
-    if args.shift == "published" and not kinds:
-        common.say(f"left out: {name} is not in {args.data_dir}")
+            else:
+                own = data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir)
+                yield kind, severity, prepared(data.match(own, sets.test), args, 1)
 
 
 def run_name(args) -> str:
     width = f"-w{args.width:g}" * (args.width != 1)
-    return args.name or f"{args.dataset}-{args.model}{width}"
+    return args.name or f"{data.set_name(args.dataset)}-{args.model}{width}"
 
 
 def network_args(args, kind, seed, **more):
@@ -1115,8 +1096,10 @@ def members_of(args, sets, training) -> list:
             nets.append(finish(network_args(args, "base", seed),
                                f"{run_name(args)}-base-seed{seed}", sets, training=training))
         except UserError as error:
-            raise error if training else UserError(
-                f"a member is missing: {error}; train it with --method base --seed {seed}") from None
+            if training:
+                raise
+            raise UserError(f"a member is missing: {error}; train it with --method base --seed "
+                            f"{seed}") from None
     return nets
 
 
@@ -1167,7 +1150,7 @@ def networks_of(args, sets, run) -> Models:
     return Models(members, students, args.model_offset, network("mimo") if both else None)
 
 
-def predict(models, dataset, labelled, run, args):
+def predict(models, dataset, run, args):
     """predictions.csv of the best model there is, and all logits in logits_<set>.npz."""
     rows = []
     for index, logits, labels in passes(models, dataset, args):
@@ -1186,9 +1169,8 @@ def predict(models, dataset, labelled, run, args):
     own = [part[best] for part in parts]
     measures = {name: torch.cat([o.measures[name] for o in own]) for name in own[0].measures
                 if name != "confidence"}
-    common.write_predictions(run.dir / "predictions.csv", file_names(dataset),
-                             torch.cat([o.log_probs for o in own]), labels if labelled else None,
-                             **measures)
+    common.write_predictions(run.dir / "predictions.csv", dataset,
+                             torch.cat([o.log_probs for o in own]), **measures)
 
 
 def main(argv=None) -> list:
@@ -1209,9 +1191,8 @@ def main(argv=None) -> list:
         with run.clock("evaluate"):
             found, columns = evaluate(models, sets, own)
         rows += found
-        if seed == args.seed and sets.predicted is not None:
-            same = sets.predicted.num_classes == sets.test.num_classes
-            predict(models, sets.predicted, same, run, own)
+        if seed == args.seed and sets.predicted:
+            predict(models, sets.predicted, run, own)
         if seed == args.seed and columns and args.plot and (plt := common.pyplot()):
             plot_story(plt, run.dir / "story.png", columns)
     shown, metrics = summary(rows, sets, args)
