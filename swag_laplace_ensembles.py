@@ -61,9 +61,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import common
-import data
-from common import UserError
+import old_common as common
+import old_data as data
+from old_common import UserError
 
 # ---- Arguments ----------------------------------------------------------------------------------
 
