@@ -298,30 +298,26 @@ LIGHTNING = [(OrderedDict, f"pytorch_lightning.{name}") for name in (
     "callbacks.early_stopping.EarlyStopping", "callbacks.lr_monitor.LearningRateMonitor")]
 
 
-def read_file(path) -> dict:
-    """What a checkpoint holds: tensors and plain values; anything else is refused, not run."""
+def load_weights(net, path) -> dict:
+    """Put a file's state dict (plain, ours, or a Lightning checkpoint's) into `net`; all that the
+    file holds: tensors and plain values, anything else is refused, not run."""
     with torch.serialization.safe_globals(LIGHTNING):
-        return common.load_checkpoint(path)
-
-
-def load_weights(net, found, path):
-    """Put the state dict (plain, ours, or a Lightning checkpoint's) of a read file into `net`."""
+        found = state = common.load_checkpoint(path)
     for key in ("state_dict", "net", "model"):
-        if isinstance(found.get(key), dict):
-            found = found[key]
-    state = {k: v for k, v in found.items() if isinstance(k, str) and isinstance(v, Tensor)}
+        state = state[key] if isinstance(state.get(key), dict) else state
+    state = {k: v for k, v in state.items() if isinstance(k, str) and isinstance(v, Tensor)}
     own = net.state_dict()
     first = next(iter(own))
     prefix = min((k.removesuffix(first) for k in state if k.endswith(first)), key=len, default="")
     state = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-    differing = sorted(k for k in {*own, *state}
-                       if k not in own or k not in state or own[k].shape != state[k].shape)
-    if differing:
-        there = tuple(state[differing[0]].shape) if differing[0] in state else "nothing"
-        here = tuple(own[differing[0]].shape) if differing[0] in own else "nothing"
+    shapes = {key: (tuple(state[key].shape) if key in state else "nothing",
+                    tuple(own[key].shape) if key in own else "nothing") for key in {*own, *state}}
+    if differing := sorted(key for key, (there, here) in shapes.items() if there != here):
+        there, here = shapes[differing[0]]
         raise UserError(f"{path}: {len(differing)} tensors do not fit, {differing[0]} first: "
                         f"{there} there, {here} in --model; check --model, --width and the classes")
     net.load_state_dict(state)
+    return found
 
 
 # ---- Method -------------------------------------------------------------------------------------
@@ -682,8 +678,8 @@ def train(net, train_set, args, run, teachers=None):
 
 # ---- Evaluation ---------------------------------------------------------------------------------
 
-# Per example and model; the first five are of the classes predicted from.
-COLUMNS = ("log_prob", "correct", "top5", "brier", "top_prob", "log_precision", *MEASURES, *SCORES)
+# Per example and model; the first five are of the classes predicted from; the precision is its ln.
+COLUMNS = ("log_prob", "correct", "top5", "brier", "top_prob", "precision", *MEASURES, *SCORES)
 ROWS = {"single": "single network", "ensemble": "ensemble", "ensemble_proxy": "its proxy",
         "ensemble_proxy_t1": "its proxy + 1", "student_forward_kl": "EnD (forward KL)",
         "student_dirichlet_likelihood": "EnD2 (likelihood)", "student_proxy": "proxy, forward KL",
@@ -807,7 +803,7 @@ def rank_correlations(student, ensemble) -> dict:
     """Spearman correlation of a student's uncertainties with the ensemble's, example by example:
     whether the distribution was distilled."""
     values = {}
-    for name in (*MEASURES[1:], "log_precision"):
+    for name in (*MEASURES[1:], "precision"):
         a, b = (c[:, COLUMNS.index(name)] for c in (student, ensemble))
         if not (a.isnan().any() or b.isnan().any()) and a.std() > 0 and b.std() > 0:
             values[f"spearman_{name}"] = float(stats.spearmanr(a, b).statistic)
@@ -835,33 +831,29 @@ def milliseconds(models, shape, args, batch_size=256) -> dict:
 
 def evaluate(models, sets, args):
     """(rows of the report, {row of the table: columns} of the test set): each model on the test
-    set, on each OOD set against it, and on the corrupted sets."""
+    set, against each OOD set (and on it, where its labels mean something), on corrupted sets."""
     seconds = milliseconds(models, sets.test.shape, args) if models.members else {}
-    test, rows = score(models, sets.test, args), []
+    test, rows, name = score(models, sets.test, args), [], sets.test.name
     for row, own in test.items():
         values = predictive_metrics(own) | {"ms_per_example": seconds.get(row)}
         if row.startswith("student") and "ensemble" in test:
             values |= rank_correlations(own, test["ensemble"])
-        rows.append({"method": ROWS[row], "seed": args.seed, "set": sets.test.name, "n": len(own),
-                     **values})
-    for name, (dataset, classes) in sets.ood.items():
+        rows.append({"method": ROWS[row], "seed": args.seed, "set": name, "n": len(own), **values})
+    for other, (dataset, classes) in sets.ood.items():
+        same = torch.isin(sets.test.labels, torch.tensor([]) if classes is None else classes)
+        # ImageNet-O's folders are named after classes that its images are not of
+        labelled = classes is not None and other != "imagenet_o" or \
+            getattr(dataset, "label_probs", None) is not None
         for row, own in score(models, dataset, args, classes).items():
-            start = {"method": ROWS[row], "seed": args.seed, "set": name, "n": len(own)}
-            values = predictive_metrics(own) if has_labels(name, dataset, classes) else {}
-            values |= detection_metrics(test[row], own)
-            rows.append({**start, "against": sets.test.name, **values})
-            same = classes is not None and torch.isin(sets.test.labels, classes)
-            if classes is not None and same.any():  # published: "masked"
-                values = detection_metrics(test[row][same], own)
-                rows.append({**start, "against": f"{sets.test.name}, its classes", **values})
+            who = {"method": ROWS[row], "seed": args.seed}
+            if labelled:
+                rows.append({**who, "set": other, "n": len(own), **predictive_metrics(own)})
+            rows.append({**who, "set": name, "against": other, "n": len(test[row]),
+                         **detection_metrics(test[row], own)})
+            if same.any():  # published: "masked"
+                rows.append({**who, "set": f"{name}, its classes", "against": other,
+                             "n": int(same.sum()), **detection_metrics(test[row][same], own)})
     return rows + shift_rows(models, sets, args), test
-
-
-def has_labels(name, dataset, classes) -> bool:
-    """Whether the labels of an OOD set are classes that its images show: not ImageNet-O's, whose
-    folders are named after classes that its images are not of."""
-    return classes is not None and name != "imagenet_o" or \
-        getattr(dataset, "label_probs", None) is not None
 
 
 def shift_rows(models, sets, args) -> list:
@@ -890,25 +882,6 @@ def shift_rows(models, sets, args) -> list:
     return rows
 
 
-def summary(rows, sets, args) -> tuple[list, list]:
-    """(a row for each method and seed, its columns): what fits 120 characters. AUROC is by the
-    epistemic uncertainty, of a softmax by the total one."""
-    lines, columns = {}, ["accuracy", "nll"]
-    for row in rows:
-        who = {key: row[key] for key in ("method", "seed")}
-        line = lines.setdefault((*who.values(),), who)
-        if row["set"] == sets.test.name:
-            line |= {k: row.get(k) for k in (
-                "accuracy", "nll", "ece15", "prr_total", "spearman_log_precision")}
-            line["ms"] = row["ms_per_example"]
-        elif row.get("against") == sets.test.name:
-            short = "auroc " + row["set"].removeprefix(f"{sets.test.name}_")
-            line[short] = row.get("auroc_epistemic", row["auroc_total"])
-            columns += [short] * (short not in columns and len(columns) < 4)
-    more = ["ece15", "prr_total", "ms"] if args.runs == 1 else []
-    return list(lines.values()), [*columns, "spearman_log_precision", *more]
-
-
 # ---- Plots --------------------------------------------------------------------------------------
 
 COLOURS = ["#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE", "#000000", "#BBBBBB"]
@@ -925,13 +898,13 @@ def plot_story(plt, path, columns):
         left.plot(100 * rejected, 100 * error, color=COLOURS[i % 8], ls=DASHES[i % 4],
                   lw=3.2 - 0.3 * i, label=ROWS[row])
         if "ensemble" in columns and row.startswith("student") and row != "student_forward_kl":
-            right.plot(columns["ensemble"][:, 5], at["log_precision"], ".", ms=2,
+            right.plot(columns["ensemble"][:, 5], at["precision"], ".", ms=2,
                        color=COLOURS[i % 8], rasterized=True)
     left.set(xlabel="rejected as most uncertain, %", ylabel="errors left, % of all",
              xlim=(0, 100), yscale="log", ylim=(50 / len(at["correct"]), 130))
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     if "ensemble" in columns:
-        ends = np.quantile(columns["ensemble"][:, COLUMNS.index("log_precision")], [0.001, 0.999])
+        ends = np.quantile(columns["ensemble"][:, COLUMNS.index("precision")], [0.001, 0.999])
         right.plot(ends, ends, "k--", lw=1, label="equal")
         right.set(xlabel="ln precision of the ensemble's proxy", ylabel="of the student")
         right.legend(loc="lower right")
@@ -1066,23 +1039,21 @@ def finish(args, name, sets, teachers=None, training=True):
     path = Path(args.out_dir, "proxy_distill", name, "network.pt")
     if not path.is_file():
         raise UserError(f"no {path}; train first (the same command without --eval)")
-    state = common.load_checkpoint(path)
+    found = load_weights(net, path)
     # how it was trained is its own affair: another batch size or rate here changes nothing
     here = common.plain(common.options(args, without=("training", "evaluation", "run")))
-    differ = [f"{k} {state['config'].get(k)} there, {v} now" for k, v in here.items()
-              if state["config"].get(k) != v]
-    if state["epoch"] < args.epochs or differ:
-        raise UserError(f"{path} has {state['epoch']} of {args.epochs} epochs{', ' * bool(differ)}"
+    differ = [f"{k} {found['config'].get(k)} there, {v} now" for k, v in here.items()
+              if found["config"].get(k) != v]
+    if found["epoch"] < args.epochs or differ:
+        raise UserError(f"{path} has {found['epoch']} of {args.epochs} epochs{', ' * bool(differ)}"
                         f"{'; '.join(differ)}; finish it first, with the same options")
-    net.load_state_dict(state["net"])
     return net.eval().requires_grad_(False)
 
 
 def from_file(path, args, sets, kind):
     """(network, the options that its file has) of ours, torchvision's or Lightning's."""
-    found = read_file(path)
     net = new_network(network_args(args, kind, args.seed, loss=args.loss), sets)
-    load_weights(net, found, path)
+    found = load_weights(net, path)
     return net.eval().requires_grad_(False), found.get("hyper_parameters", found.get("config", {}))
 
 
@@ -1195,8 +1166,10 @@ def main(argv=None) -> list:
             predict(models, sets.predicted, run, own)
         if seed == args.seed and columns and args.plot and (plt := common.pyplot()):
             plot_story(plt, run.dir / "story.png", columns)
-    shown, metrics = summary(rows, sets, args)
-    return run.report(rows, metrics, shown)
+    columns = ["accuracy", "nll", "spearman_precision", "auroc_epistemic", "auroc_total"]
+    columns += ["ece15", "prr_total", "ms_per_example"] * (args.runs == 1)  # in 120 characters
+    shown = [row for row in rows if row["set"] == sets.test.name]
+    return run.report(rows, columns, shown)
 
 
 if __name__ == "__main__":
