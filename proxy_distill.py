@@ -114,7 +114,7 @@ def parse_args(argv=None):
     add("--warm-up", type=between(0, 0.9), help="share of the steps with a rising learning rate")
     add("--augment", action=flag, help="crop and flip (published: on; embedded sets: off)")
     add("--label-smoothing", type=between(0, 0.999), default=0.0, help="of members and MIMO (0)")
-    add = parser.group("story")
+    add = parser.group("evaluation")
     add("--method", choices=["all", "base", "mimo", "distill"], default="all",
         help="all: members, students, table, what is done is kept; base: the member of --seed; "
         "mimo: such a network; distill: a student of --loss, from members that exist")
@@ -129,8 +129,6 @@ def parse_args(argv=None):
     add("--mimo-path", metavar="FILE", help="with --eval: a MIMO network from such a file")
     add("--logits", nargs="+", default=[], metavar="NPZ", help="evaluate saved logits, no network: "
         "files of --predict, the first in-distribution, with labels; the others are OOD sets")
-    add("--cache-teachers", action=flag, help="compute the members' statistics of every training "
-        "image once: for views that do not change (--no-augment)")
     add = parser.group("members")
     add("--base-epochs", type=at_least(0), help="of a member (paper: 120); --epochs: a student's, "
         "or those of the one network that --method base or mimo trains, as --lr, --batch-size")
@@ -165,7 +163,10 @@ def parse_args(argv=None):
     add("--shift-examples", type=at_least(0), metavar="N", help="test images a corruption; 0: all")
     add("--resize", choices=["side", "square"], default="side", help="image files, but for "
         "training: the shorter side to 256, or both (published); then the centre")
-    parser.group("run")("--unreadable", choices=["refuse", "skip"], default="refuse", help="image "
+    add = parser.group("run")
+    add("--cache-teachers", action=flag, help="compute the members' statistics of every training "
+        "image once: for views that do not change (--no-augment)")
+    add("--unreadable", choices=["refuse", "skip"], default="refuse", help="image "
         "files that do not decode: end at the first, or leave them out and name them on stderr "
         "(skip reads every file of the streamed folders once, before anything else)")
     return check_args(parser, parser.parse(argv))
@@ -189,7 +190,7 @@ def check_args(parser, args):
         f"--members {args.members}: an ensemble has at least 2":
             args.members < 2 and args.method in ("all", "distill") and not args.eval,
         "--cache-teachers: augmented views change with every epoch; add --no-augment":
-            args.cache_teachers and args.augment,
+            args.cache_teachers and args.augment and not args.eval,
         "--temperature goes with --anneal-epochs and --no-cache-teachers":
             args.temperature > 1 and (args.cache_teachers or not args.anneal_epochs),
         "--mimo-batch-size is below --mimo-members x --batch-repetitions":
@@ -772,7 +773,11 @@ def score(models, dataset, args, classes=None) -> dict:
             rows.setdefault(name, []).append(columns_of(outputs, labels).cpu())
         index.append(at.cpu())
     gathered = common.gather_rows(torch.cat(index), *map(torch.cat, rows.values()))
-    return dict(zip(rows, gathered or ()))
+    found = dict(zip(rows, gathered or ()))
+    if lost := [ROWS[row] for row, own in found.items() if own[:, 0].isnan().any()]:
+        raise UserError(f"{lost[0]}: logits on {dataset.name} are not finite, it has diverged; "
+                        "train it again with a lower --lr")
+    return found
 
 
 def predictive_metrics(columns) -> dict:
@@ -811,7 +816,7 @@ def rank_correlations(student, ensemble) -> dict:
 
 
 @torch.no_grad()
-def milliseconds(models, shape, args, batch_size=256) -> dict:
+def milliseconds(models, shape, batch_size, args) -> dict:
     """Time of a prediction by row of the table, ms an example, in batches; the shortest of five."""
     nets = {"single": models.members[:1], "ensemble": models.members,
             "mimo": [models.mimo] if models.mimo else [],
@@ -832,7 +837,8 @@ def milliseconds(models, shape, args, batch_size=256) -> dict:
 def evaluate(models, sets, args):
     """(rows of the report, {row of the table: columns} of the test set): each model on the test
     set, against each OOD set (and on it, where its labels mean something), on corrupted sets."""
-    seconds = milliseconds(models, sets.test.shape, args) if models.members else {}
+    seconds = {} if args.logits else milliseconds(
+        models, sets.test.shape, min(256, len(sets.test)), args)
     test, rows, name = score(models, sets.test, args), [], sets.test.name
     for row, own in test.items():
         values = predictive_metrics(own) | {"ms_per_example": seconds.get(row)}
@@ -864,7 +870,7 @@ def shift_rows(models, sets, args) -> list:
         kinds = data.corruption_kinds(name, args.data_dir)
         name = data.corrupted_name(name, kinds)
     elif args.shift == "computed":
-        name, kinds = f"{args.dataset}_computed", [*data.CORRUPTIONS]
+        name, kinds = f"{sets.test.name}_computed", [*data.CORRUPTIONS]
     rows, found = [], {}
     for kind, severity, dataset in shifted_sets(sets, kinds, args):
         for row, own in score(models, dataset, args).items():
@@ -1008,7 +1014,7 @@ def run_name(args) -> str:
 
 def network_args(args, kind, seed, **more):
     """The options that shape one network of `kind`, with --epochs, --lr, --batch-size its own."""
-    others = {title for other, title in OWN.items() if other != kind} | {"story"}
+    others = {title for other, title in OWN.items() if other != kind}
     own = {k: v for k, v in vars(args).items() if args.groups.get(k) not in others}
     for key in ("epochs", "lr", "batch_size"):
         if (value := own.pop(f"{kind}_{key}", None)) is not None:
@@ -1148,7 +1154,8 @@ def main(argv=None) -> list:
     args = parse_args(argv)
     sets = load_sets(args)
     what = f"student_{args.loss}" if args.method == "distill" else args.method
-    name = args.name or f"{run_name(args)}-{'logits' if args.logits else what}-seed{args.seed}"
+    name = f"{run_name(args)}-results-{'logits' if args.logits else what}-seed{args.seed}"
+    name = args.name if args.name and args.method == "all" else name
     # --eval: networks may be there, trained one by one, where this directory is not yet
     exists = Path(args.out_dir, "proxy_distill", name).is_dir()
     run = common.Run(common.with_options(args, name=None, eval=args.eval and exists),
