@@ -47,6 +47,7 @@ Differs from the published code (github.com/yandex-research/proxy-dirichlet-dist
 
 import argparse
 import hashlib
+import itertools
 import math
 import re
 import sys
@@ -187,6 +188,8 @@ def check_args(parser, args):
             args.ensemble_paths and args.method in ("base", "mimo"),
         "--student-path and --mimo-path are evaluated, not trained; add --eval":
             (args.student_path or args.mimo_path) and not args.eval,
+        "--device mps has no float64, which the losses need; use --device cpu":
+            args.device.type == "mps",
         f"--members {args.members}: an ensemble has at least 2":
             args.members < 2 and args.method in ("all", "distill") and not args.eval,
         "--cache-teachers: augmented views change with every epoch; add --no-augment":
@@ -711,7 +714,8 @@ def passes(models, dataset, args):
     """Yield (index [b], {"members" [b, M, K], "student_<loss>" [b, K], "mimo" [b, E, K]: logits},
     labels [b]) of this process's part of a set, in eval mode, un-augmented."""
     if isinstance(dataset, SavedSet):
-        for rows in torch.arange(len(dataset.labels)).split(512):
+        own = torch.arange(len(dataset.labels)).tensor_split(common.world_size())[common.rank()]
+        for rows in own.split(512):
             yield rows, {k: z[rows] for k, z in dataset.logits.items()}, dataset.labels[rows]
         return
     members, mimo = models.members, models.mimo
@@ -865,14 +869,14 @@ def evaluate(models, sets, args):
 def shift_rows(models, sets, args) -> list:
     """Rows of each corruption and severity, and means over the kinds at each severity and over all;
     of the 15 kinds that published tables average, too."""
-    name, kinds = f"{args.dataset}_c", []
-    if args.shift == "published" and name in data.CORRUPTED:
-        kinds = data.corruption_kinds(name, args.data_dir)
-        name = data.corrupted_name(name, kinds)
-    elif args.shift == "computed":
-        name, kinds = f"{sets.test.name}_computed", [*data.CORRUPTIONS]
-    rows, found = [], {}
-    for kind, severity, dataset in shifted_sets(sets, kinds, args):
+    rows, found, (name, kinds) = [], {}, sets.shift
+    for kind, severity in itertools.product(kinds, SEVERITIES):
+        if args.shift == "computed":
+            some = data.evenly(sets.test, args.shift_examples or None)
+            dataset = data.corrupted(some, kind, severity)
+        else:
+            dataset = data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir)
+            dataset = prepared(data.match(dataset, sets.test), args, 1)
         for row, own in score(models, dataset, args).items():
             values = found.setdefault(row, {})[kind, severity] = predictive_metrics(own)
             rows.append({"method": ROWS[row], "seed": args.seed, "n": len(own),
@@ -927,6 +931,7 @@ class Sets(NamedTuple):
     test: object = None
     ood: dict = {}            # {name: (set, the test set's classes [n] that its folders name)}
     predicted: object = None  # of --predict
+    shift: tuple = ("", ())   # name of the corrupted test set, its kinds
 
 
 def load_sets(args) -> Sets:
@@ -941,8 +946,16 @@ def load_sets(args) -> Sets:
                                              limit=args.limit_train)
     test = data.load(args.dataset, "test", **options)
     like = train or test
-    if args.shift == "computed" and isinstance(test, data.StreamedSet):
-        raise UserError("--shift computed is for sets in memory; add --shift none or published")
+    shift = f"{args.dataset}_c", []
+    if args.shift == "computed":
+        if isinstance(test, data.StreamedSet):
+            raise UserError("--shift computed is for sets in memory; use --shift none or published")
+        shift = f"{test.name}_computed", [*data.CORRUPTIONS]
+    elif args.shift == "published" and shift[0] in data.CORRUPTED:
+        kinds = data.corruption_kinds(shift[0], args.data_dir)
+        shift = data.corrupted_name(shift[0], kinds), kinds
+    if "shift" in args.explicit and args.shift != "none" and not shift[1]:
+        raise UserError(f"--shift published: {shift[0]} is not there; use --shift none or computed")
     if args.cache_teachers and train is not None:
         cache_form(train, args.losses)
     ood = {}
@@ -952,7 +965,7 @@ def load_sets(args) -> Sets:
         ood[name] = prepared(own, args, i), torch.tensor(classes) if whole else None
     predicted = args.predict and prepared(data.predict_set(args, like), args, 1)
     return Sets(train and prepared(train, args, 0), prepared(data.match(test, like), args, 1), ood,
-                predicted)
+                predicted, shift)
 
 
 def prepared(dataset, args, seed):
@@ -994,19 +1007,6 @@ def saved_set(path) -> SavedSet:
                     logits, float(head["offset"]))
 
 
-def shifted_sets(sets, kinds, args):
-    """Yield (kind, severity, set) of --shift."""
-    if args.shift == "computed":
-        some = data.evenly(sets.test, args.shift_examples or None)
-    for kind in kinds:
-        for severity in SEVERITIES:
-            if args.shift == "computed":
-                yield kind, severity, data.corrupted(some, kind, severity)
-            else:
-                own = data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir)
-                yield kind, severity, prepared(data.match(own, sets.test), args, 1)
-
-
 def run_name(args) -> str:
     width = f"-w{args.width:g}" * (args.width != 1)
     return args.name or f"{data.set_name(args.dataset)}-{args.model}{width}"
@@ -1028,56 +1028,32 @@ def network_args(args, kind, seed, **more):
     return argparse.Namespace(**{**own, **more, "seed": seed, "groups": groups, "name": None})
 
 
-def new_network(args, sets):
-    """Of `network_args`, on the device, initialised by its seed."""
-    common.seed_all(args.seed, [*OWN].index(args.kind))
-    net = make_network(args.model, sets.test.num_classes, sets.test.shape, args.width,
-                       getattr(args, "mimo_members", 1))
-    return net.to(args.device, memory_format=torch.channels_last)
-
-
-def finish(args, name, sets, teachers=None, training=True):
-    """Train the network of `network_args`, unless its last epoch is there; or only read it."""
-    net = new_network(args, sets)
-    if training:
-        train(net, sets.train, args, common.Run(args, "proxy_distill", name), teachers)
-        return net.eval().requires_grad_(False)
-    path = Path(args.out_dir, "proxy_distill", name, "network.pt")
-    if not path.is_file():
-        raise UserError(f"no {path}; train first (the same command without --eval)")
-    found = load_weights(net, path)
-    # how it was trained is its own affair: another batch size or rate here changes nothing
-    here = common.plain(common.options(args, without=("training", "evaluation", "run")))
-    differ = [f"{k} {found['config'].get(k)} there, {v} now" for k, v in here.items()
-              if found["config"].get(k) != v]
-    if found["epoch"] < args.epochs or differ:
-        raise UserError(f"{path} has {found['epoch']} of {args.epochs} epochs{', ' * bool(differ)}"
-                        f"{'; '.join(differ)}; finish it first, with the same options")
-    return net.eval().requires_grad_(False)
-
-
-def from_file(path, args, sets, kind):
-    """(network, the options that its file has) of ours, torchvision's or Lightning's."""
-    net = new_network(network_args(args, kind, args.seed, loss=args.loss), sets)
-    found = load_weights(net, path)
-    return net.eval().requires_grad_(False), found.get("hyper_parameters", found.get("config", {}))
-
-
-def members_of(args, sets, training) -> list:
-    """The M members: from --ensemble-paths, or of seeds from --seed on."""
-    if args.ensemble_paths:
-        return [from_file(path, args, sets, "base")[0] for path in args.ensemble_paths]
-    nets = []
-    for seed in range(args.seed, args.seed + args.members):
-        try:
-            nets.append(finish(network_args(args, "base", seed),
-                               f"{run_name(args)}-base-seed{seed}", sets, training=training))
-        except UserError as error:
-            if training:
-                raise
-            raise UserError(f"a member is missing: {error}; train it with --method base --seed "
-                            f"{seed}") from None
-    return nets
+def network(args, sets, kind, seed, path=None, training=False, teachers=None, **more):
+    """(network, its options): trained, where its last epoch is not there yet; or read, from `path`
+    (ours, torchvision's, Lightning's) or from its own run, which must be complete."""
+    own = network_args(args, kind, seed, **more)
+    common.seed_all(seed, [*OWN].index(kind))
+    net = make_network(args.model, sets.test.num_classes, sets.test.shape, own.width,
+                       args.mimo_members if kind == "mimo" else 1)
+    net = net.to(args.device, memory_format=torch.channels_last)
+    name = f"{run_name(args)}-{f'student_{own.loss}' if kind == 'distill' else kind}-seed{seed}"
+    if training and not path:
+        train(net, sets.train, own, common.Run(own, "proxy_distill", name), teachers)
+        return net.eval().requires_grad_(False), vars(own)
+    own_path = Path(args.out_dir, "proxy_distill", name, "network.pt")
+    if not path and not own_path.is_file():
+        raise UserError(f"no {own_path}; train first: --method base --seed {seed}" if kind == "base"
+                        else f"no {own_path}; train first (the same command without --eval)")
+    found = load_weights(net, path or own_path)
+    config = found.get("hyper_parameters", found.get("config", {}))
+    if not path:  # how it was trained is its own affair: another batch size changes nothing here
+        here = common.plain(common.options(own, without=("training", "evaluation", "run")))
+        differ = [f"{k} {config.get(k)} there, {v} now" for k, v in here.items()
+                  if config.get(k) != v]
+        differ += [f"{found['epoch']} of {own.epochs} epochs"] * (found["epoch"] < own.epochs)
+        if differ:
+            raise UserError(f"{own_path}: {'; '.join(differ)}; finish it first, with these options")
+    return net.eval().requires_grad_(False), config
 
 
 def digest(values) -> str:
@@ -1095,36 +1071,32 @@ def students_of(args, members, sets, run) -> dict:
     whose = digest(value for net in members for value in net.state_dict().values())
     if args.cache_teachers and losses and not args.eval:
         teachers.fill_cache(sets.train, losses, whose, run)
-    return {loss: finish(network_args(args, "distill", args.seed, loss=loss, ensemble=whose),
-                         f"{run_name(args)}-student_{loss}-seed{args.seed}", sets, teachers,
-                         not args.eval) for loss in losses}
+    return {loss: network(args, sets, "distill", args.seed, None, not args.eval, teachers,
+                          loss=loss, ensemble=whose)[0] for loss in losses}
 
 
 def networks_of(args, sets, run) -> Models:
-    """The networks of --method and this seed, trained or read; or those of files."""
+    """The networks of --method and this seed, trained or read; with --eval those of files alone, if
+    there are any."""
     if args.logits:
         return Models(offset=sets.test.offset)
-    if args.eval and (args.ensemble_paths or args.student_path or args.mimo_path):
-        members = members_of(args, sets, False) if args.ensemble_paths else []
-        models = Models(members, {}, args.model_offset, None)
-        if args.student_path:
-            net, own = from_file(args.student_path, args, sets, "distill")
-            models = models._replace(
-                students={own.get("loss_type", own.get("loss", args.loss)): net},
-                offset=float(own.get("model_offset", args.model_offset)))
-        return models._replace(mimo=args.mimo_path and from_file(
-            args.mimo_path, args, sets, "mimo")[0])
-
-    def network(kind):
-        return finish(network_args(args, kind, args.seed),
-                      f"{run_name(args)}-{kind}-seed{args.seed}", sets, training=not args.eval)
-
-    members = [network("base")] if args.method == "base" else []
-    if args.method in ("all", "distill"):
-        members = members_of(args, sets, args.method == "all" and not args.eval)
-    students = students_of(args, members, sets, run) if len(members) > 1 else {}
-    both = args.method == "mimo" or args.method == "all" and args.mimo
-    return Models(members, students, args.model_offset, network("mimo") if both else None)
+    paths = args.ensemble_paths, args.student_path, args.mimo_path
+    files, all_of_them = args.eval and any(paths), args.method == "all"
+    members, students, mimo, offset = [], {}, None, args.model_offset
+    if args.ensemble_paths or args.method != "mimo" and not files:
+        seeds = range(args.seed, args.seed + (1 if args.method == "base" else args.members))
+        members = [network(args, sets, "base", seed, path, args.method != "distill" and
+                           not args.eval)[0]
+                   for seed, path in zip(seeds, args.ensemble_paths or [None] * len(seeds))]
+    if args.student_path:
+        net, own = network(args, sets, "distill", args.seed, args.student_path, loss=args.loss)
+        students = {own.get("loss_type", own.get("loss", args.loss)): net}
+        offset = float(own.get("model_offset", offset))
+    elif args.method in ("all", "distill") and not files:
+        students = students_of(args, members, sets, run)
+    if args.mimo_path or not files and (args.method == "mimo" or all_of_them and args.mimo):
+        mimo, _ = network(args, sets, "mimo", args.seed, args.mimo_path, not args.eval)
+    return Models(members, students, offset, mimo)
 
 
 def predict(models, dataset, run, args):
@@ -1139,8 +1111,9 @@ def predict(models, dataset, run, args):
     labels, logits = rows[0], {name: z.float() for name, z in zip(names, rows[1:])}
     common.save_arrays(run.dir / f"logits_{dataset.name}.npz", names=names, labels=labels,
                        offset=models.offset, **logits)
-    parts = [outputs_of(own, models.offset) for _, own, _ in passes(
-        models, SavedSet(dataset.name, labels, logits, models.offset), args)]
+    with common.alone():
+        saved = passes(models, SavedSet(dataset.name, labels, logits, models.offset), args)
+        parts = [outputs_of(own, models.offset) for _, own, _ in saved]
     best = [row for row in ("single", "mimo", "ensemble", *(f"student_{loss}" for loss in LOSSES))
             if row in parts[0]][-1]
     own = [part[best] for part in parts]
