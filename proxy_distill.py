@@ -28,21 +28,24 @@ Differs from the published code (github.com/yandex-research/proxy-dirichlet-dist
   - The published reverse KL counts the target's smoothing twice: its optimum has precision beta_0 +
     2 K. That is kept (--rkl-target published); --rkl-target paper has beta_0 + K.
   - Values and gradients are right where the textbook form is noise; nothing is added inside
-    logarithms and gamma functions (there: 2^-23); teachers' statistics are float64 and RMI >= 0
-    (there, identical members give negative precisions).
+    logarithms and gamma functions (there: 2^-23); nothing is changed in place (there: the precision
+    that is logged); teachers' statistics are float64 and RMI >= 0 (there, identical members give
+    negative precisions). --temperature is EnD2's; the published code has none.
   - An ensemble's proxy is scored with the number of classes (there: the number of members), EPKL is
     a mean over pairs (there: a sum), RMI = EPKL - MI (there: the sum less MI).
   - A softmax network has no MI, EPKL, RMI (there: those of Dir(exp(z)), whose scale is arbitrary).
   - PRR shares ties and is null without errors (there: order of rows, division by zero); ECE has 15
     bins (a, b] (there: 10, [a, b)); metrics are over all processes, on all examples.
   - One rule of learning rates: --lr 0.1 is per 256 images, as the published --learning_rate: the
-    rate is --lr x batch / 256, and is printed. Batches are global (there: a GPU's).
+    rate is --lr x batch / 256, and is printed. Batches are global (there: a GPU's). Students have
+    no AdamW; --opt adam is Adam, with the schedule.
   - Statistics of batch norm are of the global batch (there: of each GPU's 256 images).
-  - The step schedule never has a milestone before the second epoch (there: one epoch at 0.001 lr).
-  - Images are resized in proportion (--resize square: as published, both sides to 256); those of
-    ImageNet-C are not enlarged and cropped again.
+  - The step schedule has no milestone before the second epoch (there: one epoch is at 0.001 lr).
+  - Images are resized in proportion, by Pillow (--resize square: both sides to 256, as published
+    with OpenCV); those of ImageNet-C are not enlarged and cropped again. Means over corruptions are
+    ours (there: none).
   - MIMO's members are averaged as probabilities (there: logits), and measured as an ensemble.
-  - The last network counts (there: for students the last one or the best on a part of val).
+  - The last network counts (there: the last one, or the best on a part of val).
 """
 
 import argparse
@@ -83,10 +86,10 @@ PRESETS = {
     **{name: dict(model="resnet18", batch_size=128, mimo_batch_size=256, lr=0.2, weight_decay=5e-4,
                   ood=ood, shift="published")
        for name, ood in (("cifar10", ["svhn", "cifar100"]), ("cifar100", ["svhn"]))},
-    "numbers": dict(model="convnet", width=0.25, members=5, epochs=8, other_epochs=2,
-                    base_epochs=3, mimo_epochs=8, batch_size=128, mimo_batch_size=256, lr=6e-3,
+    "numbers": dict(model="convnet", width=0.25, members=5, epochs=10, other_epochs=2,
+                    base_epochs=5, mimo_epochs=8, batch_size=128, mimo_batch_size=256, lr=6e-3,
                     opt="adam", schedule="cosine", warm_up=0.2, losses=list(LOSSES),
-                    augment=False, cache_teachers=True, noise=3, shift="computed",
+                    augment=False, cache_teachers=True, noise=4, shift="computed",
                     shift_examples=100,
                     ood=["numbers_letters", "numbers_ambiguous"]),
 }
@@ -101,7 +104,7 @@ def parse_args(argv=None):
     add = parser.group("data")
     add("--limit-train", type=at_least(1), metavar="N", help="train on N images, evenly spaced")
     add("--noise", type=between(0, 5, int), metavar="SEVERITY", help="Gaussian noise of this "
-        "severity on all images, for sets in memory (numbers: 3, else it is too easy; paper: 0)")
+        "severity on all images, for sets in memory (numbers: 4, else it is too easy; paper: 0)")
     add = parser.group("network")
     add("--model", choices=["convnet", "resnet18", "resnet50"],
         help="resnets have a 3x3 stem for images up to 64 pixels (paper: resnet50)")
@@ -1081,7 +1084,7 @@ def networks_of(args, sets, run) -> Models:
     if args.logits:
         return Models(offset=sets.test.offset)
     paths = args.ensemble_paths, args.student_path, args.mimo_path
-    files, all_of_them = args.eval and any(paths), args.method == "all"
+    files = args.eval and any(paths)
     members, students, mimo, offset = [], {}, None, args.model_offset
     if args.ensemble_paths or args.method != "mimo" and not files:
         seeds = range(args.seed, args.seed + (1 if args.method == "base" else args.members))
@@ -1094,7 +1097,7 @@ def networks_of(args, sets, run) -> Models:
         offset = float(own.get("model_offset", offset))
     elif args.method in ("all", "distill") and not files:
         students = students_of(args, members, sets, run)
-    if args.mimo_path or not files and (args.method == "mimo" or all_of_them and args.mimo):
+    if args.mimo_path or not files and args.method in ("mimo", *["all"] * args.mimo):
         mimo, _ = network(args, sets, "mimo", args.seed, args.mimo_path, not args.eval)
     return Models(members, students, offset, mimo)
 

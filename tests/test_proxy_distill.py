@@ -634,7 +634,7 @@ def test_metrics_are_scikit_learns_and_torchmetrics():
 def test_confidences_on_the_edge_of_a_bin_are_in_it():
     """Bins (a, b] of 1/15, as linspace has them: .6 and .2 close theirs, 1.0 is in the last."""
     own = torch.zeros(4, len(pd.COLUMNS)).double()
-    own[:, pd.COLUMNS.index("top_prob")] = torch.tensor([0.6, 0.59, 0.61, 1.0]).double()
+    own[:, pd.COLUMNS.index("top_prob")] = torch.tensor([0.6, 0.59, 0.61, 1.0], dtype=torch.float64)
     own[:, pd.COLUMNS.index("correct")] = torch.tensor([1.0, 1.0, 0.0, 1.0])
     right = (abs(2 - 1.19) + 0.61 + 0.0) / 4
     assert pd.predictive_metrics(own)["ece15"] == pytest.approx(right)
