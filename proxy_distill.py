@@ -677,7 +677,7 @@ def train(net, train_set, args, run, teachers=None):
             (rows.sum() * common.world_size() / size).backward()
             optimiser.step()
             totals += torch.stack([rows.detach().double().sum(), right.sum().double(),
-                                   totals.new_tensor(len(rows))])
+                                   totals.new_full((), len(rows))])
         loss, right, count = common.all_reduce(totals)
         run.log(loss / count, accuracy=right / count, lr=optimiser.param_groups[0]["lr"],
                 examples=min(steps * images, len(train_set)))

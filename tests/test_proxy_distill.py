@@ -757,9 +757,6 @@ def test_the_story_its_evaluation_and_its_saved_logits(small, own_data, capsys, 
         assert {"auroc_total", "fpr95_confidence"} <= against.keys() and plain["n"] == 22
         assert by[method, "own_computed mean of 2 kinds 5", None].keys() >= {"nll", "accuracy"}
     assert by["ensemble", "own", None]["nll"] == by["its proxy", "own", None]["nll"]
-    logs = [json.loads(line) for line in
-            (folder(small, "-student_dirichlet_likelihood-seed1") / "network.jsonl").open()]
-    assert len(logs) == 2  # the loss that is trained is the one that is logged: a log density's
     kept = {p: p.read_bytes() for p in root.parent.rglob("network.pt")}
     assert len(kept) == 7
     for more in (["--eval", "--batch-size", "7", "--augment", "--no-cache-teachers"], []):
@@ -885,6 +882,27 @@ def test_published_files_are_evaluated_and_teach(small, tmp_path):
     pd.main([*renamed(small, "taught"), *members])
     assert_equal_weights(*(weights_of(folder(renamed(small, n), "-student_rkl_proxy-seed1"))
                            for n in ("run", "taught")))
+
+
+def test_the_loss_that_is_trained_is_logged_and_checked(small, monkeypatch, capsys):
+    losses = small.index("--losses")
+    small = [*small[:losses], "--losses", "rkl_proxy", "--epochs", "1"]
+    monkeypatch.setattr(pd, "distillation_loss", lambda z, *_: 0 * z.double().sum(-1) + 7.25)
+    pd.main(small)
+    assert "loss 7.25 " in capsys.readouterr().out
+    monkeypatch.setattr(pd, "distillation_loss", lambda z, *_: math.nan * z.double().sum(-1))
+    with pytest.raises(UserError, match="loss nan"):
+        pd.main([*small, "--fresh"])
+
+
+def test_a_network_that_diverged_is_not_evaluated(small):
+    pd.main([*small, "--method", "base"])
+    path = folder(small, "-base-seed1") / "network.pt"
+    state = torch.load(path, weights_only=True)
+    state["net"]["fc.weight"] *= math.inf
+    torch.save(state, path)
+    with pytest.raises(UserError, match="single network.*diverged"):
+        pd.main([*small, "--method", "base", "--eval"])
 
 
 @pytest.mark.parametrize("more", [
