@@ -86,11 +86,11 @@ PRESETS = {
     **{name: dict(model="resnet18", batch_size=128, mimo_batch_size=256, lr=0.2, weight_decay=5e-4,
                   ood=ood, shift="published")
        for name, ood in (("cifar10", ["svhn", "cifar100"]), ("cifar100", ["svhn"]))},
-    "numbers": dict(model="convnet", width=0.25, members=5, epochs=10, other_epochs=2,
+    "numbers": dict(model="convnet", width=0.25, members=5, epochs=8, other_epochs=2,
                     base_epochs=5, mimo_epochs=8, batch_size=128, mimo_batch_size=256, lr=6e-3,
                     opt="adam", schedule="cosine", warm_up=0.2, losses=list(LOSSES),
                     augment=False, cache_teachers=True, noise=4, shift="computed",
-                    shift_examples=100,
+                    shift_examples=40,
                     ood=["numbers_letters", "numbers_ambiguous"]),
 }
 
