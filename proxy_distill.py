@@ -198,6 +198,8 @@ def check_args(parser, args):
             args.members < 2 and args.method in ("all", "distill") and not args.eval,
         "--cache-teachers: augmented views change with every epoch; add --no-augment":
             args.cache_teachers and args.augment and not args.eval,
+        "--logits are evaluated as they are; leave --predict and --shift out":
+            args.logits and (args.predict or "shift" in args.explicit),
         "--temperature goes with --anneal-epochs and --no-cache-teachers":
             args.temperature > 1 and (args.cache_teachers or not args.anneal_epochs),
         "--mimo-batch-size is below --mimo-members x --batch-repetitions":
@@ -970,8 +972,13 @@ def load_sets(args) -> Sets:
         whole = classes and len(classes) == len(own.classes)
         ood[name] = prepared(own, args, i), torch.tensor(classes) if whole else None
     predicted = args.predict and prepared(data.predict_set(args, like), args, 1)
-    return Sets(train and prepared(train, args, 0), prepared(data.match(test, like), args, 1), ood,
+    sets = Sets(train and prepared(train, args, 0), prepared(data.match(test, like), args, 1), ood,
                 predicted, shift)
+    each = [own for own in (train, test, predicted, *(own for own, _ in ood.values())) if own]
+    if (least := min(each, key=len)) and len(least) < common.world_size():
+        raise UserError(f"{least.name} has {len(least)} images, fewer than there are processes; "
+                        "start fewer, or leave it out")
+    return sets
 
 
 def prepared(dataset, args, seed):
