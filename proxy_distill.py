@@ -198,8 +198,7 @@ def check_args(parser, args):
             args.members < 2 and args.method in ("all", "distill") and not args.eval,
         "--cache-teachers: augmented views change with every epoch; add --no-augment":
             args.cache_teachers and args.augment and not args.eval,
-        "--logits are evaluated as they are; leave --predict and --shift out":
-            args.logits and (args.predict or "shift" in args.explicit),
+        "--logits are evaluated as they are; leave --predict out": args.logits and args.predict,
         "--temperature goes with --anneal-epochs and --no-cache-teachers":
             args.temperature > 1 and (args.cache_teachers or not args.anneal_epochs),
         "--mimo-batch-size is below --mimo-members x --batch-repetitions":
