@@ -13,20 +13,20 @@ Small sets are an `ImageSet`: uint8 tensors that the `Loader` keeps on the devic
 flips and normalises whole batches. Folders too large for memory are a `StreamedSet`, decoded in
 worker processes. Sentences are a `TextSet` and molecules a `MoleculeSet`: rows of any length, laid
 one after the other. `DATASETS`, `TEXTS` and `MOLECULES` list the names. What the user can mend
-raises `UserError`, in one line.
+raises `common.UserError`, in one line.
 """
 import io
 import math
 import os
+import re
 import unicodedata
-from array import array
+import zipfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
-from zipfile import ZipFile
 
 import numpy as np
 import torch
@@ -39,7 +39,8 @@ from torchvision.datasets.utils import check_md5, download_url
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as TF
 
-from common import UserError, load_arrays
+import common
+from common import UserError
 
 DATASETS = {
     "glyphs": "embedded: digits 0-9 in a warped font, 28x28x1; 10,000 train, 2,000 test",
@@ -62,8 +63,8 @@ DATASETS = {
     "imagenet_a": "ImageNet-A, streamed from imagenet-a/<class>/, test only",
     "imagenet_o": "ImageNet-O, streamed from imagenet-o/<class>/, test only",
     "imagenet_r": "ImageNet-R, streamed from imagenet-r/<class>/, test only",
-    "folder:PATH": "a folder of images: flat (labels 0), or class subfolders (streamed, unless "
-                   "image_size is given)",
+    "folder:PATH": "your images: PATH/train/<class>/* and PATH/test/<class>/* (or val); as OOD "
+                   "data or to predict, any folder of images",
 }
 TEXTS = {
     "reviews": "embedded: sentences of praise or blame, 2 classes; 6,000 / 500 val / 1,000 test",
@@ -77,6 +78,81 @@ MOLECULES = {
 }
 
 
+class Source(NamedTuple):
+    place: str              # what is read, below data_dir
+    site: str               # where its publisher has it
+    num_classes: int = 0    # 0: as many as there are class folders
+    mean: tuple = ()        # per channel, of training pixels in [0,1]; (): no published value is
+    std: tuple = ()         # known to us, computed
+
+
+IMAGENET = (0, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # of any other files, too
+# Published on 0..255 (FoRDE).
+TINY_IMAGENET = (0, tuple(x / 255 for x in (122.4786, 114.2755, 101.3963)),
+                 tuple(x / 255 for x in (70.4924, 68.5679, 71.8127)))
+SOURCES = {
+    "mnist": Source("MNIST/raw", "https://ossci-datasets.s3.amazonaws.com/mnist",
+                    10, (0.1307,), (0.3081,)),
+    "fashion_mnist": Source("FashionMNIST/raw", "https://github.com/zalandoresearch/fashion-mnist",
+                            10, (0.2860,), (0.3530,)),
+    "kmnist": Source("KMNIST/raw", "http://codh.rois.ac.jp/kmnist", 10),
+    "ambiguous_mnist": Source(
+        "AmbiguousMNIST",
+        "https://github.com/BlackHC/ddu_dirty_mnist/releases/download/data-v1.0.0",
+        10, (0.1307,), (0.3081,)),
+    "cifar10": Source("cifar-10-batches-py", "https://www.cs.toronto.edu/~kriz/cifar.html",
+                      10, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+    "cifar100": Source("cifar-100-python", "https://www.cs.toronto.edu/~kriz/cifar.html",
+                       100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "svhn": Source("{}_32x32.mat", "http://ufldl.stanford.edu/housenumbers",
+                   10, (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
+    "tiny_imagenet": Source("tiny-imagenet-200", "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+                            *TINY_IMAGENET),
+    "imagenet": Source("imagenet", "https://www.image-net.org (and sort the val images into class "
+                                   "folders)", *IMAGENET),
+    "imagenet_a": Source("imagenet-a", "https://github.com/hendrycks/natural-adv-examples",
+                         *IMAGENET),
+    "imagenet_o": Source("imagenet-o", "https://github.com/hendrycks/natural-adv-examples",
+                         *IMAGENET),
+    "imagenet_r": Source("imagenet-r", "https://github.com/hendrycks/imagenet-r", *IMAGENET),
+    "cifar10_c": Source("CIFAR-10-C", "https://zenodo.org/records/2535967"),
+    "cifar100_c": Source("CIFAR-100-C", "https://zenodo.org/records/3555552"),
+    "tiny_imagenet_c": Source("Tiny-ImageNet-C", "https://zenodo.org/records/2536630",
+                              *TINY_IMAGENET),
+    "imagenet_c": Source("imagenet-c", "https://zenodo.org/records/2235448", *IMAGENET),
+    "sst2": Source("SST-2", "https://dl.fbaipublicfiles.com/glue/data/SST-2.zip"),
+    "qm9": Source("QM9", "https://deepchemdata.s3-us-west-1.amazonaws.com/datasets/molnet_publish/"
+                         "qm9.zip"),
+}
+
+
+class Absent(UserError):
+    """A set is not where it has to be, and could not be downloaded."""
+
+
+def _absent(name, path, why=""):
+    return Absent(f"{name}: {path} is not there{why}; get it from {SOURCES[name].site}")
+
+
+def _damaged(name, path, why):
+    return UserError(f"{name}: {path} is damaged or incomplete ({why}); get it from "
+                     f"{SOURCES[name].site}")
+
+
+def _unreadable(path, error):
+    return UserError(f"{path}: unreadable ({_one_line(error)}); replace the file")
+
+
+def _one_line(error):
+    return " ".join(str(error).split())[:150] or type(error).__name__
+
+
+def _generator(*key):
+    """A CPU generator seeded by all integers of `key`; near keys give unrelated streams."""
+    state = np.random.SeedSequence([k % 2**63 for k in key]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0]) % 2**63)
+
+
 # ---- Sets ----------------------------------------------------------------------------------------
 
 
@@ -85,10 +161,12 @@ class ImageSet:
     """N images in memory. mean, std: per channel, of pixels in [0,1], over the training set.
 
     images       uint8 [N,C,H,W], or float32 where the source is not 8-bit (then in [0,1], unless
-                 noise was added, or they are features)
-    labels       int64 [N], in 0..num_classes-1
+                 noise was added, or they are features [N,D,1,1])
+    labels       int64 [N], in 0..num_classes-1, or -1 where unknown; or float targets
     label_probs  float32 [N,K] where the true label distribution is known, else None
     groups       int64 [N] or None: rows of equal group are one image, which no split separates
+    classes      the classes' names in label order, or (): by them `predict_set` compares labels
+    files        the images' paths below their folder, or ()
     """
     name: str
     images: Tensor
@@ -98,12 +176,19 @@ class ImageSet:
     std: tuple
     label_probs: Tensor | None = None
     groups: Tensor | None = None
+    classes: tuple = ()
+    files: tuple = ()
 
     def __post_init__(self):
         rows = [len(t) for t in (self.labels, self.label_probs, self.groups) if t is not None]
         if self.images.ndim != 4 or set(rows) != {len(self.images)}:
             raise UserError(f"{self.name}: images {tuple(self.images.shape)}, and {rows} labels, "
                             "probabilities or groups; expected [N,C,H,W] and N of each")
+        if len(self.labels) and not self.labels.is_floating_point():
+            low, high = (int(end) for end in self.labels.aminmax())
+            if low < -1 or high >= self.num_classes:
+                raise UserError(f"{self.name}: labels from {low} to {high}; expected 0 to "
+                                f"{self.num_classes - 1}")
 
     def __len__(self):
         return len(self.images)
@@ -113,56 +198,89 @@ class ImageSet:
         """(C, H, W)."""
         return tuple(self.images.shape[1:])
 
+    @property
+    def is_features(self):
+        """Whether rows are vectors (features, points) and no pictures."""
+        return self.shape[1:] == (1, 1)
+
     def select(self, index):
         """The rows `index` (a slice, integers [n] or a mask [N]) as a new set."""
-        index = index if isinstance(index, slice) else torch.as_tensor(index)
+        rows = _rows(len(self), index)
         fields = {key: getattr(self, key) for key in ("images", "labels", "label_probs", "groups")}
-        return replace(self, **{key: t[index] for key, t in fields.items() if t is not None})
-
-    def rename(self, name):
-        return replace(self, name=name)
+        files = tuple(self.files[row] for row in rows.tolist()) if self.files else ()
+        return replace(self, files=files,
+                       **{key: t[rows] for key, t in fields.items() if t is not None})
 
 
 @dataclass(frozen=True, eq=False)
 class StreamedSet:
-    """N image files, decoded as they are read: dataset[i] is (uint8 [C,H,W], int label).
+    """N image files, decoded as they are read, to RGB uint8 [3,S,S].
 
-    `classes`: the class folders' names in label order, by which a model of 1000 classes finds the
-    200 that ImageNet-A, -O and -R have.
+    labels   int64 [N]; no image is decoded
+    shape    (3, S, S): of the centre crop
+    resize   to what the shorter side is resized before, or [height, width]
+    classes  the class folders' names in label order, by which a model of 1000 classes finds the
+             200 that ImageNet-A, -O and -R have
+    expect   the (width, height) that every file must have, if any
     """
     name: str
-    dataset: Dataset
+    paths: list
+    labels: Tensor
     num_classes: int
     mean: tuple
     std: tuple
     shape: tuple
+    resize: int | list
     classes: tuple = ()
+    root: str = ""
+    expect: tuple | None = None
+
+    is_features = False
 
     def __len__(self):
-        return len(self.dataset)
+        return len(self.paths)
 
     @property
-    def labels(self):
-        """int64 [N]; no image is decoded."""
-        return self.dataset.labels
+    def files(self):
+        """Paths below the set's folder, with slashes."""
+        return tuple(os.path.relpath(path, self.root).replace(os.sep, "/") for path in self.paths)
 
     def select(self, index):
         """The files `index` (a slice, integers [n] or a mask [N]) as a new set."""
-        return replace(self, dataset=self.dataset.select(torch.arange(len(self))[index]))
+        rows = _rows(len(self), index)
+        return replace(self, paths=[self.paths[i] for i in rows.tolist()], labels=self.labels[rows])
 
-    def rename(self, name):
-        return replace(self, name=name)
+    def open(self, row):
+        """File `row` as an RGB PIL image; UserError where it cannot be read."""
+        path = self.paths[row]
+        try:  # a member of a zip archive is read whole, so that its checksum is compared
+            with Image.open(path if isinstance(path, str) else io.BytesIO(path.read_bytes())) as im:
+                image = im.convert("RGB")
+        except Exception as error:  # Pillow's readers raise many types, few of them documented
+            raise _unreadable(path, error) from None
+        if self.expect and image.size != self.expect:
+            raise UserError(f"{path}: width and height {image.size}, expected {self.expect}; "
+                            "unpack the published archive again")
+        return image
 
-    def squared(self):
-        """Resized to a square, not in proportion, before the crop (published code: of ImageNet)."""
-        side = round(self.dataset.crop * 256 / 224)
-        return replace(self, dataset=self.dataset.select(torch.arange(len(self)), [side, side]))
+    def read(self, row, seed=None):
+        """uint8 [3,S,S]: file `row`, resized and cropped; with a seed under torchvision's random
+        resized crop (scale .08-1, ratio 3/4-4/3) and a random flip, a function of both alone."""
+        image, side = self.open(row), self.shape[-1]
+        if seed is None:
+            return TF.pil_to_tensor(TF.center_crop(TF.resize(image, self.resize), side))
+        with torch.random.fork_rng(devices=[]):  # get_params draws from the global generator
+            torch.manual_seed(seed)
+            box = RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3))
+            flip = torch.rand(()) < 0.5
+        image = TF.resized_crop(image, *box, [side, side])
+        return TF.pil_to_tensor(TF.hflip(image) if flip else image)
 
     def unreadable(self, rows):
         """bool [n]: whether files `rows` [n] cannot be decoded. Each is read once, by threads."""
         def fails(row):
             try:
-                self.dataset.open(row)
+                self.open(row)
             except UserError:
                 return True
             return False
@@ -177,104 +295,116 @@ class StreamedSet:
         images = torch.empty(len(self), *self.shape, dtype=torch.uint8)
 
         def put(row):
-            images[row] = self.dataset[row][0]
+            images[row] = self.read(row)
 
         with ThreadPoolExecutor() as pool:  # Pillow decodes without holding the interpreter's lock
             for _ in pool.map(put, range(len(self))):
                 pass
-        return ImageSet(self.name, images, self.labels, self.num_classes, self.mean, self.std)
+        return ImageSet(self.name, images, self.labels, self.num_classes, self.mean, self.std,
+                        classes=self.classes, files=self.files if self.root else ())
 
 
-class ImageFiles(Dataset):
-    """Image files as RGB uint8 [3,crop,crop]: shorter side to `resize`, or height and width to the
-    two numbers of it, then a centre crop.
+def evenly(dataset, limit):
+    """At most `limit` rows of any set, evenly spaced; all with None."""
+    n = len(dataset)
+    return dataset if limit is None or limit >= n else dataset.select(
+        torch.arange(limit) * n // limit)
 
-    `expect` is the (width, height) that every file must have, if any.
-    """
 
-    def __init__(self, paths, labels, resize, crop, expect=None):
-        self.paths, self.labels = paths, torch.as_tensor(labels, dtype=torch.int64)
-        self.resize, self.crop, self.expect = resize, crop, expect
+def _rows(n, index):
+    """int64: the row numbers of n rows that `index` selects."""
+    if not isinstance(index, slice):
+        index = torch.as_tensor(index)
+        index = index.long() if not len(index) else index  # an empty list comes as floats
+    return torch.arange(n)[index]
 
-    def __len__(self):
-        return len(self.paths)
 
-    def select(self, index, resize=None):
-        paths = [self.paths[i] for i in index.tolist()]
-        resize = self.resize if resize is None else resize
-        return ImageFiles(paths, self.labels[index], resize, self.crop, self.expect)
+def _unit(images):
+    """float32 pixels in [0,1]."""
+    return images.float().div_(255) if images.dtype == torch.uint8 else images
 
-    def open(self, row):
-        """The file as an RGB PIL image; UserError where it cannot be read."""
-        path = self.paths[row]
-        try:
-            with Image.open(path) as file:
-                image = file.convert("RGB")
-        except Exception as error:  # Pillow's readers raise many types, few of them documented
-            raise _unreadable(path, error) from None
-        if self.expect and image.size != self.expect:
-            raise UserError(f"{path}: width and height {image.size}, expected {self.expect}; "
-                            "unpack the published archive again")
-        return image
 
-    def __getitem__(self, row):
-        image = TF.center_crop(TF.resize(self.open(row), self.resize), self.crop)
-        return TF.pil_to_tensor(image), int(self.labels[row])
+def _like(x, images):
+    """float32 pixels, clipped to [0,1], in the dtype of `images`."""
+    x = x.clamp(0, 1)
+    return x.mul_(255).round_().byte() if images.dtype == torch.uint8 else x
 
-    def augmented(self, row, seed):
-        """Item `row` under torchvision's random resized crop (scale .08-1, ratio 3/4-4/3) and a
-        random flip; a function of (row, seed) alone."""
-        with torch.random.fork_rng(devices=[]):  # get_params draws from the global generator
-            torch.manual_seed(seed)
-            image = self.open(row)
-            box = RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3))
-            flip = torch.rand(()) < 0.5
-        image = TF.resized_crop(image, *box, [self.crop, self.crop])
-        return TF.pil_to_tensor(TF.hflip(image) if flip else image), int(self.labels[row])
+
+def _statistics(grey):
+    """(mean, std) of uint8 images of one channel, in the form of ImageSet's."""
+    std, mean = torch.std_mean(_unit(grey))
+    return (round(mean.item(), 4),), (round(std.item(), 4),)
 
 
 # ---- Loading -------------------------------------------------------------------------------------
 
+SPLITS = ("train", "val", "test", "ood")
+SMALL = 64  # files of up to so many pixels a side are decoded once, and kept in memory
 
-def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_split=False,
-         noise=0.0, image_size=None, download=True, limit=None):
-    """One of `DATASETS` as an ImageSet or a StreamedSet.
 
-    split            "train", "val": parts of the published training set (see train_val_split);
-                     "test": the published test set, or all of a folder
-    seed             chooses the split (and the noise), never what an embedded set contains
+def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_split=None,
+         noise=0.0, image_size=None, limit=None):
+    """One of `DATASETS` as an ImageSet or a StreamedSet; all processes must call it together.
+
+    split            "train", "val": parts of the published training set (see train_val_split), or
+                     a folder's own if it has all three; "test": the published test set; "ood":
+                     the same, but of a folder all images at any depth, as one class
+    seed             chooses the split, and nothing else
     val_fraction     share of the training set that is "val", in [0,1); with 0 all is "train"
-    published_split  split rows even where some share an image (published DDU code: that leaks)
-    noise            std, in normalised units, of Gaussian noise added once and not clipped; the
-                     images become float32 (Dirty-MNIST: 0 the DDU code, 0.05 the data package)
-    image_size       side of the square images read from files; other sets keep theirs
-    download         fetch a set that is absent, where its publisher allows it
+    published_split  "ddu": split rows even where some share an image, as DDU's code does: that
+                     leaks; "forde": as many of each class (see stratified_split)
+    noise            std, in normalised units, of Gaussian noise added once and not clipped, the
+                     same for every seed; the images become float32 (Dirty-MNIST: 0 the DDU code,
+                     0.05 the data package)
+    image_size       side of the square images read from files (a folder's: 32 unless given)
     limit            keep this many rows, evenly spaced
-    Raises UserError for unknown names and values, absent, damaged and ill-shaped files.
+    Absent sets are downloaded where their publisher allows it. Raises UserError for unknown names
+    and values, absent (`Absent`), damaged and ill-shaped files.
     """
-    if split not in ("train", "val", "test"):
-        raise UserError(f"split {split!r} is unknown; choose train, val or test")
+    if split not in SPLITS:
+        raise UserError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")
+    if published_split not in (None, "ddu", "forde"):
+        raise UserError(f"published_split {published_split!r} is unknown; choose ddu or forde")
     if not 0 <= val_fraction < 1 or noise < 0 or limit is not None and limit < 1:
         raise UserError(f"val_fraction {val_fraction}, noise {noise}, limit {limit}: expected "
                         "0 <= val_fraction < 1, noise >= 0, limit >= 1")
-    dataset = _source(name, split != "test", Path(data_dir), image_size, download)
-    if split != "test":
-        groups = None if published_split else getattr(dataset, "groups", None)
-        train, val = train_val_split(len(dataset), seed, val_fraction, groups)
-        dataset = dataset.select(train if split == "train" else val)
-    if limit is not None and limit < len(dataset):
-        dataset = dataset.select(torch.arange(limit) * len(dataset) // limit)
-    folder = name.startswith("folder:") and (image_size or not dataset.classes)
-    if folder or name == "tiny_imagenet":
-        dataset = dataset.in_memory()
-    if not noise:
-        return dataset
-    if isinstance(dataset, StreamedSet):
+    dataset, whole = _source(name, split, Path(data_dir), image_size)
+    if noise and isinstance(dataset, StreamedSet):
         raise UserError(f"{name}: noise is for sets in memory; leave it at 0")
-    generator = _generator(seed, ("train", "val", "test").index(split))
-    added = torch.randn(dataset.images.shape, generator=generator)
-    added *= noise * torch.tensor(dataset.std).view(-1, 1, 1)
-    return replace(dataset, images=added.add_(_unit(dataset.images)))
+    if noise:
+        added = torch.randn(dataset.images.shape, generator=_generator(1, split in SPLITS[:2]))
+        added *= noise * torch.tensor(dataset.std).view(-1, 1, 1)
+        dataset = replace(dataset, images=added.add_(_unit(dataset.images)))
+    if not whole:
+        if published_split == "forde":
+            parts = stratified_split(dataset.labels, val_fraction)
+        else:
+            groups = None if published_split else getattr(dataset, "groups", None)
+            parts = train_val_split(len(dataset), seed, val_fraction, groups)
+        dataset = dataset.select(parts[SPLITS.index(split)])
+    dataset = evenly(dataset, limit)
+    files = name.startswith("folder:") or name == "tiny_imagenet"
+    return dataset.in_memory() if files and dataset.shape[-1] <= SMALL else dataset
+
+
+def _source(name, split, data_dir, image_size):
+    """(the whole published training or test part, whether it is one that no split cuts)."""
+    training = split in ("train", "val")
+    if name.startswith("folder:"):
+        return _folder(Path(name.removeprefix("folder:")).expanduser(), split, image_size)
+    if name in EMBEDDED:
+        dataset = _embedded(name, training)
+    elif name in TORCHVISION:
+        dataset = _torchvision(name, training, data_dir)
+    elif name in ("ambiguous_mnist", "dirty_mnist"):
+        dataset = _ambiguous_mnist(name, training, data_dir)
+    elif name == "tiny_imagenet":
+        dataset = _tiny_imagenet(training, data_dir, image_size or 64)
+    elif name in ("imagenet", "imagenet_a", "imagenet_o", "imagenet_r"):
+        dataset = _imagenet(name, training, data_dir, image_size or 224)
+    else:
+        raise UserError(f"dataset {name!r} is unknown; choose from {', '.join(DATASETS)}")
+    return dataset, not training
 
 
 def train_val_split(n, seed, val_fraction=0.1, groups=None):
@@ -292,98 +422,77 @@ def train_val_split(n, seed, val_fraction=0.1, groups=None):
     return rows[n_val:], rows[:n_val]
 
 
-def _source(name, training, data_dir, image_size, download):
-    """The whole published training (or test) part, before any split."""
-    if name in EMBEDDED:
-        return _embedded(name, training)
-    if name in TORCHVISION:
-        return _torchvision(name, training, data_dir, download)
-    if name in ("ambiguous_mnist", "dirty_mnist"):
-        return _dirty_mnist(name, training, data_dir, download)
-    if name == "tiny_imagenet":
-        return _tiny_imagenet(training, data_dir, image_size or 64)
-    if name in IMAGENETS:
-        return _imagenet(name, training, data_dir, image_size or 224)
-    if name.startswith("folder:"):
-        return _folder(Path(name.removeprefix("folder:")), image_size)
-    raise UserError(f"dataset {name!r} is unknown; choose from {', '.join(DATASETS)}")
+def stratified_split(labels, val_fraction=0.1, seed=88):
+    """(train, val): int64 row numbers; floor(val_fraction n_c) of each class c are validation.
 
-
-def _unit(images):
-    """float32 pixels in [0,1]."""
-    return images.float().div_(255) if images.dtype == torch.uint8 else images
-
-
-def _statistics(grey):
-    """(mean, std) of uint8 images of one channel, in the form of ImageSet's."""
-    std, mean = torch.std_mean(_unit(grey))
-    return (round(mean.item(), 4),), (round(std.item(), 4),)
-
-
-def _generator(*key):
-    """A CPU generator seeded by all integers of `key`; near keys give unrelated streams."""
-    state = np.random.SeedSequence([k % 2**63 for k in key]).generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(state[0]) % 2**63)
-
-
-def _one_line(error):
-    return " ".join(str(error).split())[:150] or type(error).__name__
-
-
-def _absent(name, path, site, why=""):
-    return UserError(f"{name}: {path} is not there{why}; get it from {site}")
-
-
-def _unreadable(path, error):
-    return UserError(f"{path}: unreadable ({_one_line(error)}); replace the file")
-
-
-def _damaged(name, path, site, why):
-    return UserError(f"{name}: {path} is damaged or incomplete ({why}); get it from {site}")
+    Published (FoRDE): scikit-learn's train_test_split with this seed; where val_fraction of each
+    class is a whole number, these are its very rows.
+    """
+    random, labels = np.random.RandomState(seed), labels.numpy()
+    train, val = [], []
+    for label in np.unique(labels):
+        rows = np.flatnonzero(labels == label)
+        rows = rows[random.permutation(len(rows))]
+        kept = len(rows) - math.floor(val_fraction * len(rows))
+        train.append(rows[:kept])
+        val.append(rows[kept:])
+    parts = np.concatenate(train), np.concatenate(val)
+    return tuple(torch.from_numpy(random.permutation(part)) for part in parts)
 
 
 # ---- Published sets ------------------------------------------------------------------------------
 
-# name: torchvision's class, what it reads below data_dir, rows, classes, mean, std, publisher.
-# None: computed, no published values are known to us.
-TORCHVISION = {
-    "mnist": (tv.MNIST, "MNIST/raw", (60000, 10000), 10, (0.1307,), (0.3081,),
-              "https://ossci-datasets.s3.amazonaws.com/mnist"),
-    "fashion_mnist": (tv.FashionMNIST, "FashionMNIST/raw", (60000, 10000), 10, (0.2860,), (0.3530,),
-                      "https://github.com/zalandoresearch/fashion-mnist"),
-    "kmnist": (tv.KMNIST, "KMNIST/raw", (60000, 10000), 10, (None,), (None,),
-               "http://codh.rois.ac.jp/kmnist"),
-    "cifar10": (tv.CIFAR10, "cifar-10-batches-py", (50000, 10000), 10, (0.4914, 0.4822, 0.4465),
-                (0.2023, 0.1994, 0.2010), "https://www.cs.toronto.edu/~kriz/cifar.html"),
-    "cifar100": (tv.CIFAR100, "cifar-100-python", (50000, 10000), 100, (0.5071, 0.4865, 0.4409),
-                 (0.2673, 0.2564, 0.2762), "https://www.cs.toronto.edu/~kriz/cifar.html"),
-    "svhn": (tv.SVHN, "{}_32x32.mat", (73257, 26032), 10, (0.4377, 0.4438, 0.4728),
-             (0.1980, 0.2010, 0.1970), "http://ufldl.stanford.edu/housenumbers"),
-}
+# name: torchvision's class, rows of training and test
+TORCHVISION = {"mnist": (tv.MNIST, 60000, 10000), "fashion_mnist": (tv.FashionMNIST, 60000, 10000),
+               "kmnist": (tv.KMNIST, 60000, 10000), "cifar10": (tv.CIFAR10, 50000, 10000),
+               "cifar100": (tv.CIFAR100, 50000, 10000), "svhn": (tv.SVHN, 73257, 26032)}
+AMBIGUOUS_MNIST = {"amnist_samples.pt": "4f7865093b1d28e34019847fab917722",
+                   "amnist_labels.pt": "3bfc055a9f91a76d8d493e8b898c3c95"}  # their MD5
 
 
-def _torchvision(name, training, data_dir, download):
-    cls, file, rows, num_classes, mean, std, site = TORCHVISION[name]
-    part = "train" if training else "test"
-    path, spare = data_dir / file.format(part), data_dir / "cifar100_test.npz"
+def _together(work):
+    """work(), which may download, by one process of each machine before the others. Its UserError
+    is raised after they have all had their turn, or those that wait would wait for ever."""
+    def attempt():
+        try:
+            return work(), None
+        except UserError as error:
+            return None, error
+
+    value, error = common.main_first(attempt)
+    if error is not None:
+        raise error
+    return value
+
+
+def _torchvision(name, training, data_dir):
+    cls, *rows = TORCHVISION[name]
+    source, part = SOURCES[name], "train" if training else "test"
+    path = data_dir / source.place.format(part)
+    mean, std = source.mean, source.std
+
+    def read():
+        present = path.exists()
+        options = {"split": part} if name == "svhn" else {"train": training}
+        try:
+            raw = cls(data_dir, download=not present, **options)
+            statistics = source[3:] if mean else _statistics(
+                raw.data if training else cls(data_dir, train=True).data)
+        except Exception as error:  # absent and cut files raise many types, few of them documented
+            if present:
+                raise _damaged(name, path, _one_line(error)) from None
+            why = f" and could not be downloaded ({_one_line(error)})"
+            raise _absent(name, path, why) from None
+        labels = raw.labels if name == "svhn" else raw.targets
+        classes = DIGITS if name in ("mnist", "svhn") else raw.classes
+        return raw.data, labels, classes, statistics
+
+    spare = data_dir / "cifar100_test.npz"  # its test images alone
     if name == "cifar100" and not training and spare.exists() and not path.exists():
-        path = spare
-    present = path.exists()
-    try:
-        if path == spare:
-            with np.load(path, allow_pickle=False) as arrays:
-                images, labels = arrays["images"], arrays["labels"]
-        else:
-            options = {"split": part} if name == "svhn" else {"train": training}
-            raw = cls(data_dir, download=download and not present, **options)
-            images, labels = raw.data, raw.labels if name == "svhn" else raw.targets
-            if None in mean:
-                mean, std = _statistics(raw.data if training else cls(data_dir, train=True).data)
-    except Exception as error:  # absent and cut files raise many types, few of them documented
-        if present:
-            raise _damaged(name, path, site, _one_line(error)) from None
-        why = f" and could not be downloaded ({_one_line(error)})" if download else ""
-        raise _absent(name, path, site, why) from None
+        images, labels = common.load_arrays(path := spare, ("images", "labels")).values()
+        classes, (mean, std) = (), source[3:]
+    else:
+        images, labels, classes, (mean, std) = _together(read)
     images, labels = torch.as_tensor(images), torch.as_tensor(labels).to(torch.int64)
     if images.ndim == 3:
         images = images.unsqueeze(1)
@@ -391,68 +500,65 @@ def _torchvision(name, training, data_dir, download):
         images = images.permute(0, 3, 1, 2).contiguous()
     shape = (rows[not training], len(mean), *[28 if len(mean) == 1 else 32] * 2)
     if (tuple(images.shape), images.dtype, len(labels)) != (shape, torch.uint8, shape[0]):
-        why = f"images {tuple(images.shape)}, {len(labels)} labels; expected {shape}"
-        raise _damaged(name, path, site, why)
-    return ImageSet(name, images, labels, num_classes, mean, std)
+        raise _damaged(name, path, f"images {tuple(images.shape)}, {len(labels)} labels; expected "
+                                   f"{shape}")
+    _check_labels(name, path, labels, source.num_classes)
+    return ImageSet(name, images, labels, source.num_classes, mean, std, classes=tuple(classes))
 
 
-AMBIGUOUS_MNIST_SITE = "https://github.com/BlackHC/ddu_dirty_mnist/releases/download/data-v1.0.0"
-AMBIGUOUS_MNIST_MD5 = {"amnist_samples.pt": "4f7865093b1d28e34019847fab917722",
-                       "amnist_labels.pt": "3bfc055a9f91a76d8d493e8b898c3c95"}
+def _check_labels(name, path, labels, num_classes):
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= num_classes:
+        raise _damaged(name, path, f"labels from {low} to {high}, expected 0 to {num_classes - 1}")
 
 
-def _dirty_mnist(name, training, data_dir, download):
+def _ambiguous_mnist(name, training, data_dir):
     """Ambiguous-MNIST, each image ten times in a row with its sampled labels; after MNIST if
     `name` is dirty_mnist."""
-    folder = data_dir / "AmbiguousMNIST"
-    samples, votes = (_read_ambiguous(folder / file, download) for file in AMBIGUOUS_MNIST_MD5)
+    source = SOURCES["ambiguous_mnist"]
+    folder = data_dir / source.place
+    samples, votes = (_together(lambda file=file: _read_ambiguous(folder / file))
+                      for file in AMBIGUOUS_MNIST)
     if tuple(samples.shape) != (12000, 1, 28, 28) or tuple(votes.shape) != (12000, 10):
         why = f"shapes {tuple(samples.shape)}, {tuple(votes.shape)}; expected 12000 of each"
-        raise _damaged(name, folder, AMBIGUOUS_MNIST_SITE, why)
+        raise _damaged("ambiguous_mnist", folder, why)
     half = slice(0, 6000) if training else slice(6000, 12000)
     samples, votes = samples[half].float(), votes[half].long()
     probs, tens = F.one_hot(votes, 10).float().mean(1), torch.arange(6000).repeat_interleave(10)
-    ambiguous = ImageSet(name, samples[tens], votes.flatten(), 10, (0.1307,), (0.3081,),
-                         probs[tens], tens)
+    ambiguous = ImageSet(name, samples[tens], votes.flatten(), *source[2:], probs[tens], tens,
+                         classes=tuple(DIGITS))
     if name == "ambiguous_mnist":
         return ambiguous
-    mnist = _torchvision("mnist", training, data_dir, download)
+    mnist = _torchvision("mnist", training, data_dir)
     return concat(name, replace(mnist, images=_unit(mnist.images)), ambiguous)
 
 
-def _read_ambiguous(path, download):
-    site, md5 = f"{AMBIGUOUS_MNIST_SITE}/{path.name}", AMBIGUOUS_MNIST_MD5[path.name]
+def _read_ambiguous(path):
+    name, md5 = "ambiguous_mnist", AMBIGUOUS_MNIST[path.name]
     if not path.exists():
         try:
-            if not download:
-                raise OSError("downloading is off")
-            download_url(site, path.parent, path.name, md5)
+            download_url(f"{SOURCES[name].site}/{path.name}", path.parent, path.name, md5)
         except Exception as error:  # urllib, ssl and torchvision raise several types
-            raise _absent("ambiguous_mnist", path, site, f" ({_one_line(error)})") from None
+            why = f" and could not be downloaded ({_one_line(error)})"
+            raise _absent(name, path, why) from None
     if not check_md5(path, md5):
-        why = f"or another release than data-v1.0.0: its MD5 is not {md5}"
-        raise _damaged("ambiguous_mnist", path, site, why)
+        raise _damaged(name, path, f"or another release than data-v1.0.0: its MD5 is not {md5}")
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def concat(name, clean, ambiguous):
-    """Clean rows, each its own group, with one-hot label distributions; then ambiguous ones."""
+    """Clean rows, each its own group, with one-hot label distributions; then ambiguous ones, which
+    have label_probs and groups."""
     one_hot = F.one_hot(clean.labels, clean.num_classes).float()
     return ImageSet(name, torch.cat([clean.images, ambiguous.images]),
                     torch.cat([clean.labels, ambiguous.labels]), clean.num_classes,
                     clean.mean, clean.std, torch.cat([one_hot, ambiguous.label_probs]),
-                    torch.cat([torch.arange(len(clean)), len(clean) + ambiguous.groups]))
+                    torch.cat([torch.arange(len(clean)), len(clean) + ambiguous.groups]),
+                    clean.classes)
 
 
 # ---- Folders -------------------------------------------------------------------------------------
 
-IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-TINY_IMAGENET = dict(mean=(0.4803, 0.4481, 0.3976), std=(0.2764, 0.2689, 0.2816))
-TINY_IMAGENET_SITE = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
-IMAGENETS = {"imagenet": "https://www.image-net.org (and sort the val images into class folders)",
-             "imagenet_a": "https://github.com/hendrycks/natural-adv-examples",
-             "imagenet_o": "https://github.com/hendrycks/natural-adv-examples",
-             "imagenet_r": "https://github.com/hendrycks/imagenet-r"}
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".webp", ".tif", ".tiff")
 
 
@@ -460,106 +566,120 @@ def _folders_in(root):
     return sorted(e.name for e in os.scandir(root) if e.is_dir()) if root.is_dir() else []
 
 
-class _Zipped(io.BytesIO):
-    """The content of a zip archive's member, which Pillow opens like a path; str says whose."""
-
-    def __init__(self, archive, member):
-        super().__init__(archive.read(member))
-        self.place = f"{archive.filename}/{member}"
-
-    def __str__(self):
-        return self.place
+def _is_image(name):
+    return name.lower().endswith(SUFFIXES) and not name.startswith(".")  # ._x.jpg: macOS's notes
 
 
 def _images_in(place):
-    """The images of a folder (paths), or at any depth of a zip archive (_Zipped), by file name."""
+    """The images of a folder (paths), or at any depth of a zip archive, by file name."""
     if place.is_dir():
-        return sorted(e.path for e in os.scandir(place) if e.name.lower().endswith(SUFFIXES))
+        return sorted(e.path for e in os.scandir(place) if _is_image(e.name))
     if not place.exists():
         return []
     try:
-        with ZipFile(place) as archive:
-            names = [name for name in archive.namelist() if name.lower().endswith(SUFFIXES)]
-            names.sort(key=lambda name: (name.rsplit("/", 1)[-1], name))
-            return [_Zipped(archive, name) for name in names]
+        archive = zipfile.ZipFile(place)
     except Exception as error:  # damaged archives raise many types, few of them documented
         raise _unreadable(place, error) from None
+    names = sorted((name.rsplit("/", 1)[-1], name) for name in archive.namelist())
+    return [zipfile.Path(archive, name) for file, name in names if _is_image(file)]
 
 
 def _class_folders(root, classes=None, place="{}"):
-    """(paths, labels, classes) of the images in root/<place of each class>, a folder or a zip
-    archive; the classes are the folders, sorted, unless given."""
-    classes, paths, labels = tuple(classes or _folders_in(root)), [], []
-    for label, name in enumerate(classes):
+    """(paths, labels int64) of the images in root/<place of each class>, a folder or a zip archive;
+    the classes are the folders, sorted, unless given."""
+    paths, counts = [], []
+    for name in classes or _folders_in(root):
         files = _images_in(root / place.format(name))
         if not files:
             raise UserError(f"{root / place.format(name)}: no images in it; unpack the published "
                             "archive again")
         paths += files
-        labels += [label] * len(files)
-    return paths, labels, classes
+        counts.append(len(files))
+    return paths, torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 
-def _streamed(name, listing, stats, crop, resize=None, expect=None):
-    paths, labels, classes = listing
-    files = ImageFiles(paths, labels, resize or round(crop * 256 / 224), crop, expect)
-    shape = (3, crop, crop)
-    return StreamedSet(name, files, max(1, len(classes)), **stats, shape=shape, classes=classes)
+def _streamed(name, listing, stats, size, classes, root, expect=None):
+    """Small files are resized to their size; of larger ones the centre is cut, as of ImageNet."""
+    resize = size if size <= SMALL else round(size * 256 / 224)
+    return StreamedSet(name, *listing, max(1, len(classes)), *stats[-2:], (3, size, size), resize,
+                       tuple(classes), str(root), expect)
 
 
-def _folder(root, image_size):
+def set_name(name):
+    """A set's name as part of a file's: of folder:PATH and PATH.npz the last component, without its
+    suffix; characters other than A-Z a-z 0-9 . _ - become "_"."""
+    if name.startswith("folder:"):
+        name = Path(name.removeprefix("folder:")).expanduser().resolve().name
+    name = Path(name).stem if name.endswith(".npz") else name
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", name).lstrip(".") or "folder"
+
+
+def _folder(root, split, image_size):
+    """A user's images: (the part that has the split, whether nothing more is to be split off)."""
+    name = set_name(f"folder:{root}")
     if not root.is_dir():
-        raise UserError(f"folder {root} is not there; write folder: and the path of a folder")
-    if _folders_in(root):
-        listing = _class_folders(root)
-        return _streamed(root.name, listing, IMAGENET, image_size or 224, resize=image_size)
-    paths = _images_in(root)
-    if not paths:
-        raise UserError(f"folder {root} holds neither images ({' '.join(SUFFIXES)}) nor folders")
-    files = ImageFiles(paths, [0] * len(paths), 0, 0)
-    expect = None if image_size else files.open(0).size
-    if expect and expect[0] != expect[1]:
-        raise UserError(f"folder {root}: images of {expect[0]}x{expect[1]}; give image_size")
-    size, listing = image_size or expect[0], (paths, files.labels, ())
-    return _streamed(root.name, listing, IMAGENET, size, resize=size, expect=expect)
+        raise Absent(f"folder {root} is not there; write folder: and the path of a folder")
+    if split == "ood":
+        found = sorted(os.path.join(place, file) for place, _, files in os.walk(root)
+                       for file in files if _is_image(file))
+        if not found:
+            raise UserError(f"folder {root}: no images ({' '.join(SUFFIXES)}) in it")
+        listing = found, torch.zeros(len(found), dtype=torch.int64)
+        return _streamed(name, listing, IMAGENET, image_size or 32, (), root), True
+    parts = {part: _folders_in(root / part) for part in ("train", "val", "test")}
+    classes = parts["train"]
+    if len(classes) < 2 or not (parts["test"] or parts["val"]):
+        lacks = "train with two classes or more" if len(classes) < 2 else "test (or val)"
+        raise UserError(f"folder {root} has no {lacks}; expected {root}/train/<class>/* and "
+                        f"{root}/test/<class>/* (or val): a test set is never the training set")
+    for part, own in parts.items():
+        if own and own != classes:
+            odd = min({*own} ^ {*classes})
+            raise UserError(f"folder {root}: class {odd} is in train or in {part} alone; all parts "
+                            "need the same class folders")
+    place = {"train": "train", "val": "val", "test": "test" if parts["test"] else "val"}
+    own_val = bool(parts["test"] and parts["val"])
+    listing = _class_folders(root / ("train" if split == "val" and not own_val else place[split]))
+    dataset = _streamed(name, listing, IMAGENET, image_size or 32, classes, root)
+    return dataset, own_val or split == "test"
 
 
 def _imagenet(name, training, data_dir, size):
-    root, site = data_dir / name.replace("_", "-"), IMAGENETS[name]
+    root = data_dir / SOURCES[name].place
     if name != "imagenet" and training:
         raise UserError(f"{name} has a test split only")
     folder = root if name != "imagenet" else root / ("train" if training else "val")
     classes = _folders_in(folder)
     if not classes:
-        raise _absent(name, f"{folder}/<class>/*.JPEG", site)
+        raise _absent(name, f"{folder}/<class>/*.JPEG")
     if folder.name == "val" and (known := _folders_in(root / "train")) and known != classes:
         raise UserError(f"{name}: the class folders of {root}/train and {folder} differ; mend them")
-    return _streamed(name, _class_folders(folder), IMAGENET, size)
+    return _streamed(name, _class_folders(folder), SOURCES[name], size, classes, root)
 
 
 def _tiny_imagenet(training, data_dir, size):
     """The published layout: a class is its line in wnids.txt; test is the labelled val folder."""
-    root, classes = data_dir / "tiny-imagenet-200", _wnids(data_dir)
+    name, classes = "tiny_imagenet", _wnids(data_dir)
+    root = data_dir / SOURCES[name].place
     notes = root / "val" / "val_annotations.txt"
     if training:
         listing = _class_folders(root / "train", classes, "{}/images")
     elif notes.exists():
-        rows = [line.split("\t")[:2] for line in notes.read_text().splitlines()]
-        paths = [str(notes.parent / "images" / file) for file, _ in rows]
-        if unknown := {wnid for _, wnid in rows} - set(classes):
-            why = f"class {min(unknown)} is not in wnids.txt"
-            raise _damaged("tiny_imagenet", notes, TINY_IMAGENET_SITE, why)
-        listing = paths, [classes.index(wnid) for _, wnid in rows], classes
+        rows = [line.split("\t")[:2] for line in notes.read_text("utf-8").splitlines()]
+        if unknown := {wnid for _, wnid in rows} - {*classes}:
+            raise _damaged(name, notes, f"class {min(unknown)} is not in wnids.txt")
+        listing = ([str(notes.parent / "images" / file) for file, _ in rows],
+                   torch.tensor([classes.index(wnid) for _, wnid in rows]))
     else:
-        raise _absent("tiny_imagenet", notes, TINY_IMAGENET_SITE)
-    return _streamed("tiny_imagenet", listing, TINY_IMAGENET, size, resize=size, expect=(64, 64))
+        raise _absent(name, notes)
+    return _streamed(name, listing, SOURCES[name], size, classes, root, (64, 64))
 
 
 def _wnids(data_dir):
-    path = data_dir / "tiny-imagenet-200" / "wnids.txt"
+    path = data_dir / SOURCES["tiny_imagenet"].place / "wnids.txt"
     if not path.exists():
-        raise _absent("tiny_imagenet", path, TINY_IMAGENET_SITE)
-    return tuple(path.read_text().split())
+        raise _absent("tiny_imagenet", path)
+    return tuple(path.read_text("utf-8").split())
 
 
 # ---- Corruptions ---------------------------------------------------------------------------------
@@ -568,29 +688,57 @@ CIFAR_C_KINDS = (
     "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur",
     "zoom_blur", "snow", "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate",
     "jpeg_compression", "speckle_noise", "gaussian_blur", "spatter", "saturate")  # last four: extra
-CORRUPTED = {"cifar10_c": ("CIFAR-10-C", "https://zenodo.org/records/2535967"),
-             "cifar100_c": ("CIFAR-100-C", "https://zenodo.org/records/3555552"),
-             "tiny_imagenet_c": ("Tiny-ImageNet-C", "https://zenodo.org/records/2536630"),
-             "imagenet_c": ("imagenet-c", "https://zenodo.org/records/2235448"),
-             "glyphs_c": ("", "")}
+CORRUPTED = ("cifar10_c", "cifar100_c", "tiny_imagenet_c", "imagenet_c")
+SEVERITIES = (1, 2, 3, 4, 5)
+
+
+def _published_kinds(name):
+    """All that the published set has: the CIFAR ones have the extra kinds too."""
+    if name not in CORRUPTED:
+        raise UserError(f"corrupted set {name!r} is unknown; choose from {', '.join(CORRUPTED)}")
+    return CIFAR_C_KINDS if name.startswith("cifar") else CIFAR_C_KINDS[:15]
 
 
 def corruption_kinds(name, data_dir="data"):
-    """The kinds of a set of CORRUPTED that are there, as a list; empty where its folder is absent.
+    """The kinds of a set of CORRUPTED that are there in all five severities, as a list, in the
+    order of CIFAR_C_KINDS; the main process prints a line on what is missing or no kind of it.
 
-    glyphs_c has all of CORRUPTIONS, cifar10_c and cifar100_c what they have of CIFAR_C_KINDS, in
-    that order, the others their sub-folders, sorted. Raises UserError for an unknown name.
+    Empty where there is nothing. Raises UserError for an unknown name.
     """
-    if name not in CORRUPTED:
-        raise UserError(f"corrupted set {name!r} is unknown; choose from {', '.join(CORRUPTED)}")
-    folder = Path(data_dir, CORRUPTED[name][0])
-    if name == "glyphs_c":
-        return list(CORRUPTIONS)
-    if name.startswith("cifar"):
-        return [kind for kind in CIFAR_C_KINDS if (folder / f"{kind}.npy").exists()]
-    joined = [f.rsplit("-", 1)[0].removeprefix("imagenet-c-") for f in _folders_in(Path(data_dir))
-              if name == "imagenet_c" and f.startswith("imagenet-c-")]
-    return sorted({*_folders_in(folder), *joined})
+    published, folder = _published_kinds(name), Path(data_dir, SOURCES[name].place)
+    present, missing = [], []
+    for kind in CIFAR_C_KINDS:
+        lacks = [] if (folder / f"{kind}.npy").exists() else [*SEVERITIES]
+        if not name.startswith("cifar"):
+            lacks = [s for s in SEVERITIES if not _folders_in(_severity(name, kind, s, data_dir))
+                     and not [*_severity(name, kind, s, data_dir).glob("*.zip")]]
+        if not lacks:
+            present.append(kind)
+        elif kind in published or len(lacks) < 5:
+            few = f" (severity {', '.join(map(str, lacks))})" if len(lacks) < 5 else ""
+            missing.append(kind + few)
+    stray = {*_folders_in(folder)} - {*CIFAR_C_KINDS}
+    if common.is_main() and stray:
+        print(f"{name}: no kind of corruption, ignored: {', '.join(sorted(stray))}", flush=True)
+    if common.is_main() and missing:
+        what = f"{folder} lacks {', '.join(missing)}" if present else f"{folder} is not there"
+        print(f"{name}: {what}; get it from {SOURCES[name].site}", flush=True)
+    return present
+
+
+def corrupted_name(name, kinds):
+    """`name` where `kinds` are all of the published set's, else like cifar10_c_2of19: what a part
+    of a set gives is not the set's."""
+    whole = _published_kinds(name)
+    return name if {*whole} <= {*kinds} else f"{name}_{len(kinds)}of{len(whole)}"
+
+
+def _severity(name, kind, severity, data_dir):
+    """The folder of a kind and severity of imagenet_c or tiny_imagenet_c."""
+    joined = Path(data_dir, f"imagenet-c-{kind}-{severity}")
+    if name == "imagenet_c" and joined.is_dir():
+        return joined
+    return Path(data_dir, SOURCES[name].place, kind, str(severity))
 
 
 def load_corrupted(name, kind, severity, data_dir="data"):
@@ -601,53 +749,51 @@ def load_corrupted(name, kind, severity, data_dir="data"):
                            any number of images a class, labels by wnids.txt
     imagenet_c             imagenet-c/<kind>/<severity>/<class>/, or imagenet-c-<kind>-<severity>/
                            <class>/, a StreamedSet, 224x224, uncropped
-    glyphs_c               computed; `kind` is one of CORRUPTIONS
     Raises UserError for unknown names and kinds, absent, damaged and ill-shaped files.
     """
-    kinds = corruption_kinds(name, data_dir)
-    if name != "glyphs_c":  # a published kind that is absent: told below what to get
-        kinds = dict.fromkeys([*CIFAR_C_KINDS, *kinds])
-    _check_kind(kind, severity, kinds)
-    title, (folder, site) = f"{name}_{kind}_s{severity}", CORRUPTED[name]
-    if name == "glyphs_c":
-        return corrupted(_embedded("glyphs", False), kind, severity).rename(title)
+    _published_kinds(name)
+    _check_kind(kind, severity, CIFAR_C_KINDS)
+    title, source = f"{name}_{kind}_s{severity}", SOURCES[name]
     if name.startswith("cifar"):
-        images, labels = _cifar_c(name, Path(data_dir, folder), kind, severity, site)
-        return ImageSet(title, images, labels, *TORCHVISION[name.removesuffix("_c")][3:6])
-    root = Path(data_dir, folder, kind, str(severity))
-    joined = Path(data_dir, f"imagenet-c-{kind}-{severity}")
-    if name == "imagenet_c" and joined.is_dir():
-        root = joined
+        clean = SOURCES[name.removesuffix("_c")]
+        images, labels = _cifar_c(name, Path(data_dir, source.place), kind, severity)
+        return ImageSet(title, images, labels, *clean[2:])
+    root = _severity(name, kind, severity, data_dir)
     if not root.is_dir():
-        raise _absent(name, root, site)
+        raise _absent(name, root)
     if name == "imagenet_c":
-        return _streamed(title, _class_folders(root), IMAGENET, 224, resize=224)
+        known, classes = _folders_in(Path(data_dir, "imagenet", "val")), _folders_in(root)
+        if lacking := {*known} - {*classes}:
+            raise _damaged(name, root, f"no class folder {min(lacking)}, as imagenet/val has")
+        dataset = _streamed(title, _class_folders(root), source, 224, classes, root)
+        return replace(dataset, resize=224)
     classes = _wnids(Path(data_dir))
     zipped = any((root / f"{wnid}.zip").exists() for wnid in classes)
     listing = _class_folders(root, classes, "{}.zip" if zipped else "{}")
-    return _streamed(title, listing, TINY_IMAGENET, 64, resize=64, expect=(64, 64)).in_memory()
+    return _streamed(title, listing, source, 64, classes, "", (64, 64)).in_memory()
 
 
-def _cifar_c(name, folder, kind, severity, site):
+def _cifar_c(name, folder, kind, severity):
     parts, rows = [], slice((severity - 1) * 10000, severity * 10000)
     for file, shape in ((f"{kind}.npy", (50000, 32, 32, 3)), ("labels.npy", (50000,))):
         if not (folder / file).exists():
-            raise _absent(name, folder / file, site)
+            raise _absent(name, folder / file)
         try:
             array = np.load(folder / file, mmap_mode="r", allow_pickle=False)
         except (ValueError, OSError, EOFError) as error:
-            raise _damaged(name, folder / file, site, _one_line(error)) from None
+            raise _damaged(name, folder / file, _one_line(error)) from None
         if array.shape != shape or file != "labels.npy" and array.dtype != np.uint8:
             why = f"{array.dtype} {array.shape}, expected {shape}, images as uint8"
-            raise _damaged(name, folder / file, site, why)
+            raise _damaged(name, folder / file, why)
         parts.append(torch.from_numpy(np.array(array[rows])))
+    _check_labels(name, folder / file, parts[1], SOURCES[name.removesuffix("_c")].num_classes)
     return parts[0].permute(0, 3, 1, 2).contiguous(), parts[1].long()
 
 
 def _check_kind(kind, severity, kinds):
     if kind not in kinds:
         raise UserError(f"corruption {kind!r} is unknown; choose from {', '.join(kinds)}")
-    if severity not in (1, 2, 3, 4, 5):
+    if severity not in SEVERITIES:
         raise UserError(f"severity {severity!r} is unknown; choose 1, 2, 3, 4 or 5")
 
 
@@ -667,15 +813,12 @@ def corrupt(images, kind, severity, seed=0):
 
 
 def corrupted(dataset, kind, severity, seed=0):
-    """An ImageSet under `corrupt`, named like cifar10_computed_gaussian_noise_s3."""
+    """An ImageSet under `corrupt`, named like cifar10_computed_gaussian_noise_s3. Raises UserError
+    for features and streamed files."""
+    if not isinstance(dataset, ImageSet) or dataset.is_features:
+        raise UserError(f"{dataset.name}: corruptions are computed for images in memory alone")
     return replace(dataset, name=f"{dataset.name}_computed_{kind}_s{severity}",
                    images=corrupt(dataset.images, kind, severity, seed))
-
-
-def _like(x, images):
-    """float32 pixels, clipped to [0,1], in the dtype of `images`."""
-    x = x.clamp(0, 1)
-    return x.mul_(255).round_().byte() if images.dtype == torch.uint8 else x
 
 
 def _impulse_noise(x, share, generator):
@@ -778,21 +921,26 @@ CORRUPTIONS = {
 }
 
 
-# ---- Out-of-distribution data --------------------------------------------------------------------
+# ---- Other sets in the training set's terms ------------------------------------------------------
 
 
 def match(dataset, like):
     """`dataset` with the channels (grey repeated, RGB to luma), size (antialiased bilinear), mean
     and std of `like`: OOD data are always normalised with the in-distribution statistics.
 
-    A StreamedSet must have the shape already (UserError: load it with image_size).
+    A StreamedSet must have the shape already (UserError: load it with image_size). Features become
+    no images, images no features (UserError).
     """
-    images, (channels, *size) = getattr(dataset, "images", None), like.shape
+    (channels, *size), changed = like.shape, {}
+    if dataset.is_features != like.is_features or dataset.is_features and (
+            dataset.shape != like.shape):
+        raise UserError(f"{dataset.name} {dataset.shape} and {like.name} {like.shape}: images and "
+                        "features cannot be compared, nor features of different numbers")
     if dataset.shape != like.shape:
-        if images is None:
+        if isinstance(dataset, StreamedSet):
             raise UserError(f"{dataset.name}: files streamed as {dataset.shape} cannot become "
                             f"{like.shape}; load them with image_size={size[0]}")
-        images = torch.empty(len(dataset), *like.shape, dtype=images.dtype)
+        images = torch.empty(len(dataset), *like.shape, dtype=dataset.images.dtype)
         for start in range(0, len(images), 1000):
             x = _unit(dataset.images[start:start + 1000])
             if channels < x.shape[1]:
@@ -800,52 +948,143 @@ def match(dataset, like):
             if list(x.shape[-2:]) != size:
                 x = F.interpolate(x, size, mode="bilinear", antialias=True)
             images[start:start + 1000] = _like(x, images)
-    changed = {} if images is None else {"images": images}
+        changed = {"images": images}
     return replace(dataset, mean=like.mean, std=like.std, **changed)
+
+
+def _other_set(name, args, like, labels):
+    """The set `name` to be compared with the training set `like`, in its terms."""
+    if name.endswith(".npz"):
+        return feature_set(name, like, labels)
+    if isinstance(like, TextSet):
+        return load_text(name, "test", args.data_dir, like=like)
+    if isinstance(like, MoleculeSet):
+        return load_molecules(name, "test", args.data_dir)
+    streamed = isinstance(like, StreamedSet)
+    fits = streamed or name.startswith("folder:") or name.startswith("imagenet")
+    dataset = load(name, "ood", args.data_dir, image_size=like.shape[-1] if fits else None)
+    if isinstance(dataset, StreamedSet) and not streamed:
+        dataset = dataset.in_memory()
+    return match(dataset, like)
+
+
+def ood_sets(args, like, taken=()):
+    """{unique name: set} of `args.ood`, in the terms of the training set `like`.
+
+    A name is one of the sets that `like`'s kind has, `a+b` (both as one set), folder:PATH (all its
+    images), or, where `like` holds features, PATH.npz (its labels are ignored). A set that is
+    absent is left out, and the main process says so, unless it was asked for by name ("ood" in
+    args.explicit). Raises UserError for that, for two of one name, and for a name of `taken`, of
+    `like`, or train, val or test.
+    """
+    found, absent, used = {}, {}, {"train", "val", "test", like.name, *taken}
+    for name in args.ood:
+        if (title := set_name(name)) in used:
+            raise UserError(f"--ood {name}: another set of this run is called {title}; rename one")
+        used.add(title)
+        whole = name.startswith("folder:") or name.endswith(".npz")
+        try:
+            parts = [_other_set(part, args, like, labels="ignored")
+                     for part in ([name] if whole else name.split("+"))]
+        except Absent as error:
+            if "ood" in args.explicit:
+                raise
+            absent[title] = error
+            continue
+        found[title] = replace(parts[0], name=title) if len(parts) == 1 else ImageSet(
+            title, torch.cat([part.images for part in parts]),
+            torch.zeros(sum(map(len, parts)), dtype=torch.int64), 1, like.mean, like.std)
+    kept = common.broadcast([*found])  # machines may differ in what they have
+    for title, error in absent.items():
+        if title in kept:
+            raise error
+        if common.is_main():
+            print(f"left out: {error}", flush=True)
+    return {title: found[title] for title in kept}
+
+
+def predict_set(args, like):
+    """The set that `args.predict` names, as `ood_sets` reads it, with its labels in the terms of
+    the training set `like`: by the names of the classes (of a folder's images: of the folders that
+    they lie in); -1 where they are not known. `files` names the images of a folder."""
+    name = args.predict
+    dataset = _other_set(name, args, like, labels="optional")
+    if isinstance(like, MoleculeSet) or like.name == name or name.endswith(".npz"):
+        return dataset
+    names = [file.split("/")[-2:-1] for file in dataset.files] if ":" in name else [
+        [c] for c in getattr(dataset, "classes", ())]
+    known = {c: label for label, c in enumerate(getattr(like, "classes", ()))}
+    labels = torch.tensor([known.get(*own, -1) if own else -1 for own in names])
+    if ":" not in name:
+        labels = labels[dataset.labels] if names else torch.full_like(dataset.labels, -1)
+    return replace(dataset, labels=labels, num_classes=like.num_classes)
 
 
 # ---- Features and toys ---------------------------------------------------------------------------
 
+MOST_CLASSES = 1_000_000  # a label beyond is a mistake, and would be the size of what is allocated
+
 
 def read_features(path, dim=None, labelled=False):
-    """'features' [N,D] of an .npz file, finite, in its dtype; with `labelled` (features, 'labels'),
-    int64 [N] from 0. Raises UserError for absent, damaged and ill-shaped files, and D != dim."""
-    arrays = load_arrays(path, ("features", "labels") if labelled else ("features",))
+    """'features' [N,D] of an .npz file, finite, in its floating dtype; with `labelled` (features,
+    'labels'), int64 [N] from 0. Raises UserError for absent, damaged and ill-shaped files, labels
+    that are no class numbers, and D != dim."""
+    arrays = common.load_arrays(path, ("features", "labels") if labelled else ("features",))
     if any(a.dtype.kind not in "fiu" for a in arrays.values()):
         raise UserError(f"{path}: arrays must hold numbers")
-    features = torch.as_tensor(arrays["features"])
-    if features.ndim != 2 or features.shape[1] != (dim or features.shape[1]) or not len(features):
-        raise UserError(f"{path}: 'features' must be [N, {dim or 'D'}], not {list(features.shape)}")
-    if not torch.isfinite(features).all():
+    features = arrays["features"]
+    if features.ndim != 2 or features.shape[1] != (dim or features.shape[1]) or not features.size:
+        raise UserError(f"{path}: 'features' must be [N, {dim or 'D'}], not {[*features.shape]}")
+    if not np.isfinite(features).all():
         raise UserError(f"{path}: 'features' contain NaN or infinity")
+    native = features.dtype in (np.float16, np.float32, np.float64)
+    features = torch.from_numpy(features if native else features.astype(np.float64))
     if not labelled:
         return features
-    labels = torch.as_tensor(arrays["labels"])
-    if labels.shape != features.shape[:1] or labels.is_floating_point() or labels.min() < 0:
-        raise UserError(f"{path}: 'labels' must be [{len(features)}] integers from 0")
-    return features, labels.long()
+    labels = arrays["labels"]
+    if labels.shape != features.shape[:1] or labels.dtype.kind == "f" or not (
+            0 <= labels.min() and labels.max() < MOST_CLASSES):
+        raise UserError(f"{path}: 'labels' must be [{len(features)}] integers from 0, below "
+                        f"{MOST_CLASSES:,}")
+    return features, torch.from_numpy(labels.astype(np.int64))
 
 
-def feature_set(path, like=None):
+def feature_set(path, like=None, labels="required"):
     """Precomputed features, 'features' [N,D] and 'labels' [N] of an .npz file, as an ImageSet:
     images float32 [N,D,1,1], named after the file.
 
     mean and std are each feature's over the file (1 where it is constant: the Loader divides by
     std), and the labels are 0..num_classes-1; with `like`, a feature set, all three are its own.
-    Raises UserError for absent, damaged and ill-shaped files, and what does not fit `like`.
+    labels: "required", "optional" (-1 where the file has none, or none of `like`'s) or "ignored"
+    (all 0: OOD data have other classes). Raises UserError for absent, damaged and ill-shaped files,
+    and what does not fit `like`.
     """
-    features, labels = read_features(path, None if like is None else like.shape[0], labelled=True)
-    features, num_classes = features.float(), int(labels.max()) + 1
+    if like is not None and not like.is_features:
+        raise UserError(f"{path}: features cannot be compared with {like.name}'s images "
+                        f"{like.shape}")
+    features = read_features(path, None if like is None else like.shape[0])
+    own = torch.zeros(len(features), dtype=torch.int64)
+    if labels == "required":
+        features, own = read_features(path, None if like is None else like.shape[0], labelled=True)
+    elif labels == "optional":
+        try:
+            own = read_features(path, labelled=True)[1]
+        except UserError:
+            own = own - 1
+        own = own.where(own < like.num_classes, -1)
+    features = features.float()
+    if not features.isfinite().all():
+        raise UserError(f"{path}: 'features' exceed float32")
     if like is None:
         std, mean = torch.std_mean(features.double(), 0, correction=0)
         std[std == 0] = 1
-        stats = num_classes, tuple(mean.tolist()), tuple(std.tolist())
-    elif num_classes <= like.num_classes:
+        stats = int(own.max()) + 1, tuple(mean.tolist()), tuple(std.tolist())
+    elif own.max() < like.num_classes:
         stats = like.num_classes, like.mean, like.std
     else:
-        raise UserError(f"{path}: label {num_classes - 1} is not one of the {like.num_classes} "
-                        f"classes of {like.name}; give files of one labelling")
-    return ImageSet(Path(path).stem, features[:, :, None, None], labels, *stats)
+        raise UserError(f"{path}: label {own.max()} is not one of the {like.num_classes} classes "
+                        f"of {like.name}; give files of one labelling")
+    return ImageSet(set_name(str(path)), features[:, :, None, None], own, *stats)
 
 
 def two_moons(n, noise=0.1, seed=0):
@@ -891,40 +1130,73 @@ class Batch(NamedTuple):
     global_size: int    # images in this batch over all processes
 
 
-class Loader:
+class _Batches:
+    """What both loaders share: the order of an epoch, a function of (seed, epoch) alone, and how
+    batches of global size are cut: in contiguous near-equal pieces, as np.array_split does, of
+    which this process gets the one of its rank (with no rows, if a last batch has fewer than there
+    are processes). The last, partial batch is kept."""
+
+    def __init__(self, dataset, batch_size, device, seed, shuffle, whole):
+        self.rank, self.world_size = (0, 1) if whole else (common.rank(), common.world_size())
+        if batch_size < 1 or not len(dataset):
+            raise UserError(f"{dataset.name}: batch_size {batch_size}, {len(dataset)} rows: "
+                            "expected at least 1 of each")
+        if (most := min(batch_size, len(dataset))) < self.world_size:
+            raise UserError(f"{dataset.name}: batches of {most} cannot be shared by "
+                            f"{self.world_size} processes; start {most} at most")
+        self.dataset, self.batch_size, self.device = dataset, batch_size, torch.device(device)
+        self.seed, self.shuffle = seed, shuffle
+
+    def __len__(self):
+        """Batches in an epoch, over all processes."""
+        return -(-len(self.dataset) // self.batch_size)
+
+    def _order(self, epoch):
+        """(the epoch's generator, int64 [N]: the rows in their order)."""
+        generator, n = _generator(self.seed, epoch), len(self.dataset)
+        return generator, (torch.randperm(n, generator=generator) if self.shuffle else
+                           torch.arange(n))
+
+    def _pieces(self, batches):
+        """[(start of the batch, first, last, global size)]: this rank's part is first:last."""
+        pieces = []
+        for batch in batches:
+            begin = batch * self.batch_size
+            size = min(self.batch_size, len(self.dataset) - begin)
+            share, longer = divmod(size, self.world_size)
+            first = begin + self.rank * share + min(self.rank, longer)
+            pieces.append((begin, first, first + share + (self.rank < longer), size))
+        return pieces
+
+
+class Loader(_Batches):
     """Batches of an ImageSet or a StreamedSet, in an order that depends on (seed, epoch) alone.
 
-    `batch_size` is global: each batch is cut into `world_size` contiguous near-equal pieces, as
-    np.array_split does, and this process gets number `rank` (with no rows, if a last batch has
-    fewer images than processes). Together the pieces are, bit for bit, the batch of one process,
-    augmentation included. The last, partial batch is kept.
+    `batch_size` is global: of each batch this process gets its share (see _Batches), with `whole`
+    all of it. Together the shares are, bit for bit, the batch of one process, augmentation
+    included.
 
     augment    "none"; "crop_flip": pad with 4 black pixels, random crop, random flip (files:
                random resized crop and flip); "reflect_crop_flip": the border is mirrored instead
-    mean, std  per channel, of pixels in [0,1]; by default the set's
     workers    processes that decode a StreamedSet
     """
 
     def __init__(self, dataset, batch_size, device="cpu", *, seed=0, shuffle=False, augment="none",
-                 mean=None, std=None, rank=0, world_size=1, workers=0, channels_last=False):
+                 workers=0, channels_last=False, whole=False):
+        super().__init__(dataset, batch_size, device, seed, shuffle, whole)
         self.streamed = isinstance(dataset, StreamedSet)
         known = ("none", "crop_flip", "reflect_crop_flip")[:2 if self.streamed else 3]
         if augment not in known:
             raise UserError(f"augment {augment!r} is unknown; choose from {', '.join(known)}")
-        if batch_size < 1 or not len(dataset) or not 0 <= rank < world_size:
-            raise UserError(f"batch_size {batch_size}, {len(dataset)} rows, rank {rank} of "
-                            f"{world_size}: expected at least 1, 1 and a rank below the world size")
-        self.dataset, self.batch_size, self.device = dataset, batch_size, torch.device(device)
-        self.seed, self.shuffle, self.augment, self.workers = seed, shuffle, augment, workers
-        self.rank, self.world_size = rank, world_size
+        if augment != "none" and dataset.is_features:
+            raise UserError(f"{dataset.name}: {augment} would destroy features; augment images")
+        self.augment, self.workers, self.labels = augment, workers, dataset.labels.to(self.device)
         self.format = torch.channels_last if channels_last else torch.contiguous_format
         white = 255 if self.streamed or dataset.images.dtype == torch.uint8 else 1
-        stats = torch.tensor([dataset.mean if mean is None else mean,
-                              dataset.std if std is None else std], dtype=torch.float64)
+        stats = torch.tensor([dataset.mean, dataset.std], dtype=torch.float64)
         mean, std = (stats * white).view(2, -1, 1, 1)
         self.shift, self.scale = mean.float().to(self.device), (1 / std).float().to(self.device)
         if not self.streamed:
-            self.labels = dataset.labels.to(self.device)
             self._place(dataset.images.to(self.device))
 
     def _place(self, images):
@@ -951,24 +1223,11 @@ class Loader:
         at = torch.arange(-self.pad, side + self.pad, device=self.device).abs()
         return torch.where(at >= side, 2 * (side - 1) - at, at)
 
-    def __len__(self):
-        """Batches in an epoch, over all processes."""
-        return -(-len(self.dataset) // self.batch_size)
-
     def epoch(self, epoch=0, start=0):
         """Iterate over the batches of `epoch` from number `start` on; earlier ones cost nothing."""
-        generator, n = _generator(self.seed, epoch), len(self.dataset)
-        order = torch.randperm(n, generator=generator) if self.shuffle else torch.arange(n)
-        pieces = [self._piece(batch) for batch in range(start, len(self))]
+        generator, order = self._order(epoch)
+        pieces = self._pieces(range(start, len(self)))
         return (self._stream if self.streamed else self._gather)(order, pieces, generator, epoch)
-
-    def _piece(self, batch):
-        """(first, last, global size): this rank's part of a batch as order[first:last]."""
-        first = batch * self.batch_size
-        size = min(self.batch_size, len(self.dataset) - first)
-        share, longer = divmod(size, self.world_size)
-        first += self.rank * share + min(self.rank, longer)
-        return first, first + share + (self.rank < longer), size
 
     def _gather(self, order, pieces, generator, _):
         begin, flips = order * self.image, None
@@ -977,7 +1236,7 @@ class Loader:
             flips = torch.randint(0, 2, (len(order),), generator=generator).to(self.device)
             begin += dy * self.row + dx
         order, begin = order.to(self.device), begin.to(self.device)
-        for first, last, size in pieces:
+        for _, first, last, size in pieces:
             index, b = order[first:last], last - first
             x = self.runs.index_select(0, begin[first:last])
             x = x.as_strided((b, *self.dataset.shape), self.strides)
@@ -987,42 +1246,49 @@ class Loader:
             yield Batch(self._normalise(x), self.labels[index], index, size)
 
     def _stream(self, order, pieces, generator, epoch):
-        files = self.dataset.dataset
-        if self.augment != "none":
-            files = _Augmented(files, (self.seed, epoch))
-        rows = [order[first:last] for first, last, _ in pieces]
+        files = _Files(self.dataset, None if self.augment == "none" else (self.seed, epoch))
+        rows = [order[first:last] for _, first, last, _ in pieces]
         batches = iter(DataLoader(  # a generator of its own: the global one is left alone
             files, batch_sampler=[r.tolist() for r in rows if len(r)], num_workers=self.workers,
             pin_memory=self.device.type == "cuda", generator=generator))
-        empty = torch.empty(0, *self.dataset.shape), torch.empty(0, dtype=torch.int64)
-        for index, (_, _, size) in zip(rows, pieces):
+        for index, (*_, size) in zip(rows, pieces):
             try:
-                batch = (*(next(batches) if len(index) else empty), index)
+                images = next(batches) if len(index) else torch.empty(0, *self.dataset.shape)
             except UserError as error:  # from a worker it comes with a traceback in its message
                 raise UserError(str(error).rsplit("UserError: ", 1)[-1].strip()) from None
-            images, labels, index = (t.to(self.device, non_blocking=True) for t in batch)
-            yield Batch(self._normalise(images), labels, index, size)
+            images, index = (t.to(self.device, non_blocking=True) for t in (images, index))
+            yield Batch(self._normalise(images), self.labels[index], index, size)
 
     def _normalise(self, x):
         x = x.to(torch.float32, memory_format=self.format, copy=True)
         return x.sub_(self.shift).mul_(self.scale)
 
 
-class _Augmented(Dataset):
-    """Files under the augmentation drawn for `key` and the row."""
+class _Files(Dataset):
+    """The images of a StreamedSet, with a key under the augmentation drawn for it and the row."""
 
-    def __init__(self, files, key):
-        self.files, self.key = files, key
+    def __init__(self, dataset, key):
+        self.dataset, self.key = dataset, key
 
     def __getitem__(self, row):
-        return self.files.augmented(row, _generator(*self.key, row).initial_seed())
+        return self.dataset.read(row, self.key and _generator(*self.key, row).initial_seed())
 
 
 # ---- Embedded sets -------------------------------------------------------------------------------
 
 DIGITS, LETTERS = "0123456789", "ACEFHKMNPRTUVWXY"  # no letter that a warped digit resembles
-EMBEDDED = ("glyphs", "glyphs_ambiguous", "dirty_glyphs", "glyphs_letters", "numbers",
-            "numbers_letters", "numbers_ambiguous")
+NUMBERS = [f"{k:03d}" for k in range(1000)]
+WORDS = ["".join(LETTERS[4 * k // 16**place % 16] for place in (2, 1, 0)) for k in range(1000)]
+EMBEDDED = {  # name: the classes' texts, font size, stroke widths, rows of training and test
+    "glyphs": (DIGITS, 52, (0, 1, 2, 3), 10000, 2000),
+    "glyphs_ambiguous": (DIGITS, 50, (0, 1), 5000, 2000),
+    "dirty_glyphs": (),
+    "glyphs_letters": (LETTERS, 50, (0, 1, 2, 3), 10000, 2000),
+    "numbers": (NUMBERS, 27, (0, 1), 30000, 5000),
+    "numbers_letters": (WORDS, 27, (0, 1), 30000, 5000),
+    "numbers_ambiguous": (NUMBERS, 27, (0, 1), 5000, 2000),
+}
+SMALL_PRINT = dict(tilt=7.0, shear=0.15, scale=(0.95, 1.05), shift=0.06, bend=0.02)  # of numbers
 
 
 @lru_cache(maxsize=None)
@@ -1032,11 +1298,13 @@ def _embedded(name, training):
         clean, ambiguous = (_embedded(part, training) for part in ("glyphs", "glyphs_ambiguous"))
         dataset = concat(name, clean.select(slice(8000)), ambiguous.select(slice(8000)))
     else:
-        draw = {"glyphs": _glyphs, "glyphs_ambiguous": _blends, "glyphs_letters": _letters,
-                "numbers": _numbers, "numbers_letters": _words,
-                "numbers_ambiguous": _number_blends}[name]
-        images, labels, k, *rest = draw(training, _generator(2102, EMBEDDED.index(name), training))
-        dataset = ImageSet(name, images, labels, k, (0.0,), (1.0,), *rest)
+        texts, font_size, strokes, *rows = EMBEDDED[name]
+        generator = _generator(2102, list(EMBEDDED).index(name), training)
+        draw = _blends if name.endswith("ambiguous") else _texts
+        images, labels, *rest = draw(name, rows[not training], generator,
+                                     _templates(texts, font_size, strokes), training)
+        dataset = ImageSet(name, images, labels, len(texts), (0.0,), (1.0,), *rest,
+                           classes=tuple(texts))
     if not training:
         pool = _embedded(name, True)
         return replace(dataset, mean=pool.mean, std=pool.std)
@@ -1091,68 +1359,36 @@ def _balanced(n, classes, generator):
     return torch.randperm(n, generator=generator) % classes
 
 
-def _glyphs(training, generator):
-    labels = _balanced(10000 if training else 2000, 10, generator)
-    ink = _draw(_templates(DIGITS, 52, (0, 1, 2, 3)), labels, generator)
-    return _print(ink, generator), labels, 10
+def _texts(name, n, generator, templates, _):
+    labels = _balanced(n, templates.shape[1], generator)
+    ink = _draw(templates, labels, generator, **SMALL_PRINT if "numbers" in name else {})
+    return _print(ink, generator), labels
 
 
-def _letters(training, generator):
-    labels = _balanced(10000 if training else 2000, len(LETTERS), generator)
-    ink = _draw(_templates(LETTERS, 50, (0, 1, 2, 3)), labels, generator)
-    return _print(ink, generator), labels, len(LETTERS)
-
-
-NUMBERS = [f"{k:03d}" for k in range(1000)]
-WORDS = ["".join(LETTERS[4 * k // 16**place % 16] for place in (2, 1, 0)) for k in range(1000)]
-
-
-def _numbers(training, generator, texts=NUMBERS):
-    labels = _balanced(30000 if training else 5000, 1000, generator)
-    ink = _draw(_templates(texts, 27, (0, 1)), labels, generator, 7.0, 0.15, (0.95, 1.05),
-                shift=0.06, bend=0.02)
-    return _print(ink, generator), labels, 1000
-
-
-def _words(training, generator):
-    """Three letters as `numbers` has digits."""
-    return _numbers(training, generator, WORDS)
-
-
-def _number_blends(training, generator):
-    """Two numbers over each other, the first with the share w (.35-.65) of the ink, its label with
-    probability w."""
-    n = 5000 if training else 2000
-    first = _balanced(n, 1000, generator)
-    second = (first + torch.randint(1, 1000, (n,), generator=generator)) % 1000
+def _blends(name, n, generator, templates, training):
+    """Two texts over each other, the first with the share w (.35-.65) of the ink: the label is the
+    first with probability w. Digits lie a little apart, and their training pool has each twice."""
+    digits, k = name == "glyphs_ambiguous", templates.shape[1]
+    first = _balanced(n, k, generator)
+    second = (first + torch.randint(1, k, (n,), generator=generator)) % k
+    style, apart = SMALL_PRINT, 0.0
+    if digits:
+        angle = 2 * math.pi * torch.rand(n, generator=generator)
+        style, apart = dict(tilt=10.0, shear=0.15, scale=(0.75, 0.95), shift=0.0, bend=0.03), (
+            0.25 * torch.stack([angle.cos(), angle.sin()], 1))
     w = 0.35 + 0.3 * torch.rand(n, 1, generator=generator)
-    templates, share = _templates(NUMBERS, 27, (0, 1)), w[:, :, None, None]
-    a, b = (_draw(templates, label, generator, 7.0, 0.15, (0.95, 1.05), 0.06, 0.02)
-            for label in (first, second))
-    ink = (share * a + (1 - share) * b) / torch.maximum(share, 1 - share)
-    probs = torch.zeros(n, 1000).scatter_(1, first[:, None], w)
-    probs.scatter_(1, second[:, None], 1 - w)
-    sampled = torch.rand(n, generator=generator) < w[:, 0]
-    return _print(ink.clamp_(0, 1), generator), torch.where(sampled, first, second), 1000, probs
-
-
-def _blends(training, generator):
-    """Two digits over each other, a little apart, the first with the share w (.35-.65) of the ink:
-    the label is the first with probability w. The training pool has each image twice."""
-    n, times = (5000, 2) if training else (2000, 1)
-    first = _balanced(n, 10, generator)
-    second = (first + torch.randint(1, 10, (n,), generator=generator)) % 10
-    angle, w = 2 * math.pi * torch.rand(n, generator=generator), torch.rand(n, generator=generator)
-    apart, w = 0.25 * torch.stack([angle.cos(), angle.sin()], 1), 0.35 + 0.3 * w[:, None]
-    templates, share = _templates(DIGITS, 50, (0, 1)), w[:, :, None, None]
-    a, b = (_draw(templates, digit, generator, 10.0, 0.15, (0.75, 0.95), 0.0, 0.03, offset)
-            for digit, offset in ((first, apart), (second, -apart)))
-    ink = (share * a + (1 - share) * b) / torch.maximum(share, 1 - share)
-    images = _print(ink.clamp_(0, 1), generator)
-    probs = torch.zeros(n, 10).scatter_(1, first[:, None], w).scatter_(1, second[:, None], 1 - w)
-    rows = torch.arange(n).repeat_interleave(times)
-    sampled = torch.rand(len(rows), generator=generator) < w[rows, 0]
-    return images[rows], torch.where(sampled, first[rows], second[rows]), 10, probs[rows], rows
+    share = w[:, :, None, None]
+    a, b = (_draw(templates, label, generator, **style, apart=offset)
+            for label, offset in ((first, apart), (second, -apart)))
+    ink = ((share * a + (1 - share) * b) / torch.maximum(share, 1 - share)).clamp_(0, 1)
+    probs = torch.zeros(n, k).scatter_(1, first[:, None], w).scatter_(1, second[:, None], 1 - w)
+    rows = torch.arange(n).repeat_interleave(2 if digits and training else 1)
+    if digits:  # they draw their labels after the print's noise, numbers before it
+        images, u = _print(ink, generator), torch.rand(len(rows), generator=generator)
+    else:
+        u, images = torch.rand(len(rows), generator=generator), _print(ink, generator)
+    labels = torch.where(u < w[rows, 0], first[rows], second[rows])
+    return images[rows], labels, probs[rows], *([rows] if digits else [])
 
 
 # ---- Texts and molecules -------------------------------------------------------------------------
@@ -1164,7 +1400,7 @@ class TextSet:
 
     tokens   int32 [T], ids below len(vocab); T is the sum of `lengths`
     lengths  int64 [N], tokens of each sentence, with [CLS] and [SEP]
-    labels   int64 [N], in 0..num_classes-1
+    labels   int64 [N], in 0..num_classes-1, or -1 where unknown
     vocab    the word piece of each id; 0 is "[PAD]", which no sentence holds
     """
     name: str
@@ -1187,9 +1423,6 @@ class TextSet:
         rows = _rows(len(self), index)
         return replace(self, tokens=self.tokens[_ragged(self.lengths, rows)],
                        lengths=self.lengths[rows], labels=self.labels[rows])
-
-    def rename(self, name):
-        return replace(self, name=name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -1228,8 +1461,15 @@ class MoleculeSet:
         return replace(self, numbers=self.numbers[atoms], positions=self.positions[atoms],
                        sizes=self.sizes[rows], labels=self.labels[rows])
 
-    def rename(self, name):
-        return replace(self, name=name)
+
+def _ragged(sizes, rows, total=None, starts=None):
+    """int64 [total]: where the entries of `rows` lie, if rows of `sizes` entries lie one after
+    the other. A `total` given beforehand (and `starts`) spares a wait for the device."""
+    starts, counts = sizes.cumsum(0) - sizes if starts is None else starts, sizes[rows]
+    shift = starts[rows] - (counts.cumsum(0) - counts)
+    total = int(counts.sum()) if total is None else total
+    return torch.arange(total, device=sizes.device) + shift.repeat_interleave(
+        counts, output_size=total)
 
 
 def load_text(name, split, data_dir="data", *, vocab_file=None, like=None, limit=None):
@@ -1243,8 +1483,9 @@ def load_text(name, split, data_dir="data", *, vocab_file=None, like=None, limit
     Raises UserError for unknown names and values, absent and damaged files.
     """
     _check_part(name, split, limit, TEXTS)
+    folder = Path(data_dir) / SOURCES["sst2"].place
     if name == "sst2":
-        sentences, labels = _sst2(Path(data_dir) / "SST-2", split)
+        sentences, labels = _sst2(folder, split)
     else:
         sentences, labels = _embedded_text(name)
         part = _part(split, 6000)
@@ -1256,11 +1497,8 @@ def load_text(name, split, data_dir="data", *, vocab_file=None, like=None, limit
     elif vocab_file is not None:
         vocab = read_vocabulary(vocab_file)
     else:
-        vocab = vocabulary(sentences if split == "train" else
-                           _sst2(Path(data_dir) / "SST-2", "train")[0])
-    keep = _evenly(len(labels), limit)
-    tokens, lengths = tokenise([sentences[row] for row in keep.tolist()], vocab)
-    return TextSet(name, tokens, lengths, labels[keep], 2, vocab)
+        vocab = vocabulary(sentences if split == "train" else _sst2(folder, "train")[0])
+    return evenly(TextSet(name, *tokenise(sentences, vocab), labels, 2, vocab), limit)
 
 
 def load_molecules(name, split, data_dir="data", *, target="u0", limit=None):
@@ -1274,49 +1512,30 @@ def load_molecules(name, split, data_dir="data", *, target="u0", limit=None):
     """
     _check_part(name, split, limit, MOLECULES)
     if name == "qm9":
-        dataset = _qm9(Path(data_dir) / "QM9", target)
+        dataset = _qm9(Path(data_dir) / SOURCES["qm9"].place, target)
         order = torch.from_numpy(np.random.default_rng(0).permutation(len(dataset)))
-        ends = [round(rows / 130831 * len(dataset)) for rows in (0, 110000, 120000, 130831)]
-        part = ("train", "val", "test").index(split)
-        rows = order[ends[part]:ends[part + 1]]
-    else:
-        if target != "u0":
-            raise UserError(f"{name}: target {target!r} is unknown; its one target is u0")
-        dataset = _embedded_molecules(name)
-        rows = torch.arange(len(dataset))[_part(split, 4000)]
-    return dataset.select(rows[_evenly(len(rows), limit)])
+        ends = [round(rows / QM9_MOLECULES * len(dataset)) for rows in (0, 110000, 120000,
+                                                                        QM9_MOLECULES)]
+        part = SPLITS.index(split)
+        return evenly(dataset.select(order[ends[part]:ends[part + 1]]), limit)
+    if target != "u0":
+        raise UserError(f"{name}: target {target!r} is unknown; its one target is u0")
+    return evenly(_embedded_molecules(name).select(_part(split, 4000)), limit)
 
 
 def _check_part(name, split, limit, names):
     if name not in names:
         raise UserError(f"dataset {name!r} is unknown; choose from {', '.join(names)}")
-    if split not in ("train", "val", "test"):
+    if split not in SPLITS[:3]:
         raise UserError(f"split {split!r} is unknown; choose train, val or test")
     if limit is not None and limit < 1:
         raise UserError(f"limit {limit}: expected limit >= 1")
 
 
-def _rows(n, index):
-    """int64: the row numbers of n rows that `index` selects."""
-    if not isinstance(index, slice):
-        index = torch.as_tensor(index)
-        index = index.long() if not len(index) else index  # an empty list comes as floats
-    return torch.arange(n)[index]
-
-
-def _evenly(n, limit):
-    """int64: all of n rows, or `limit` of them, evenly spaced."""
-    return torch.arange(n) if limit is None or limit >= n else torch.arange(limit) * n // limit
-
-
-def _ragged(sizes, rows, total=None, starts=None):
-    """int64 [total]: where the entries of `rows` lie, if rows of `sizes` entries lie one after
-    the other. A `total` given beforehand (and `starts`) spares a wait for the device."""
-    starts, counts = sizes.cumsum(0) - sizes if starts is None else starts, sizes[rows]
-    shift = starts[rows] - (counts.cumsum(0) - counts)
-    total = int(counts.sum()) if total is None else total
-    return torch.arange(total, device=sizes.device) + shift.repeat_interleave(
-        counts, output_size=total)
+def _part(split, training):
+    """The rows of an embedded set's train, val (500) or test (1000)."""
+    return {"train": slice(training), "val": slice(training, training + 500),
+            "test": slice(training + 500, training + 1500)}[split]
 
 
 # ---- Batches of texts and molecules --------------------------------------------------------------
@@ -1349,37 +1568,26 @@ class MoleculeBatch(NamedTuple):
     global_size: int    # molecules in this batch over all processes
 
 
-class SequenceLoader:
+class SequenceLoader(_Batches):
     """Batches of a TextSet or a MoleculeSet, in an order that depends on (seed, epoch) alone.
 
-    `batch_size` is global: each batch is cut into `world_size` contiguous near-equal pieces, as
-    Loader does. The last, partial batch is kept.
+    `batch_size` is global: of each batch this process gets its share, with `whole` all of it.
 
-    by_length  texts: sentences of like length share batches. Shuffled, each 50 batches are sorted
-               by length and the batches then permuted, so that the partial one may come anywhere;
-               else all sentences are sorted
-    pad_to     texts: tokens a row; 0: the longest sentence of the global batch
-    cutoff     molecules: ångström; edges are found once, here
+    Sentences of like length share batches, padded to the longest of the global batch. Shuffled,
+    each 50 batches are sorted by length and the batches then permuted, so that the partial one may
+    come anywhere; else all sentences are sorted. cutoff (ångström): of the edges of molecules,
+    which are found once, here.
     """
 
-    def __init__(self, dataset, batch_size, device="cpu", *, seed=0, shuffle=False, by_length=True,
-                 rank=0, world_size=1, cutoff=5.0, pad_to=0):
-        if batch_size < 1 or not len(dataset) or not 0 <= rank < world_size:
-            raise UserError(f"batch_size {batch_size}, {len(dataset)} rows, rank {rank} of "
-                            f"{world_size}: expected at least 1, 1 and a rank below the world size")
-        self.dataset, self.batch_size, self.device = dataset, batch_size, torch.device(device)
-        self.seed, self.shuffle, self.rank, self.world_size = seed, shuffle, rank, world_size
-        self.text, self.pad_to = isinstance(dataset, TextSet), pad_to
-        self.by_length = by_length and self.text
-        self.labels = dataset.labels.to(self.device)
+    def __init__(self, dataset, batch_size, device="cpu", *, seed=0, shuffle=False, cutoff=5.0,
+                 whole=False):
+        super().__init__(dataset, batch_size, device, seed, shuffle, whole)
+        self.text, self.labels = isinstance(dataset, TextSet), dataset.labels.to(self.device)
         self._place_texts() if self.text else self._place_molecules(cutoff)
 
     def _place_texts(self):
         longest = int(self.dataset.lengths.max())
-        if self.pad_to and self.pad_to < longest:
-            raise UserError(f"{self.dataset.name}: pad_to {self.pad_to} is less than the "
-                            f"{longest} tokens of its longest sentence")
-        real = torch.arange(self.pad_to or longest) < self.dataset.lengths[:, None]
+        real = torch.arange(longest) < self.dataset.lengths[:, None]
         table = torch.zeros(real.shape, dtype=torch.int32)
         self.table = table.masked_scatter_(real, self.dataset.tokens).to(self.device)
 
@@ -1391,31 +1599,19 @@ class SequenceLoader:
         sizes = torch.stack([self.dataset.sizes, self.edges])
         self.counts, self.starts = (t.to(self.device) for t in (sizes, sizes.cumsum(1) - sizes))
 
-    def __len__(self):
-        """Batches in an epoch, over all processes."""
-        return -(-len(self.dataset) // self.batch_size)
-
     def epoch(self, epoch=0, start=0):
         """Iterate over the batches of `epoch` from number `start` on; earlier ones cost nothing."""
-        generator, n = _generator(self.seed, epoch), len(self.dataset)
-        order = torch.randperm(n, generator=generator) if self.shuffle else torch.arange(n)
+        generator, order = self._order(epoch)
         batches = torch.arange(len(self))
-        if self.by_length:
-            chunk = torch.arange(n) // (50 * self.batch_size if self.shuffle else n)
+        if self.text:
+            chunk = torch.arange(len(order)) // (
+                50 * self.batch_size if self.shuffle else len(order))
             key = chunk * (int(self.dataset.lengths.max()) + 1) + self.dataset.lengths[order]
             order = order[key.argsort(stable=True)]
             if self.shuffle:
                 batches = torch.randperm(len(self), generator=generator)
-        pieces = [self._piece(batch) for batch in batches[start:].tolist()]
+        pieces = self._pieces(batches[start:].tolist())
         return (self._texts if self.text else self._molecules)(order, pieces)
-
-    def _piece(self, batch):
-        """(start of the batch, first, last, global size): this rank's part is order[first:last]."""
-        begin = batch * self.batch_size
-        size = min(self.batch_size, len(self.dataset) - begin)
-        share, longer = divmod(size, self.world_size)
-        first = begin + self.rank * share + min(self.rank, longer)
-        return begin, first, first + share + (self.rank < longer), size
 
     def _texts(self, order, pieces):
         lengths = F.pad(self.dataset.lengths[order], (0, -len(order) % self.batch_size))
@@ -1423,7 +1619,7 @@ class SequenceLoader:
         order = order.to(self.device)
         for begin, first, last, size in pieces:
             index = order[first:last]
-            tokens = self.table[index, :self.pad_to or longest[begin // self.batch_size]].long()
+            tokens = self.table[index, :longest[begin // self.batch_size]].long()
             yield TextBatch(tokens, self.labels[index], index, size)
 
     def _molecules(self, order, pieces):
@@ -1450,29 +1646,24 @@ class SequenceLoader:
 def find_edges(dataset, cutoff=5.0):
     """(sources int16 [E], targets int16 [E], edges int64 [N] a molecule): the two atoms, counted
     within their molecule, of all pairs of different atoms closer than `cutoff`; by target."""
-    found, sizes = [], dataset.sizes
-    starts, pairs = sizes.cumsum(0) - sizes, sizes * sizes
-    parts = pairs.cumsum(0).sub_(1) // 2**21  # as many molecules at a time as memory holds easily
-    for rows in torch.arange(len(sizes)).split(parts.unique_consecutive(
-            return_counts=True)[1].tolist()):
-        molecule = rows.repeat_interleave(pairs[rows])
-        n = sizes[molecule]
-        pair = torch.arange(len(n)) - (pairs[rows].cumsum(0) - pairs[rows]).repeat_interleave(
-            pairs[rows])
-        target, source, first = pair // n, pair % n, starts[molecule]
-        apart = dataset.positions[first + source] - dataset.positions[first + target]
-        near = (apart.square().sum(1) < cutoff**2) & (source != target)
-        found.append((source[near].short(), target[near].short(),
-                      molecule[near].sub_(rows[0]).bincount(minlength=len(rows))))
+    found, largest = [], int(dataset.sizes.max())
+    apart = ~torch.eye(largest, dtype=torch.bool)
+    for rows in torch.arange(len(dataset)).split(1 + 2**20 // largest**2):
+        part = dataset.select(rows)
+        real = torch.arange(largest) < part.sizes[:, None]
+        place = torch.zeros(*real.shape, 3, dtype=torch.float64)
+        place[real] = part.positions
+        near = (place[:, None] - place[:, :, None]).square().sum(3) < cutoff**2
+        near &= real[:, None] & real[:, :, None] & apart
+        _, target, source = near.nonzero(as_tuple=True)
+        found.append((source.short(), target.short(), near.sum((1, 2))))
     return tuple(torch.cat(part) for part in zip(*found))
 
 
 # ---- Texts: files and word pieces ----------------------------------------------------------------
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-SST2_SITE = "https://dl.fbaipublicfiles.com/glue/data/SST-2.zip"
-CJK = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F),
-       (0x2B740, 0x2B81F), (0x2B820, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F))
+CJK = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F))
 
 
 def sst2_has_test_labels(data_dir="data"):
@@ -1484,8 +1675,8 @@ def sst2_has_test_labels(data_dir="data"):
     of its sentences as rows of their own, so that this val shares sentences with train: it is
     easier than test, and what is fitted on it is too confident.
     """
-    path = Path(data_dir) / "SST-2" / "test.tsv"
-    header = _read_lines("sst2", path, SST2_SITE)[0]
+    path = Path(data_dir) / SOURCES["sst2"].place / "test.tsv"
+    header = _read_lines("sst2", path)[0]
     if header not in ("sentence\tlabel", "index\tsentence"):
         raise UserError(f"{path}: header {header[:80]!r}; expected 'sentence<TAB>label', or "
                         "'index<TAB>sentence' where the labels are withheld")
@@ -1505,11 +1696,11 @@ def _sst2(folder, split):
     return [sentences[row] for row in rows.tolist()], labels[rows]
 
 
-def _read_lines(name, path, site, end="\n"):
+def _read_lines(name, path, end="\n"):
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise _absent(name, path, site) from None
+        raise _absent(name, path) from None
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from None
     # not splitlines, which cuts at more characters than these
@@ -1518,27 +1709,27 @@ def _read_lines(name, path, site, end="\n"):
 
 def _read_sst2(path):
     """(sentences, labels int64 [N]) of sentence<TAB>label rows, without quoting."""
-    header, *lines = _read_lines("sst2", path, SST2_SITE)
+    header, *lines = _read_lines("sst2", path)
     if header != "sentence\tlabel":
         raise UserError(f"{path}: header {header[:80]!r}; expected 'sentence<TAB>label'")
     rows = [line.split("\t") for line in lines]
     for number, row in enumerate(rows, 2):
-        if len(row) != 2:
-            raise UserError(f"{path}, line {number}: {len(row)} fields; expected "
-                            "sentence<TAB>label")
-        if not row[0].strip():
-            raise UserError(f"{path}, line {number}: the sentence is empty")
-        if row[1] not in ("0", "1"):
-            raise UserError(f"{path}, line {number}: label {row[1][:80]!r}; expected 0 or 1")
+        if len(row) != 2 or not row[0].strip() or row[1] not in ("0", "1"):
+            raise UserError(f"{path}, line {number}: {lines[number - 2][:80]!r}; expected "
+                            "sentence<TAB>label, label 0 or 1")
     if not rows:
-        raise _damaged("sst2", path, SST2_SITE, "no rows")
+        raise _damaged("sst2", path, "no rows")
     sentences, labels = zip(*rows)
     return sentences, torch.tensor([int(label) for label in labels])
 
 
 def read_vocabulary(path):
     """A vocab.txt (a word piece a line, line number = id, [PAD] first) as a tuple."""
-    vocab = tuple(_read_lines("vocabulary", Path(path), "https://huggingface.co/bert-base-uncased"))
+    try:
+        vocab = tuple(_read_lines("sst2", Path(path)))
+    except Absent:
+        raise UserError(f"no file {path}; get BERT's vocab.txt from "
+                        "https://huggingface.co/bert-base-uncased") from None
     missing = [token for token in SPECIAL[:4] if token not in vocab]
     if missing or vocab[0] != SPECIAL[0]:
         what = f"{', '.join(missing)} missing" if missing else "[PAD] is not its first line"
@@ -1549,10 +1740,7 @@ def read_vocabulary(path):
 def vocabulary(sentences, size=30522):
     """At most `size` word pieces: BERT's special tokens; every character c, then every ##c; words
     that come twice or more, by falling frequency, equals in alphabetical order."""
-    words = Counter()
-    for word, count in Counter(w for s in sentences for w in _clean(s).split()).items():
-        for piece in _basic_words(word):
-            words[piece] += count
+    words = Counter(word for sentence in sentences for word in _words(sentence))
     characters = sorted({c for word in words for c in word})
     pieces = [*SPECIAL, *characters, *("##" + c for c in characters)]
     frequent = sorted((w for w, count in words.items() if count > 1 and len(w) > 1),
@@ -1569,53 +1757,38 @@ def tokenise(sentences, vocab, max_length=268):
     three words, as in the original code, not a special token.
     """
     table = {piece: number for number, piece in enumerate(vocab)}
-    ids, codes, counts = {}, [], []  # each different word is cut once
+    cut = lru_cache(maxsize=None)(lambda word: _word_pieces(word, table))  # each word once
+    tokens, lengths = [], []
     for sentence in sentences:
-        words = _clean(sentence).split()
-        codes += [ids.setdefault(word, len(ids)) for word in words]
-        counts.append(len(words))
-    pieces = [[i for w in _basic_words(word) for i in _word_pieces(w, table)] for word in ids]
-    sizes = torch.tensor([len(p) for p in pieces], dtype=torch.int64)
-    pieces = torch.tensor([i for p in pieces for i in p], dtype=torch.int32)
-    codes, counts = (torch.tensor(t, dtype=torch.int64) for t in (codes, counts))
-    body = pieces[_ragged(sizes, codes)]
-    ends = F.pad(sizes[codes].cumsum(0), (1, 0))[F.pad(counts.cumsum(0), (1, 0))]
-    full = ends.diff()
-    lengths = full.clamp(max=max_length - 2) + 2
-    starts = lengths.cumsum(0) - lengths
-    within = torch.arange(len(body)) - ends[:-1].repeat_interleave(full)
-    kept, at = within < max_length - 2, (starts + 1).repeat_interleave(full) + within
-    tokens = torch.empty(int(lengths.sum()), dtype=torch.int32)
-    tokens[starts], tokens[starts + lengths - 1] = table["[CLS]"], table["[SEP]"]
-    tokens[at[kept]] = body[kept]
-    return tokens, lengths
+        ids = [number for word in _words(sentence) for number in cut(word)][:max_length - 2]
+        tokens += [table["[CLS]"], *ids, table["[SEP]"]]
+        lengths.append(len(ids) + 2)
+    return torch.tensor(tokens, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int64)
 
 
-def _clean(text):
-    """Without control characters; any white space as " ", CJK characters between spaces."""
-    if text.isascii() and text.isprintable():
-        return text
-    out = []
-    for c in text:
-        if c in "\t\n\r" or unicodedata.category(c) == "Zs":
-            out.append(" ")
-        elif c != "\ufffd" and unicodedata.category(c)[0] != "C":
-            cjk = any(low <= ord(c) <= high for low, high in CJK)
-            out.append(f" {c} " if cjk else c)
-    return "".join(out)
+class _Characters(dict):
+    """For str.translate: what becomes of a decomposed, lower-case character."""
+
+    def __missing__(self, code):
+        c, kind = chr(code), unicodedata.category(chr(code))
+        cjk = any(low <= code <= high for low, high in CJK)
+        # all ASCII signs count as punctuation, "$" and "^" too
+        sign = kind[0] == "P" or c.isascii() and c.isprintable() and not c.isalnum()
+        if c in "\t\n\r" or kind == "Zs":
+            self[code] = " "
+        elif c == "\ufffd" or kind[0] == "C" or kind == "Mn":  # control characters, accents
+            self[code] = ""
+        else:
+            self[code] = f" {c} " if cjk or sign else c
+        return self[code]
 
 
-def _basic_words(word):
-    """A word without white space, in lower case and without accents, cut at punctuation."""
-    if word.isascii() and word.isalpha():
-        return [word.lower()]
-    out = []
-    for c in unicodedata.normalize("NFD", word.lower()):
-        kind = unicodedata.category(c)
-        if kind != "Mn":  # all ASCII signs count as punctuation, "$" and "^" too
-            sign = kind[0] == "P" or c.isascii() and c.isprintable() and not c.isalnum()
-            out.append(f" {c} " if sign else c)
-    return "".join(out).split()
+_CHARACTERS = _Characters()
+
+
+def _words(text):
+    """The words of a text, in lower case and without accents; punctuation and CJK alone."""
+    return unicodedata.normalize("NFD", text.lower()).translate(_CHARACTERS).split()
 
 
 def _word_pieces(word, table):
@@ -1636,8 +1809,7 @@ def _word_pieces(word, table):
 # ---- Molecules: files and energies ---------------------------------------------------------------
 
 HARTREE_EV, KCAL_MOL_EV = 27.211386246, 0.04336414  # as in PyTorch Geometric's copy of the set
-QM9_SITE = "https://doi.org/10.6084/m9.figshare.978904"
-QM9_SDF_SITE = "https://deepchemdata.s3-us-west-1.amazonaws.com/datasets/molnet_publish/qm9.zip"
+QM9_MOLECULES = 130831
 QM9_ELEMENTS = {"H": 1, "C": 6, "N": 7, "O": 8, "F": 9}
 QM9_ATOMS = {  # free atoms of QM9_ELEMENTS, hartree, as published
     "u0": (-0.500273, -37.846772, -54.583861, -75.064579, -99.718730),
@@ -1661,151 +1833,72 @@ def atom_references(target="u0"):
 
 
 def _qm9(folder, target):
-    """All molecules that are there, in the order of their numbers, as a MoleculeSet."""
+    """All molecules that are there, in the order of their numbers, as a MoleculeSet: of the
+    published gdb9.sdf (with gdb9.sdf.csv and uncharacterized.txt), else of qm9_subset.npz."""
     if target not in QM9_TARGETS:
         raise UserError(f"target {target!r} is unknown; choose from {', '.join(QM9_TARGETS)}")
-    path = _qm9_path(folder)
+    places = [folder / "gdb9.sdf", folder / "raw" / "gdb9.sdf", folder / "qm9_subset.npz"]
+    path = next((place for place in places if place.exists()), None)
+    if path is None:
+        raise _absent("qm9", places[0], " (with gdb9.sdf.csv, uncharacterized.txt)")
     stamps = tuple(file.stat().st_mtime_ns for file in (path, path.parent))
-    index, numbers, positions, sizes, columns = _read_qm9(path, stamps)
+    numbers, positions, sizes, columns = _read_qm9(path, stamps)
     values = torch.from_numpy(np.ascontiguousarray(columns[target])) * QM9_TARGETS[target]
     known = torch.tensor(list(QM9_ELEMENTS.values()))
-    strange = torch.isin(numbers, known, invert=True).nonzero().flatten()
-    if len(strange):
-        atom = int(strange[0])
-        row = int((sizes.cumsum(0) <= atom).sum())
-        raise UserError(f"{path}, molecule {index[row]}: element {int(numbers[atom])} is unknown; "
-                        f"QM9 has {', '.join(QM9_ELEMENTS)}")
+    if len(strange := numbers[torch.isin(numbers, known, invert=True)]):
+        raise _damaged("qm9", path, f"element {int(strange[0])}; QM9 has {', '.join(QM9_ELEMENTS)}")
     if not (values.isfinite().all() and positions.isfinite().all()):
-        raise _damaged("qm9", path, QM9_SITE, "NaN or infinity among positions or targets")
+        raise _damaged("qm9", path, "NaN or infinity among positions or targets")
     return MoleculeSet("qm9", numbers, positions, sizes, values, atom_references(target))
-
-
-def _qm9_path(folder):
-    """What there is of QM9, the complete layouts first."""
-    for path in (folder / "gdb9.sdf", folder / "raw" / "gdb9.sdf", folder / "dsgdb9nsd",
-                 folder / "qm9_subset.npz"):
-        if path.exists():
-            return path
-    raise UserError(f"qm9: {folder} has none of gdb9.sdf (with gdb9.sdf.csv and uncharacterized.txt"
-                    f", {QM9_SDF_SITE}), dsgdb9nsd/*.xyz (with uncharacterized.txt, {QM9_SITE}), "
-                    "qm9_subset.npz")
 
 
 @lru_cache(maxsize=1)
 def _read_qm9(path, _):
-    """(molecule numbers, atomic numbers [A], positions [A,3], sizes [N], targets by name [N])."""
-    if path.suffix == ".npz":
-        arrays = load_arrays(path, ["index", "N", "Z", "R", "targets", "target_names"])
-        index, sizes, names = arrays["index"], arrays["N"], arrays["target_names"].tolist()
-        numbers, positions = arrays["Z"], arrays["R"]
-        columns = dict(zip(names, arrays["targets"].T))
-        shapes = (sizes.shape, numbers.shape, positions.shape, arrays["targets"].shape)
-        n, atoms = len(index), int(sizes.sum())
-        lacks = set(QM9_TARGETS) - set(columns)
-        if lacks or shapes != ((n,), (atoms,), (atoms, 3), (n, len(names))):
-            why = f"N, Z, R and targets have the shapes {shapes} for {n} molecules, {atoms} atoms"
-            why = f"no targets {', '.join(sorted(lacks))}" if lacks else why
-            raise _damaged("qm9", path, QM9_SITE, why)
+    """(atomic numbers int64 [A], positions float64 [A,3], sizes int64 [N], targets by name [N])."""
+    if path.suffix == ".sdf":
+        numbers, positions, sizes, columns = _read_sdf(path)
     else:
-        read = _read_sdf if path.suffix == ".sdf" else _read_xyz_files
-        index, numbers, positions, sizes, columns = read(path)
-        positions = np.array(positions).reshape(-1, 3)
-        if len(index) > 130831:
-            why = f"{len(index)} molecules remain, expected 130831"
-            raise _damaged("qm9", path.parent / "uncharacterized.txt", QM9_SITE, why)
-    return (index, torch.as_tensor(numbers).long(), torch.as_tensor(positions).double(),
+        names = ("N", "Z", "R", "targets", "target_names")
+        sizes, numbers, positions, targets, names = common.load_arrays(path, names).values()
+        columns, atoms = dict(zip(names.tolist(), targets.T)), int(sizes.sum())
+        shapes = (sizes.shape, numbers.shape, positions.shape, targets.shape)
+        if shapes != ((len(sizes),), (atoms,), (atoms, 3), (len(sizes), len(names))):
+            why = f"N, Z, R and targets have the shapes {shapes} for {atoms} atoms"
+            raise _damaged("qm9", path, why)
+    if lacking := {*QM9_TARGETS} - {*columns}:
+        raise _damaged("qm9", path, f"no targets {', '.join(sorted(lacking))}")
+    return (torch.as_tensor(numbers).long(), torch.as_tensor(positions).double().view(-1, 3),
             torch.as_tensor(sizes).long(), columns)
 
 
-def _uncharacterized(path):
-    """The numbers of the molecules that are left out: lines that begin with one."""
-    first = [line.split()[0] for line in _read_lines("qm9", path, QM9_SITE) if line.strip()]
-    return {int(word) for word in first if word.isdecimal()}
-
-
-def _atoms(path, molecule, atoms):
-    """([atomic number], [x, y, z, ...]) of rows of text: symbol, x, y, z."""
-    try:
-        numbers = [QM9_ELEMENTS[atom[0]] for atom in atoms]
-        return numbers, [_number(word) for atom in atoms for word in atom[1:4]]
-    except KeyError as error:
-        raise UserError(f"{path}, molecule {molecule}: element {error} is unknown; QM9 has "
-                        f"{', '.join(QM9_ELEMENTS)}") from None
-    except ValueError as error:
-        why = f"molecule {molecule}: {_one_line(error)}"
-        raise _damaged("qm9", path, QM9_SITE, why) from None
-
-
-def _number(word):
-    """The published files write 1e-6 as 1.*^-6."""
-    return float(word.replace("*^", "e"))
-
-
 def _read_sdf(path):
-    """gdb9.sdf and gdb9.sdf.csv, as PyTorch Geometric reads them; coordinates have 4 digits."""
-    omitted = _uncharacterized(path.with_name("uncharacterized.txt"))
+    """gdb9.sdf and gdb9.sdf.csv, as PyTorch Geometric reads them: without the molecules whose
+    numbers begin lines of uncharacterized.txt; coordinates have 4 digits."""
+    lines = _read_lines("qm9", path.with_name("uncharacterized.txt"))
+    omitted = {int(line.split()[0]) for line in lines if line.strip()[:1].isdecimal()}
     table = path.with_name("gdb9.sdf.csv")
-    header, *rows = (line.split(",") for line in _read_lines("qm9", table, QM9_SDF_SITE))
-    lacking = [target for target in QM9_TARGETS if target not in header]
-    if lacking or {len(row) for row in rows} != {len(header)}:
-        why = f"its header lacks {', '.join(lacking)}" if lacking else "rows of unequal length"
-        raise _damaged("qm9", table, QM9_SDF_SITE, why)
-    blocks = _read_lines("qm9", path, QM9_SDF_SITE, end="$$$$\n")
-    if len(blocks) != len(rows):
-        why = f"{len(blocks)} molecules, but {len(rows)} rows in {table.name}"
-        raise _damaged("qm9", path, QM9_SDF_SITE, why)
+    header, *rows = (line.split(",") for line in _read_lines("qm9", table))
+    blocks = _read_lines("qm9", path, end="$$$$\n")
     kept = [row for row in range(len(rows)) if row + 1 not in omitted]
-    numbers, positions, sizes = [], array("d"), []
+    if len(blocks) != len(rows) or len(kept) > QM9_MOLECULES:
+        raise _damaged("qm9", path, f"{len(blocks)} molecules, {len(rows)} rows in {table.name}, "
+                                    f"{len(omitted)} in uncharacterized.txt")
+    numbers, positions, sizes = [], [], []
     for row in kept:
-        lines = blocks[row].split("\n")
-        n = lines[3][:3].strip() if len(lines) > 3 else ""
-        atoms = [line.split() for line in lines[4:4 + int(n)]] if n.isdecimal() else []
-        if not atoms or len(atoms) < int(n) or min(map(len, atoms)) < 4:
-            raise _damaged("qm9", path, QM9_SDF_SITE, f"molecule {row + 1} is cut")
-        part = _atoms(path, row + 1, [(atom[3], *atom[:3]) for atom in atoms])
-        numbers += part[0]
-        positions.extend(part[1])
-        sizes.append(len(atoms))
-    try:
-        columns = {target: np.array([float(rows[row][header.index(target)]) for row in kept])
-                   for target in QM9_TARGETS}
-    except ValueError as error:
-        raise _damaged("qm9", table, QM9_SDF_SITE, _one_line(error)) from None
-    return [row + 1 for row in kept], numbers, positions, sizes, columns
-
-
-def _read_xyz_files(folder):
-    """The published dsgdb9nsd_*.xyz, whose atomisation energies come from the free atoms'."""
-    omitted = _uncharacterized(folder.with_name("uncharacterized.txt"))
-    index, numbers, positions, sizes, targets = [], [], array("d"), [], []
-    for path in sorted(folder.glob("dsgdb9nsd_*.xyz")):
-        lines = [line.split() for line in _read_lines("qm9", path, QM9_SITE)]
-        n = int(lines[0][0]) if lines[0] and lines[0][0].isdecimal() else 0
-        if not n or len(lines) < n + 2 or len(lines[1]) != 17 or any(
-                len(atom) != 5 for atom in lines[2:n + 2]):
-            why = "not an atom count, a line of 15 properties and the atoms"
-            raise _damaged("qm9", path, QM9_SITE, why)
         try:
-            molecule, values = int(lines[1][1]), [_number(word) for word in lines[1][2:]]
-        except ValueError as error:
-            raise _damaged("qm9", path, QM9_SITE, _one_line(error)) from None
-        if molecule in omitted:
-            continue
-        part = _atoms(path, molecule, lines[2:n + 2])
-        index.append(molecule)
-        sizes.append(n)
-        targets.append(values)
-        numbers += part[0]
-        positions.extend(part[1])
-    if not index:
-        raise _damaged("qm9", folder, QM9_SITE, "no molecule in dsgdb9nsd_*.xyz")
-    columns = dict(zip(QM9_TARGETS, np.array(targets).T))
-    molecule = np.repeat(np.arange(len(sizes)), sizes)
-    for target in QM9_ATOMS:
-        free = (atom_references(target) / HARTREE_EV).numpy()[numbers]
-        bound = columns[target] - np.bincount(molecule, free)
-        columns[target + "_atom"] = bound * HARTREE_EV / KCAL_MOL_EV
-    return index, numbers, positions, sizes, columns
+            lines = blocks[row].removesuffix("$$$$").split("\n")
+            atoms = [lines[4 + k].split() for k in range(int(lines[3][:3]))]
+            numbers += [QM9_ELEMENTS[atom[3]] for atom in atoms]
+            positions += [float(x) for atom in atoms for x in atom[:3]]
+            sizes.append(len(atoms))
+        except (ValueError, IndexError, KeyError) as error:
+            raise _damaged("qm9", path, f"molecule {row + 1}: {_one_line(error)}") from None
+    try:
+        columns = {name: np.array([float(rows[row][column]) for row in kept])
+                   for column, name in enumerate(header) if name in QM9_TARGETS}
+    except (ValueError, IndexError) as error:
+        raise _damaged("qm9", table, _one_line(error)) from None
+    return numbers, np.array(positions), sizes, columns
 
 
 # atomic number: depth (eV), covalent radius (ångström), electronegativity
@@ -1838,13 +1931,6 @@ def pair_energy(numbers, positions):
 
 
 # ---- Embedded texts and molecules ----------------------------------------------------------------
-
-
-def _part(split, training):
-    """The rows of an embedded set's train, val (500) or test (1000)."""
-    ends = {"train": (0, training), "val": (training, training + 500),
-            "test": (training + 500, training + 1500)}
-    return slice(*ends[split])
 
 
 @lru_cache(maxsize=None)

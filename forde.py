@@ -52,9 +52,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import common
-import data
-from common import UserError
+import old_common as common
+import old_data as data
+from old_common import UserError
 
 # ---- Arguments ----------------------------------------------------------------------------------
 

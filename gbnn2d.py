@@ -51,9 +51,9 @@ import torchvision
 from scipy.spatial import cKDTree
 from torch import Tensor, nn
 
-import common
-import data
-from common import UserError
+import old_common as common
+import old_data as data
+from old_common import UserError
 
 # ---- Arguments ----------------------------------------------------------------------------------
 

@@ -56,9 +56,9 @@ import torch.nn.functional as F
 from scipy import stats
 from torch import Tensor, nn
 
-import common
-import data
-from common import UserError
+import old_common as common
+import old_data as data
+from old_common import UserError
 
 # ---- Arguments ----------------------------------------------------------------------------------
 

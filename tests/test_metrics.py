@@ -459,23 +459,8 @@ def test_temperature_saturates():
     assert common.fit_temperature(200 * eye, labels) == 1e-3
     assert common.fit_temperature(eye, labels.roll(1)) == 1e3  # always wrong: flatter is
     assert common.fit_temperature(torch.ones(4, 4), labels) == 1.0  # no T matters
-    assert common.fit_temperature_grid(eye, labels.roll(1)) == 10.0
-    assert common.fit_temperature_grid(torch.ones(4, 4), labels) == 0.1  # the first of equals
     probs, labels = random_probs(300, 5, dtype=torch.float64)
-    assert common.fit_temperature_grid(20 * probs.log(), labels) == 10.0
     assert 10 < common.fit_temperature(20 * probs.log(), labels) < 20
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("scale", [0.5, 2.0, 6.0])
-def test_grid_takes_the_best_of_its_hundred_temperatures(seed, scale):
-    probs, labels = random_probs(600, 5, seed=seed, dtype=torch.float64)
-    logits = scale * probs.log()
-    grid = common.fit_temperature_grid(logits, labels)
-    candidates = [i / 10 for i in range(1, 101)]
-    assert grid == min(candidates, key=lambda t: nll_at(logits, labels, t))
-    assert abs(grid - common.fit_temperature(logits, labels)) <= 0.055  # half a step
-    assert nll_at(logits, labels, grid) <= nll_at(logits, labels, 1.0)
 
 
 # ---- Standard error ----
@@ -507,7 +492,6 @@ SCALARS = {
     "auroc": lambda p, y: common.auroc(p[:, 0], y == 0),
     "prr": lambda p, y: common.prediction_rejection_ratio(p[:, 0], y == 0),
     "temperature": lambda p, y: common.fit_temperature(p.log(), y),
-    "grid": lambda p, y: common.fit_temperature_grid(p.log(), y),
 }
 
 
@@ -568,7 +552,7 @@ NAN_PROBS, NAN_SCORES = changed(PROBS, math.nan), torch.tensor([0.0, math.nan])
 OFF_BY_1E2, NEGATIVE = changed(PROBS, PROBS[3, 1] + 1e-2), PROBS + torch.tensor([1.0, -1.0, 0, 0])
 IN_PROBS = [common.brier, common.ece, common.mce, common.adaptive_ece]
 IN_SCORES = [common.accuracy, lambda p, y: common.top_k_accuracy(p, y, 2)]
-TEMPERATURES = [common.fit_temperature, common.fit_temperature_grid]
+TEMPERATURES = [common.fit_temperature]
 BY_CLASS = IN_PROBS + IN_SCORES + TEMPERATURES + [common.nll]
 ON_TWO_CLASSES = [common.auroc, common.average_precision, common.fpr_at_tpr]
 ON_CORRECT = [common.aurc, common.rejection_curve, common.prediction_rejection_ratio]
