@@ -571,13 +571,13 @@ def as_layout(rows) -> Tensor:
     return torch.cat([rows[:, :-1].flatten(0, 1), rows[:, -1]])
 
 
-def ggn_blocks(x, probs, block=2048, stripe=64) -> Tensor:
+def ggn_blocks(x, probs, block=2048) -> Tensor:
     """H = sum_n J_n^T (diag p_n - p_n p_n^T) J_n of logits W x + b, a SUM: [C, D + 1, C, D + 1],
     float64.
 
-    No Jacobian is formed: the blocks of classes c < k are Gram matrices -sum_n p_c p_k x~ x~^T,
-    x~ = (x, 1), half of which are computed, in stripes, and those of a class with itself make all
-    rows of blocks sum to zero: exactly, for the sums over blocks are in float64.
+    No Jacobian is formed: the blocks of classes a < k are Gram matrices -sum_n p_a p_k x~ x~^T,
+    x~ = (x, 1), and those of a class with itself make all rows of blocks sum to zero: exactly, for
+    the sums over blocks are in float64.
     """
     (n, d1), c = (len(x), x.shape[1] + 1), probs.shape[1]
     h = x.new_zeros(c, d1, c, d1)
@@ -586,15 +586,9 @@ def ggn_blocks(x, probs, block=2048, stripe=64) -> Tensor:
         for a in range(c - 1):
             pairs = -p[:, a, None] * p[:, a + 1:]
             weighted = (x1[:, :, None] * pairs[:, None]).flatten(1)  # [n, (D + 1) (C - 1 - a)]
-            for i in range(0, d1, stripe):
-                part = x1[:, i:i + stripe].T @ weighted[:, i * pairs.shape[1]:]
-                h[a, i:i + stripe, a + 1:, i:] += part.view(
-                    len(part), -1, pairs.shape[1]).transpose(1, 2)
+            h[a, :, a + 1:] += (x1.T @ weighted).view(d1, d1, -1).transpose(1, 2)
     h = h.double()
     for a in range(c):
-        for i in range(0, d1, stripe):  # below the stripes: by symmetry
-            own = h[a, i:i + stripe, a + 1:, i + stripe:]
-            h[a, i + stripe:, a + 1:, i:i + stripe] = own.permute(2, 1, 0)
         h[a + 1:, :, a] = h[a, :, a + 1:].transpose(0, 1)
         h[a, :, a] = 0
         h[a, :, a] = -h[a].sum(1)
@@ -806,11 +800,14 @@ def mix(mixtures, counts) -> Mixture:
 
 
 class Study(NamedTuple):
-    """What every step of a study needs."""
+    """What every step needs. args.seed is the seed of the member at hand."""
 
     args: argparse.Namespace
-    sets: dict        # "train", "val", "evaluated": {name: set}, "ood": names without labels
+    sets: dict    # "train", "val", and those evaluated, by name
+    tested: list  # names: the test set, then its shifted versions
+    ood: list     # names
     run: common.Run
+    costs: dict   # {method: {"train_s", "predict_s", "memory_mb": numbers of members and sets}}
 
 
 class Diverged(UserError):
@@ -878,8 +875,7 @@ class Ivon:
         set_vector(self.net, self.mean)
 
     def zero_grad(self):
-        for p in self.net.parameters():
-            p.grad = None
+        self.net.zero_grad()
 
     def state_dict(self):
         return {"mean": self.mean, "momentum": self.momentum, "hessian": self.hessian,
@@ -911,30 +907,31 @@ class BestWeights:
 
 def cosine(share):
     """Half a cosine from 1 to 0 as `share` goes from 0 to 1."""
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
+    return 0.5 * (1 + math.cos(math.pi * share))
 
 
 def ivon_schedule(epoch, epochs):
-    """Linear from .2 in the first epochs, at most five and a quarter of all; then half a cosine that
-    ends at 0 with the last step (published code: five epochs later)."""
+    """Linear from .2 in the first epochs, five or a quarter of all; then half a cosine that ends at
+    0 with the last step (published code: five epochs later)."""
     warm_up = min(5, epochs // 4)
     if epoch < warm_up:
         return 0.2 + 0.8 * epoch / warm_up
-    return cosine((epoch - warm_up) / max(1, epochs - warm_up))
+    return cosine((epoch - warm_up) / (epochs - warm_up))
 
 
-def train(study, net, name, config, epochs, optimiser, lr_at, option, y_var=1.0, after=None,
-          **parts):
-    """Train a network by its checkpoint `name`: lr_at(epoch) is a rate of a fractional epoch,
-    after(epoch) is called with each epoch's number and returns what to log; `option` sets the
-    rate. Returns the seconds of all epochs."""
+def train(study, net, identity, epochs, optimiser, lr_at, option, y_var=1.0, after=None, **parts):
+    """Train a network, from its checkpoint if there is one; returns the seconds of all epochs.
+
+    lr_at(epoch) is the rate of a fractional epoch, set by `option`; after(epoch) is called when an
+    epoch is over, and returns what to log.
+    """
     args, run, train_set = study.args, study.run, study.sets["train"]
     loader = make_loader(train_set, args, train=True, augment=args.augment and option != "swag_lrs")
     steps = min(len(loader), args.limit_steps or len(loader))
     seen = min(steps * args.batch_size, len(train_set))
     model = common.data_parallel(net, args.device)
     model = torch.compile(model) if args.compile else model
-    for epoch in run.epochs(epochs, name, config, net=net, optimiser=optimiser, **parts):
+    for epoch in run.epochs(epochs, *identity, net=net, optimiser=optimiser, **parts):
         common.seed_all(args.seed, 2, epoch, common.rank())  # dropout: whatever came before
         model.train()
         total = torch.zeros((), device=args.device)
@@ -953,14 +950,14 @@ def train(study, net, name, config, epochs, optimiser, lr_at, option, y_var=1.0,
             total += loss.detach()
         loss = common.all_reduce(total).item() / seen
         if not (math.isfinite(loss) and common.all_finite(net.state_dict())):
-            raise Diverged(f"the loss or a weight of {name} is not finite in epoch {epoch + 1}; "
-                           f"lower --{option.replace('_', '-')}")
+            raise Diverged(f"the loss or a weight of {identity[0]} is not finite in epoch "
+                           f"{epoch + 1}; lower --{option.replace('_', '-')}")
         run.log(loss, lr=lr_at(epoch), examples=seen, **(after(epoch) if after else {}))
     return sum(row["seconds"] for row in run.history)
 
 
 # Pieces: what a member's posteriors are made of. Each is read where it is there, and made and kept
-# where it is not; all are functions of a Study whose args.seed is the member's.
+# where it is not.
 
 
 def on_main(work):
@@ -972,7 +969,7 @@ def on_main(work):
 
 
 def identity(study, kind, *groups, **more) -> tuple[str, dict]:
-    """(name, config) of a piece: of the MAP network's options, those of `groups`, and `more`."""
+    """(name, config) of a member's piece: the options of its MAP network and of `groups`, `more`."""
     args = study.args
     own = {k: v for k, v in common.options(args).items() if args.groups.get(k) in groups} | more
     text = json.dumps(common.plain(own), sort_keys=True).encode()
@@ -980,54 +977,38 @@ def identity(study, kind, *groups, **more) -> tuple[str, dict]:
     return f"{kind}-seed{args.seed}{digest}", {**study.run.config, "seed": args.seed, **own}
 
 
-def is_there(study, name) -> bool:
-    run = study.run
-    return common.broadcast((run.dir / f"{name}.pt").exists()
-                            and (name in run.written or not study.args.fresh))
+def missing(study, name) -> bool:
+    """Whether a piece must be made; --eval refuses to."""
+    path, args = study.run.dir / f"{name}.pt", study.args
+    there = common.broadcast(path.exists() and (name in study.run.written or not args.fresh))
+    if args.eval and not there:
+        raise UserError(f"{path} is not made yet; first start the same command without --eval")
+    return not there
 
 
-def piece(study, kind, *groups, make, **more):
-    """What `make()` returns (a dict, on the main process alone): read, or made and kept."""
-    name, config = identity(study, kind, *groups, **more)
-    if is_there(study, name):
-        return on_main(lambda: study.run.load(name, config))
-    refuse_to_make(study, name)
+def piece(study, identity, make):
+    """What make() returns (a dict, on the main process alone): read, or made and kept."""
+    if not missing(study, identity[0]):
+        return on_main(lambda: study.run.load(*identity))
     made = make()
-    on_main(lambda: study.run.save(name, config, **made))
+    on_main(lambda: study.run.save(*identity, **made))
     return made
 
 
-def refuse_to_make(study, name):
-    if study.args.eval:
-        raise UserError(f"{study.run.dir / name}.pt is not made yet; first start the same command "
-                        "without --eval")
+def timed(study, work) -> tuple:
+    """(work(), its seconds)"""
+    before = study.run.seconds.get("posteriors", 0.0)
+    with study.run.clock("posteriors"):
+        found = work()
+    return found, study.run.seconds["posteriors"] - before
 
 
-def trained_network(study, kind, dropout, **more):
-    """(network at its epoch of the best validation LPD, seconds): MAP's recipe, from the seed."""
-    args = study.args
-    common.seed_all(args.seed)
-    net = make_network(args, study.sets["train"], dropout)
-    options = dict(lr=args.lr, weight_decay=args.weight_decay)
-    optimiser = torch.optim.AdamW(net.parameters(), **options) if args.opt == "adamw" else \
-        torch.optim.SGD(net.parameters(), momentum=0.9, nesterov=True, **options)
-    best = BestWeights(net)
-
-    def after(_):
-        best.offer(validation_lpd(study, predict(net, study.sets["val"], args)))
-        return {"val_lpd": best.state["lpd"]}
-
-    seconds = train(study, net, *identity(study, kind, **more), args.epochs, optimiser,
-                    lambda epoch: args.lr * cosine(int(epoch) / args.epochs), "lr", args.y_var,
-                    after, best=best)
-    net.load_state_dict(best.state["weights"] or net.state_dict())
-    return net.eval(), seconds
-
-
-def validation_lpd(study, outputs) -> float:
-    """Of outputs that the main process has, on all."""
-    return common.broadcast(on_main(lambda: log_predictive_density(
-        outputs_of(study.sets["val"], outputs), study.sets["val"].labels)))
+def best(scores, values, option):
+    """The value of the largest score, the first on ties; NaN and infinities are never it."""
+    finite = [(score, -i) for i, score in enumerate(scores) if math.isfinite(score)]
+    if not finite:
+        raise UserError(f"no value of {option} gives a finite validation LPD; try others")
+    return values[-max(finite)[1]]
 
 
 class Sampler(NamedTuple):
@@ -1041,6 +1022,35 @@ class Sampler(NamedTuple):
     numbers: int = 0  # that a member's predictions need
 
 
+def trained_network(study, kind, dropout, **more):
+    """(network at its epoch of the best validation LPD, seconds): MAP's recipe, from the seed."""
+    args = study.args
+    common.seed_all(args.seed)
+    net = make_network(args, study.sets["train"], dropout)
+    options = dict(lr=args.lr, weight_decay=args.weight_decay)
+    optimiser = torch.optim.AdamW(net.parameters(), **options) if args.opt == "adamw" else \
+        torch.optim.SGD(net.parameters(), momentum=0.9, nesterov=True, **options)
+    kept = BestWeights(net)
+
+    def after(_):
+        kept.offer(validation_lpd(study, Sampler(net)))
+        return {"best_val_lpd": kept.state["lpd"]}
+
+    seconds = train(study, net, identity(study, kind, **more), args.epochs, optimiser,
+                    lambda epoch: args.lr * cosine(int(epoch) / args.epochs), "lr", args.y_var,
+                    after, best=kept)
+    net.load_state_dict(kept.state["weights"] or net.state_dict())
+    return net.eval(), seconds
+
+
+def validation_lpd(study, sampler) -> float:
+    """On all processes."""
+    val = study.sets["val"]
+    found = predict(sampler, val, study.args)
+    return common.broadcast(on_main(lambda: log_predictive_density(
+        outputs_of(val, found), val.labels)))
+
+
 def map_sampler(study) -> Sampler:
     net, seconds = trained_network(study, "map", study.args.dropout)
     return Sampler(net, train_s=seconds, numbers=len(get_vector(net)))
@@ -1051,21 +1061,16 @@ def mcdo_sampler(study) -> Sampler:
     args, found = study.args, {}
     for rate in args.dropouts:
         net, seconds = trained_network(study, "mcdo", rate, rate=rate)
-        found[rate] = Sampler(net, dropout_draw(study), args.samples, True, seconds,
-                              len(get_vector(net)))
+        found[rate] = Sampler(net, lambda s: common.seed_all(args.seed, 12, s, common.rank()),
+                              args.samples, True, seconds, len(get_vector(net)))
 
     def make():
-        scores = [validation_lpd(study, predict(s.net, study.sets["val"], args, args.val_samples,
-                                                s.draw, True)) for s in found.values()]
+        scores = [validation_lpd(study, sampler._replace(samples=args.val_samples))
+                  for sampler in found.values()]
         return {"rate": best(scores, args.dropouts, "--dropouts"), "scores": scores}
 
-    choice = common.broadcast(piece(study, "mcdo-choice", "MC dropout", "selection", make=make))
-    seconds = sum(sampler.train_s for sampler in found.values())
-    return found[choice["rate"]]._replace(train_s=seconds)
-
-
-def dropout_draw(study):
-    return lambda s: common.seed_all(study.args.seed, 12, s, common.rank())
+    choice = common.broadcast(piece(study, identity(study, "mcdo-choice", *GROUPS["mcdo"]), make))
+    return found[choice["rate"]]._replace(train_s=sum(own.train_s for own in found.values()))
 
 
 def ivon_sampler(study) -> Sampler:
@@ -1073,7 +1078,7 @@ def ivon_sampler(study) -> Sampler:
     common.seed_all(args.seed)
     net = make_network(args, study.sets["train"], args.dropout)
     ivon = Ivon(net, args, len(study.sets["train"]))
-    seconds = train(study, net, *identity(study, "ivon", "IVON"), args.ivon_epochs, ivon,
+    seconds = train(study, net, identity(study, "ivon", *GROUPS["ivon"]), args.ivon_epochs, ivon,
                     lambda epoch: args.ivon_lr * ivon_schedule(epoch, args.ivon_epochs), "ivon_lr")
 
     def draw(s):
@@ -1081,14 +1086,6 @@ def ivon_sampler(study) -> Sampler:
         refresh_batch_norm(net, study)
 
     return Sampler(net, draw, args.samples, train_s=seconds, numbers=2 * len(ivon.mean))
-
-
-def best(scores, values, option):
-    """The value of the largest score, the first on ties; NaN and infinities are never it."""
-    finite = [(score, -i) for i, score in enumerate(scores) if math.isfinite(score)]
-    if not finite:
-        raise UserError(f"no value of {option} gives a finite validation LPD; try others")
-    return values[-max(finite)[1]]
 
 
 def swag_iterates(study, lr) -> tuple[Tensor, float]:
@@ -1105,7 +1102,7 @@ def swag_iterates(study, lr) -> tuple[Tensor, float]:
         run.save(f"{name}-{epoch}", config, weights=get_vector(net).cpu())
         return {}
 
-    seconds = train(study, net, name, config, args.swag_epochs, optimiser, lambda _: lr,
+    seconds = train(study, net, (name, config), args.swag_epochs, optimiser, lambda _: lr,
                     "swag_lrs", after=after)
     rows = [run.load(f"{name}-{epoch}", config) for epoch in range(args.swag_epochs)]
     if None in rows:
@@ -1116,28 +1113,25 @@ def swag_iterates(study, lr) -> tuple[Tensor, float]:
 
 def swag_choice(study) -> dict:
     """{"swag", "swa": learning rate of the best validation LPD, "train_s"}, on all processes."""
-    args, val = study.args, study.sets["val"]
+    args = study.args
 
     def make():
         scores, seconds = {"swag": [], "swa": []}, 0.0
         for lr in args.swag_lrs:
             try:
-                posterior, own_s = swag_moments_of(study, lr)
-                seconds += own_s
-                for kind, samples in (("swag", args.val_samples), ("swa", 1)):
-                    sampler = swag_draws(study, posterior, kind)
-                    scores[kind].append(validation_lpd(study, predict(
-                        sampler.net, val, args, samples, sampler.draw)))
+                found = {kind: swag_sampler(study, kind, lr, args.val_samples) for kind in scores}
+                seconds += found["swag"].train_s
+                lpds = {kind: validation_lpd(study, sampler) for kind, sampler in found.items()}
             except Diverged as error:
                 common.say(f"learning rate {lr:g} is left out: {error}")
-                for own in scores.values():
-                    own.append(math.nan)
+                lpds = dict.fromkeys(scores, math.nan)
+            for kind, lpd in lpds.items():
+                scores[kind].append(lpd)
         chosen = {kind: best(own, args.swag_lrs, "--swag-lrs") for kind, own in scores.items()}
         prune_iterates(study, chosen.values())
         return {**chosen, "scores": scores, "train_s": seconds}
 
-    groups = "SWAG iterates", "SWAG", "selection"
-    return common.broadcast(piece(study, "swag-choice", *groups, make=make))
+    return common.broadcast(piece(study, identity(study, "swag-choice", *GROUPS["swag"]), make))
 
 
 KEEP_GB = 50  # of a study's iterates; beyond it those of learning rates not chosen are deleted
@@ -1147,23 +1141,18 @@ def prune_iterates(study, chosen):
     args = study.args
     for lr in args.swag_lrs if common.is_main() else ():
         name, _ = identity(study, f"swag-lr{lr:g}", "SWAG iterates", lr=lr)
-        files = sorted(study.run.dir.glob(f"{name}*.pt"))
+        files = list(study.run.dir.glob(f"{name}*.pt"))
         size = sum(file.stat().st_size for file in files) * len(args.swag_lrs) * args.members
-        if lr not in chosen and size > 1e9 * KEEP_GB:
-            for file in files:
-                file.unlink()
+        for file in files if lr not in chosen and size > 1e9 * KEEP_GB else ():
+            file.unlink()
 
 
-def swag_moments_of(study, lr):
-    """((mean, variance, deviations) on the device, seconds)."""
-    rows, seconds = swag_iterates(study, lr)
-    return swag_moments(rows.to(study.args.device)), seconds
-
-
-def swag_draws(study, posterior, kind) -> Sampler:
-    """Draws in blocks of eight; of SWA the mean."""
-    args, (mean, variance, deviations) = study.args, posterior
-    common.seed_all(args.seed)
+def swag_sampler(study, kind="swag", lr=None, samples=None) -> Sampler:
+    """Draws in blocks of eight, at the rate that validation chose or another; of SWA the mean."""
+    args = study.args
+    choice = {kind: lr} if lr else swag_choice(study)
+    rows, seconds = swag_iterates(study, choice[kind])
+    posterior = mean, _, deviations = swag_moments(rows.to(args.device))
     net, drawn = make_network(args, study.sets["train"]), {}
 
     def draw(s):
@@ -1178,29 +1167,21 @@ def swag_draws(study, posterior, kind) -> Sampler:
         set_vector(net, drawn[block][row] if kind == "swag" else mean)
         refresh_batch_norm(net, study)
 
-    return Sampler(net, draw, args.samples if kind == "swag" else 1,
-                   numbers=len(mean) * (len(deviations) + 2 if kind == "swag" else 1))
-
-
-def swag_sampler(study, kind="swag") -> Sampler:
-    choice = swag_choice(study)
-    posterior, _ = swag_moments_of(study, choice[kind])
-    return swag_draws(study, posterior, kind)._replace(train_s=choice["train_s"])
+    swag = kind == "swag"
+    return Sampler(net, draw, (samples or args.samples) if swag else 1, False,
+                   choice.get("train_s", seconds), len(mean) * (len(deviations) * swag + 1 + swag))
 
 
 @torch.no_grad()
 def refresh_batch_norm(net, study):
     """Running statistics of the weights that the network has now: means over the training set."""
-    norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    if not norms:
-        return
-    common.data_parallel(net, study.args.device)  # makes them the global batch's
+    common.data_parallel(net, study.args.device)  # statistics of the global batch
     norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     net.eval()
     for m in norms:
         m.reset_running_stats()
         m.train()
-    for i, batch in enumerate(make_loader(study.sets["train"], study.args).epoch()):
+    for i, batch in enumerate(make_loader(study.sets["train"], study.args).epoch()) if norms else ():
         for m in norms:
             m.momentum = 1 / (i + 1)  # equal weights
         with autocast(study.args):
@@ -1211,13 +1192,10 @@ def refresh_batch_norm(net, study):
 LAST_LAYER = ("llla", "la_nf")
 SAMPLERS = {"map": map_sampler, "swa": lambda study: swag_sampler(study, "swa"),
             "swag": swag_sampler, "mcdo": mcdo_sampler, "ivon": ivon_sampler}
+# Which options shape a posterior, beside those of MAP training.
 GROUPS = {"map": (), "mcdo": ("MC dropout", "selection"), "ivon": ("IVON",),
           **dict.fromkeys(("swa", "swag"), ("SWAG iterates", "SWAG", "selection")),
           "llla": ("Laplace", "selection"), "la_nf": ("Laplace", "flow", "selection")}
-
-
-def set_of(study, part):
-    return study.sets.get(part) or study.sets["evaluated"][part]
 
 
 def compute_device(args):
@@ -1225,43 +1203,48 @@ def compute_device(args):
     return torch.device("cpu") if args.device.type == "mps" else args.device
 
 
+def features_identity(study, part):
+    return identity(study, "features", part=part, n=len(study.sets[part]))
+
+
 @torch.no_grad()
 def make_features(study, part):
-    """Keep what the last layer of the MAP network sees of a set, unless it is kept already."""
-    args, dataset = study.args, set_of(study, part)
-    name, config = identity(study, "features", part=part, n=len(dataset))
-    if is_there(study, name):
-        return
-    refuse_to_make(study, name)
-    net, _ = trained_network(study, "map", args.dropout)
-    index, parts, offsets, molecules = [], [], [], isinstance(dataset, data.MoleculeSet)
-    for batch in make_loader(dataset, args, args.eval_batch_size).epoch():
-        with autocast(args):
-            parts.append(net(batch[0])[1].cpu())
-        index.append(batch.index.cpu())
-        if molecules:
-            offsets.append(net.offsets(batch[0]).cpu())
-    index, made = torch.cat(index), {}
-    if molecules:
-        made["offset"] = common.gather_rows(index, torch.cat(offsets))
-        index = atoms_of(dataset.sizes, index)
-    made["x"] = common.gather_rows(index, torch.cat(parts))
-    on_main(lambda: study.run.save(name, config, **{k: v[0] for k, v in made.items()}))
+    """Keep what the last layer of the MAP network sees of a set."""
+    args, dataset = study.args, study.sets[part]
+
+    def make():
+        net, _ = trained_network(study, "map", args.dropout)
+        index, parts, offsets = [], [], []
+        for batch in make_loader(dataset, args, args.eval_batch_size).epoch():
+            with autocast(args):
+                parts.append(net(batch[0])[1])
+            index.append(batch.index.cpu())
+            if isinstance(dataset, data.MoleculeSet):
+                offsets.append(net.offsets(batch[0]))
+        index, made = torch.cat(index), {}
+        if offsets:
+            made["offset"] = common.gather_rows(index, torch.cat(offsets))
+            index = atoms_of(dataset.sizes, index)
+        made["x"] = common.gather_rows(index, torch.cat(parts))
+        return {k: v and v[0] for k, v in made.items()}
+
+    if missing(study, features_identity(study, part)[0]):
+        piece(study, features_identity(study, part), make)
 
 
 def atoms_of(sizes, rows) -> Tensor:
-    """Where the atoms of the molecules `rows` lie, if those of one come after those of the other."""
+    """Where the atoms of the molecules `rows` lie, if those of one come after those of the
+    other."""
     counts = sizes[rows]
     shift = (sizes.cumsum(0) - sizes)[rows] - (counts.cumsum(0) - counts)
     return torch.arange(int(counts.sum()), device=sizes.device) + shift.repeat_interleave(counts)
 
 
 def read_features(study, part) -> LastLayer:
-    """Of `make_features`, by a process of the main one's machine."""
-    args, dataset = study.args, set_of(study, part)
+    """Of `make_features`, by a process that sees the main one's files."""
+    dataset, device = study.sets[part], compute_device(study.args)
     with common.alone():
-        kept = study.run.load(*identity(study, "features", part=part, n=len(dataset)))
-    device = compute_device(args)
+        kept = study.run.load(*features_identity(study, part))
     x, labels = kept["x"].to(device), dataset.labels.to(device)
     if "offset" not in kept:
         return LastLayer(x, labels)
@@ -1283,8 +1266,7 @@ def take(last, rows, sizes=None) -> LastLayer:
 def laplace(study) -> tuple:
     """(theta, spectrum, delta, seconds) of LLLA, on the main process."""
     args, device = study.args, compute_device(study.args)
-    net, _ = trained_network(study, "map", args.dropout)
-    theta = flat_head(net.head).to(device)
+    theta = flat_head(trained_network(study, "map", args.dropout)[0].head).to(device)
 
     def make_spectrum():
         found, seconds = timed(study, lambda: decompose(
@@ -1293,11 +1275,6 @@ def laplace(study) -> tuple:
 
     def make_choice():
         if args.prior_precision != "grid":
-            least = -float(spectrum.values.min())
-            if args.prior_precision <= least:
-                raise UserError(f"--prior-precision {args.prior_precision:.4g}: there is no "
-                                f"posterior, the Hessian has an eigenvalue of {-least:.4g}; use "
-                                "grid, or a larger number")
             return {"delta": args.prior_precision, "seconds": 0.0}
         noise = seeded_noise((args.val_samples, len(theta)), device, 0, 15)
         scores, seconds = timed(study, lambda: precision_scores(
@@ -1305,19 +1282,16 @@ def laplace(study) -> tuple:
         delta = best(scores, LAPLACE_GRID, "LLLA's prior precision")
         return {"delta": delta, "scores": scores, "seconds": seconds}
 
-    kept = piece(study, "spectrum", structure=args.structure, make=make_spectrum)
-    basis = kept["basis"]
-    spectrum = Spectrum(kept["values"].to(device), None if basis is None else basis.to(device))
-    choice = piece(study, "llla-choice", *GROUPS["llla"], make=make_choice)
+    kept = piece(study, identity(study, "spectrum", structure=args.structure), make_spectrum)
+    spectrum = Spectrum(kept["values"].to(device), kept["basis"])
+    if spectrum.basis is not None:
+        spectrum = spectrum._replace(basis=spectrum.basis.to(device))
+    choice = piece(study, identity(study, "llla-choice", *GROUPS["llla"]), make_choice)
+    least = spectrum.values.min().item()
+    if choice["delta"] <= -least:
+        raise UserError(f"--prior-precision {choice['delta']:.4g}: there is no posterior, the "
+                        f"Hessian has an eigenvalue of {least:.4g}; use grid, or a larger number")
     return theta, spectrum, choice["delta"], kept["seconds"] + choice["seconds"]
-
-
-def timed(study, work) -> tuple:
-    """(work(), its seconds)"""
-    before = study.run.seconds.get("posteriors", 0.0)
-    with study.run.clock("posteriors"):
-        found = work()
-    return found, study.run.seconds["posteriors"] - before
 
 
 def fit_flow(study, theta, spectrum, base) -> tuple:
@@ -1327,15 +1301,16 @@ def fit_flow(study, theta, spectrum, base) -> tuple:
     grid = {"grid": FLOW_GRID, "llla": (base,)}.get(args.flow_precision, (args.flow_precision,))
     p, layers, values = len(theta), args.flow_layers, torch.tensor(grid, device=device)
     generator = torch.Generator().manual_seed(common.derive_seed(args.seed, 16))
-    flow = nn.ParameterList(
+    flow = nn.ParameterList(  # published: U(-1, 1) / sqrt(P), all precisions from the same
         torch.empty(shape).uniform_(-p**-0.5, p**-0.5, generator=generator)
-        .expand(len(grid), *shape).to(device).clone() for shape in ((layers, p), (layers,), (layers,)))
+        .expand(len(grid), *shape).to(device).clone()
+        for shape in ((layers, p), (layers,), (layers,)))
     optimiser = torch.optim.Adam(flow, 1e-3)
     last, n = read_features(study, "train"), len(study.sets["train"])
     sizes = getattr(study.sets["train"], "sizes", torch.zeros(0)).to(device)
     steps = -(-n // args.batch_size)
-    name, config = identity(study, "la_nf", *GROUPS["la_nf"])
-    for epoch in run.epochs(args.flow_epochs, name, config, flow=flow, optimiser=optimiser):
+    for epoch in run.epochs(args.flow_epochs, *identity(study, "la_nf", *GROUPS["la_nf"]),
+                            flow=flow, optimiser=optimiser):
         generator = torch.Generator().manual_seed(common.derive_seed(args.seed, 17, epoch))
         order = torch.randperm(n, generator=generator).to(device)
         noise = torch.randn(steps, p, generator=generator).to(theta)
@@ -1349,64 +1324,68 @@ def fit_flow(study, theta, spectrum, base) -> tuple:
             loss.sum().backward()
             optimiser.step()
             total += loss.detach().mean()
-        if not math.isfinite(total):
-            raise UserError(f"the ELBO of {name} is not finite; raise --prior-precision, or "
-                            "--flow-precision")
         run.log(total / steps, examples=n)
     seconds = sum(row["seconds"] for row in run.history)
     noise = seeded_noise((args.val_samples, p), device, 0, 18)
-    val, base_samples = read_features(study, "val"), laplace_samples(theta, spectrum, base, noise)
+    val, samples = read_features(study, "val"), laplace_samples(theta, spectrum, base, noise)
     with torch.no_grad():
         scores = [log_predictive_density(head_outputs(apply_flow(
-            [t[g:g + 1] for t in flow], base_samples)[0], val), val.labels)
-            for g in range(len(grid))]
+            [t[g:g + 1] for t in flow], samples)[0], val), val.labels) for g in range(len(grid))]
     # published code: the later of equal ones
     g = best(scores[::-1], range(len(grid))[::-1], "--flow-precision")
     return [t[g].detach() for t in flow], seconds
 
 
-def heads_identity(study, method):
-    return identity(study, f"{method}-heads", *GROUPS[method], samples=study.args.samples)
+def make_heads(study, method) -> dict:
+    """S sampled last layers [S, P] of LLLA or LA-NF, on the main process."""
+    theta, spectrum, delta, seconds = laplace(study)
+    noise = seeded_noise((study.args.samples, len(theta)), theta.device, study.args.seed, 19)
+    heads = laplace_samples(theta, spectrum, delta, noise)
+    numbers = sum(t.numel() for t in (theta, *spectrum) if t is not None)
+    if method == "la_nf":
+        flow, own_s = fit_flow(study, theta, spectrum, delta)
+        heads, _ = apply_flow([t[None] for t in flow], heads)
+        seconds, numbers = seconds + own_s, numbers + sum(t.numel() for t in flow)
+    return {"heads": heads.cpu(), "train_s": seconds, "numbers": numbers, "predict_s": 0.0}
 
 
-def make_heads(study, method):
-    """Keep S sampled last layers [S, P] of LLLA or LA-NF, and what they act on."""
+def make_member(study):
+    """Make what a member's predictions are read from, for all methods: mixtures of draws of whole
+    networks, sampled last layers and what they see; all that is there is kept."""
     args = study.args
-    for part in study.sets["evaluated"]:
-        make_features(study, part)
-    name, config = heads_identity(study, method)
-    if is_there(study, name):
-        return
-    refuse_to_make(study, name)
-    for part in ("train", "val"):
-        make_features(study, part)
-
-    def make():
-        theta, spectrum, delta, seconds = laplace(study)
-        noise = seeded_noise((args.samples, len(theta)), theta.device, args.seed, 19)
-        heads = laplace_samples(theta, spectrum, delta, noise)
-        numbers = len(theta) + spectrum.values.numel() + (
-            0 if spectrum.basis is None else spectrum.basis.numel())
-        if method == "la_nf":
-            flow, own_s = fit_flow(study, theta, spectrum, delta)
-            heads, _ = apply_flow([t[None] for t in flow], heads)
-            seconds, numbers = seconds + own_s, numbers + sum(t.numel() for t in flow)
-        study.run.save(name, config, heads=heads.detach().cpu())
-        study.run.save(f"{name}-cost", config, train_s=seconds, numbers=numbers, predict_s=0.0)
-
-    on_main(make)
+    for method in args.methods:
+        sampler = None
+        for part in (*study.tested, *study.ood):
+            name, config = leaf(study, method, part)
+            if method in LAST_LAYER:
+                make_features(study, part)
+            if not missing(study, name):
+                continue
+            if method in LAST_LAYER:
+                make_features(study, "train")
+                make_features(study, "val")
+                on_main(lambda: study.run.save(name, config, **make_heads(study, method)))
+                continue
+            sampler = sampler or SAMPLERS[method](study)
+            found, seconds = timed(study, lambda: predict(
+                sampler, study.sets[part], args, sizes_needed(method, args)))
+            if found and sampler.samples > 1 and "log_probs" in found:
+                found["log_probs"] = found["log_probs"].clamp_min(-6e4).half()
+            on_main(lambda: study.run.save(name, config, **found, train_s=sampler.train_s,
+                                           numbers=sampler.numbers, predict_s=seconds))
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def predict(net, dataset, args, samples=1, draw=None, dropout=False, sizes=None):
-    """What `samples` draws say of a set, in its order, on the main process (None elsewhere).
+def predict(sampler, dataset, args, sizes=None):
+    """What a posterior's draws say of a set, in its order, on the main process (None elsewhere).
 
     {"log_probs" [N, len(sizes), C], "entropy" [N, len(sizes)]}: the mixture of the first n draws
     for n in sizes (default: of all); of molecules {"outputs" [N, S, 2]}.
     """
+    net, draw, samples, dropout = sampler[:4]
     loader, index = make_loader(dataset, args, args.eval_batch_size), []
 
     def rows():
@@ -1429,9 +1408,8 @@ def predict(net, dataset, args, samples=1, draw=None, dropout=False, sizes=None)
         columns = {"outputs": torch.stack(list(rows()), 1)}
     else:
         on = compute_device(args)
-        mixtures = running_mixtures((row.to(on).log_softmax(-1) for row in rows()),
-                                    sizes or [samples])
-        columns = {k: v.transpose(0, 1) for k, v in mixtures._asdict().items()}
+        found = running_mixtures((row.to(on).log_softmax(-1) for row in rows()), sizes or [samples])
+        columns = {k: v.transpose(0, 1) for k, v in found._asdict().items()}
     gathered = common.gather_rows(torch.cat(index), *columns.values())
     return gathered and dict(zip(columns, gathered))
 
@@ -1444,9 +1422,10 @@ def outputs_of(dataset, found) -> Tensor:
 
 
 def combinations(args) -> list:
-    """(K, seed, members counted from 0, {S': draws by member}) of all ensembles."""
-    return [(k, seed, [m - 1 for m in chosen], draws_by_member(k, args.samples, seed))
-            for k in args.ensembles
+    """(K, seed, members counted from 0, {S': draws by member}) of all ensembles of all runs."""
+    return [(k, seed + 10**6 * run, [run * args.members + m - 1 for m in chosen],
+             draws_by_member(k, args.samples, seed))
+            for run in range(args.runs) for k in args.ensembles
             for seed, chosen in member_combinations(args.members, k, args.combinations)]
 
 
@@ -1462,41 +1441,23 @@ def member_of(study, m):
     return study._replace(args=common.with_options(study.args, seed=study.args.seed + m))
 
 
-def outputs_identity(study, method, part):
-    return identity(study, f"{method}-{part}", *GROUPS[method], n=len(set_of(study, part)),
+def leaf(study, method, part) -> tuple[str, dict]:
+    """The piece that a member's predictions of a set are read from."""
+    if method in LAST_LAYER:
+        return identity(study, f"{method}-heads", *GROUPS[method], samples=study.args.samples)
+    return identity(study, f"{method}-{part}", *GROUPS[method], n=len(study.sets[part]),
                     sizes=sizes_needed(method, study.args))
 
 
-def leaves(study, method) -> list:
-    """The pieces that a member's predictions are read from."""
-    if method in LAST_LAYER:
-        return [heads_identity(study, method)]
-    return [outputs_identity(study, method, part) for part in study.sets["evaluated"]]
-
-
-def make_member(study):
-    """Make what a member's predictions are read from: mixtures of draws of whole networks, sampled
-    last layers; all that is there is kept."""
-    args = study.args
-    for method in args.methods:
-        if method in LAST_LAYER:
-            make_heads(study, method)
-            continue
-        sampler = None
-        for part, dataset in study.sets["evaluated"].items():
-            name, config = outputs_identity(study, method, part)
-            if is_there(study, name):
-                continue
-            refuse_to_make(study, name)
-            sampler = sampler or SAMPLERS[method](study)
-            net, draw, samples, dropout, train_s, numbers = sampler
-            found, seconds = timed(study, lambda: predict(
-                net, dataset, args, samples, draw, dropout, sizes_needed(method, args)))
-            if found and samples > 1 and "log_probs" in found:
-                found["log_probs"] = found["log_probs"].clamp_min(-6e4).half()
-            on_main(lambda: study.run.save(name, config, **found))
-            study.run.save(f"{name}-cost", config, train_s=train_s, numbers=numbers,
-                           predict_s=seconds)
+def read_leaf(study, method, part) -> dict:
+    """By a process that sees the main one's files; what it cost is noted."""
+    with common.alone():
+        kept = study.run.load(*leaf(study, method, part))
+    costs = study.costs.setdefault(method, {"train_s": {}, "predict_s": {}, "memory_mb": {}})
+    costs["train_s"][study.args.seed] = kept["train_s"]
+    costs["predict_s"].setdefault((study.args.seed, part), kept["predict_s"])
+    costs["memory_mb"][study.args.seed] = 4e-6 * kept["numbers"]  # in float32
+    return kept
 
 
 def own_share(n) -> Tensor:
@@ -1510,25 +1471,22 @@ def own_share(n) -> Tensor:
 @torch.no_grad()
 def member_mixtures(study, method, part, rows) -> dict:
     """{n: the mixture of a member's first n samples on the examples `rows`}."""
-    sizes = sizes_needed(method, study.args)
+    sizes, kept = sizes_needed(method, study.args), read_leaf(study, method, part)
     if method in LAST_LAYER:
         last = read_features(study, part)
-        last = take(last, rows.to(last.x.device))
-        heads = read_heads(study, method).to(last.x)
+        last, heads = take(last, rows.to(last.x.device)), kept["heads"].to(last.x)
         stride = max(1, 2**25 // max(1, len(rows) * study.sets["train"].num_classes))
-        found = running_mixtures((row for some in heads.split(stride)
-                                  for row in head_outputs(some, last)), sizes)
+        found, seconds = timed(study, lambda: running_mixtures((
+            row for some in heads.split(stride) for row in head_outputs(some, last)), sizes))
+        study.costs[method]["predict_s"][study.args.seed, part] = seconds
     else:
-        with common.alone():
-            kept = study.run.load(*outputs_identity(study, method, part))
-        found = Mixture(kept["log_probs"][rows].transpose(0, 1),
-                        kept["entropy"][rows].transpose(0, 1))
+        found = Mixture(*(kept[k][rows].transpose(0, 1) for k in Mixture._fields))
     return {n: Mixture(*(t[i].cpu() for t in found)) for i, n in enumerate(sizes)}
 
 
-def read_heads(study, method) -> Tensor:
-    with common.alone():
-        return study.run.load(*heads_identity(study, method))["heads"]
+def ensemble_mixture(members, counts) -> Mixture:
+    """Of {n: mixture} of each member and how many samples each gives."""
+    return mix([own[n] for own, n in zip(members, counts) if n], [n for n in counts if n])
 
 
 # What evaluation keeps of an ensemble for each example.
@@ -1548,68 +1506,28 @@ def example_values(mixture, labels) -> Tensor:
 
 
 def evaluate_classes(study, method, part) -> tuple:
-    """(values [E, N, 6] of all ensembles, {(ensemble, S'): [N, 6]}) on the main process."""
-    args, dataset, ensembles = study.args, set_of(study, part), combinations(study.args)
+    """(values [E, N, 6] of all ensembles, metrics of each, {(ensemble, S'): metrics}) on the main
+    process: the examples are shared out."""
+    args, dataset, ensembles = study.args, study.sets[part], combinations(study.args)
     rows, one = own_share(len(dataset)), method in ("map", "swa")
-    jobs = [(e, size) for e, (k, *_, draws) in enumerate(ensembles)
-            for size in ([k] if one else draws)]
+    jobs = [(e, n, counts) for e, (k, *_, draws) in enumerate(ensembles)
+            for n, counts in ({k: [1] * k} if one else draws).items()]
     values, labels = torch.zeros(len(rows), len(jobs), len(COLUMNS)).double(), dataset.labels[rows]
     members = [member_mixtures(member_of(study, m), method, part, rows)
-               for m in range(args.members)] if len(rows) else []
+               for m in range(args.runs * args.members)] if len(rows) else []
     block = max(1, 2**24 // (args.ensembles[-1] * study.sets["train"].num_classes))
     for at in torch.arange(len(rows)).split(block) if len(rows) else ():
-        for j, (e, size) in enumerate(jobs):
-            k, _, chosen, draws = ensembles[e]
-            counts = [1] * k if one else draws[size]
-            parts = [Mixture(*(t[at] for t in members[m][n])) for m, n in zip(chosen, counts) if n]
-            values[at, j] = example_values(mix(parts, [n for n in counts if n]), labels[at])
+        some = [{n: Mixture(*(t[at] for t in own)) for n, own in by.items()} for by in members]
+        for j, (e, _, counts) in enumerate(jobs):
+            whole = ensemble_mixture([some[m] for m in ensembles[e][2]], counts)
+            values[at, j] = example_values(whole, labels[at])
     gathered = common.gather_rows(rows, values)
     if gathered is None:
-        return None, None
-    found, last = gathered[0].transpose(0, 1), {e: j for j, (e, _) in enumerate(jobs)}
-    less = {job: found[j] for j, job in enumerate(jobs) if last[job[0]] != j}
-    return found[list(last.values())], less
-
-
-def ensemble_outputs(study, method, part, chosen, seed) -> Tensor:
-    """outputs [S, N, 2] of an ensemble on molecules, in the stratified order."""
-    k, one = len(chosen), method in ("map", "swa")
-    order, parts = stratified_order(k, k if one else study.args.samples, seed), []
-    for m in chosen:
-        member = member_of(study, m)
-        if method in LAST_LAYER:
-            last = read_features(member, part)
-            parts.append(head_outputs(read_heads(member, method).to(last.x), last).cpu())
-        else:
-            with common.alone():
-                kept = study.run.load(*outputs_identity(member, method, part))
-            parts.append(outputs_of(set_of(study, part), kept))
-    found = torch.empty(len(order), *parts[0].shape[1:], dtype=torch.float64)
-    for i, own in enumerate(parts):
-        at = order == i
-        found[at] = own[:int(at.sum())].double()
-    return found
-
-
-def evaluate_molecules(study, method, part) -> tuple:
-    """(values [E, N, 5], metrics of each, {(ensemble, S'): metrics}) on the main process: the
-    ensembles are shared out."""
-    dataset, ensembles, own = set_of(study, part), combinations(study.args), []
-    for e in own_share(len(ensembles)).tolist():
-        k, seed, chosen, draws = ensembles[e]
-        mean, variance = ensemble_outputs(study, method, part, chosen, seed).unbind(-1)
-        y, s = dataset.labels, len(mean)
-        _, _, epistemic, total = common.gaussian_mixture_moments(mean, variance)
-        pit = torch.special.ndtr((y - mean) / variance.sqrt()).mean(0)
-        lpd = torch.logsumexp(log_density(torch.stack([mean, variance], -1), y), 0) - math.log(s)
-        values = torch.stack([lpd, (mean.mean(0) - y).abs(), pit, total.sqrt(), epistemic.sqrt()],
-                             1)
-        measure = lambda n: common.regression_metrics(mean[:n], variance[:n], y)
-        own.append((e, values, measure(s), {(e, n): measure(n) for n in draws if n < s}))
-    found = sorted((job for jobs in common.gather_objects(own) for job in jobs),
-                   key=lambda job: job[0])
-    less = {key: metrics for *_, few in found for key, metrics in few.items()}
-    return torch.stack([job[1] for job in found]), [job[2] for job in found], less
+        return None, None, None
+    metrics = [class_metrics(own) for own in gathered[0].unbind(1)]
+    last = list({e: j for j, (e, *_) in enumerate(jobs)}.values())
+    less = {(e, n): metrics[j] for j, (e, n, _) in enumerate(jobs) if j not in last}
+    return gathered[0].transpose(0, 1)[last], [metrics[j] for j in last], less
 
 
 def class_metrics(values) -> dict:
@@ -1623,45 +1541,73 @@ def class_metrics(values) -> dict:
             "mutual_information": information.mean()}
 
 
+def ensemble_outputs(study, method, part, chosen, seed) -> Tensor:
+    """outputs [S, N, 2] of an ensemble on molecules, in the stratified order."""
+    k, one = len(chosen), method in ("map", "swa")
+    order, found = stratified_order(k, k if one else study.args.samples, seed % 10**6), None
+    for i, m in enumerate(chosen):
+        kept = read_leaf(member_of(study, m), method, part)
+        if method in LAST_LAYER:
+            last = read_features(member_of(study, m), part)
+            own = head_outputs(kept["heads"].to(last.x), last).cpu()
+        else:
+            own = outputs_of(study.sets[part], kept)
+        found = own.new_empty(len(order), *own.shape[1:]) if found is None else found
+        found[order == i] = own[:int((order == i).sum())]
+    return found
+
+
+def evaluate_molecules(study, method, part) -> tuple:
+    """As `evaluate_classes`, values [E, N, 5]; the ensembles are shared out."""
+    y, ensembles, own = study.sets[part].labels, combinations(study.args), []
+    for e in own_share(len(ensembles)).tolist():
+        _, seed, chosen, draws = ensembles[e]
+        outputs = ensemble_outputs(study, method, part, chosen, seed)
+        mean, variance = outputs.unbind(-1)
+        _, _, epistemic, total = common.gaussian_mixture_moments(mean, variance)
+        pit = torch.special.ndtr((y - mean) / variance.sqrt()).mean(0)
+        lpd = log_density(outputs, y).logsumexp(0) - math.log(len(outputs))
+        values = [lpd, (mean.mean(0) - y).abs(), pit, total.sqrt(), epistemic.sqrt()]
+        own.append((e, torch.stack(values, 1), {
+            n: common.regression_metrics(mean[:n], variance[:n], y)
+            for n in {*draws, len(mean)} if n <= len(mean)}))
+    found = [job for jobs in common.gather_objects(own) for job in jobs]
+    less = {(e, n): metrics for e, _, by in found for n, metrics in by.items() if n < max(by)}
+    return torch.stack([job[1] for job in found]), [by[max(by)] for *_, by in found], less
+
+
 def separation(inside, outside, score) -> dict:
     """How well one uncertainty tells two sets apart, larger on OOD."""
     found = common.ood_metrics(inside, outside, larger_means="ood")
-    both, positive = torch.cat([inside, outside]), torch.arange(len(inside) + len(outside))
-    found["detection_error"] = common.detection_error(both, positive >= len(inside))
+    both = torch.cat([inside, outside])
+    found["detection_error"] = common.detection_error(both, torch.arange(len(both)) >= len(inside))
     return {f"{name}_{score}": value for name, value in found.items()}
 
 
 def evaluate(study) -> tuple:
     """(rows, {method: {set: values}}, rows by number of samples) of all methods and ensembles."""
-    args, sets, rows, by_samples, kept = study.args, study.sets, [], [], {}
-    molecules, ensembles = isinstance(sets["train"], data.MoleculeSet), combinations(args)
-    scores = ("std", "epistemic") if molecules else ("entropy", "mutual_information")
-    names = MOLECULE_COLUMNS if molecules else COLUMNS
+    args, rows, by_samples, kept = study.args, [], [], {}
+    molecules = isinstance(study.sets["train"], data.MoleculeSet)
+    whole, names = study.tested[0], MOLECULE_COLUMNS if molecules else COLUMNS
     for method in args.methods:
         values = kept[method] = {}
-        for part, dataset in sets["evaluated"].items():
-            found, *more = (evaluate_molecules if molecules else evaluate_classes)(
-                study, method, part)
-            if not common.is_main():
-                continue
-            values[part] = found
-            measured, less = more if molecules else (
-                [class_metrics(own) for own in found], {k: class_metrics(v) for k, v in
-                                                        more[0].items()})
-            for e, (k, seed, chosen, _) in enumerate(ensembles):
-                label = {"method": f"{METHODS[method]}, K={k}", "seed": seed}
-                own = {"n": len(dataset), "K": k, "members": " ".join(
-                    str(args.seed + m) for m in chosen)}
-                if part not in sets["ood"]:
-                    rows.append({**label, "set": part, **own, **measured[e]})
-                    by_samples += [{**label, "set": part, **own, "samples": n, **metrics}
-                                   for (at, n), metrics in less.items() if at == e]
-                    continue
-                at = [names.index(score) for score in scores]
-                rows.append({**label, "set": "test", "against": part, **own, **{
-                    key: value for i, score in zip(at, scores) for key, value in separation(
-                        values["test"][e, :, i], found[e, :, i], score).items()
-                    if values["test"][e, :, i].any()}})
+        for part in (*study.tested, *study.ood):
+            found = (evaluate_molecules if molecules else evaluate_classes)(study, method, part)
+            values[part], measured, less = found
+            for e, (k, seed, chosen, _) in enumerate(combinations(args) if common.is_main() else ()):
+                row = {"method": f"{METHODS[method]}, K={k}", "seed": seed, "set": part, "K": k,
+                       "n": len(study.sets[part]),
+                       "members": " ".join(str(args.seed + m) for m in chosen)}
+                if part in study.tested:
+                    rows.append(row | measured[e])
+                    by_samples += [row | {"samples": n} | own for (at, n), own in less.items()
+                                   if at == e]
+                else:
+                    rows.append(row | {"set": whole, "against": part})
+                    for i in (-2, -1):  # total and epistemic uncertainty, the latter if there is any
+                        if values[whole][e, :, i].any():
+                            rows[-1] |= separation(values[whole][e, :, i],
+                                                   values[part][e, :, i], names[i])
     return rows, kept, by_samples
 
 
@@ -1686,7 +1632,8 @@ def weighted_auroc(inside, outside, inside_weights, outside_weights) -> Tensor:
 
 
 def weighted_metrics(values, names, weights) -> dict:
-    """{metric: [B]} of one ensemble's values [N, V] on the test set, of weighted examples [B, N]."""
+    """{metric: [B]} of one ensemble's values [N, V] on the test set, of weighted examples
+    [B, N]."""
     n, column = values.shape[0], dict(zip(names, values.unbind(1)))
     mean = lambda name: weights @ column[name] / n
     if "pit" in column:
@@ -1700,45 +1647,52 @@ def weighted_metrics(values, names, weights) -> dict:
 
 
 def differences(study, kept) -> list:
-    """Rows of each method's difference to DE at the same K: means over the same ensembles, and the
-    95 % interval of a bootstrap over test examples that are paired, the same for all methods."""
-    args, sets, means = study.args, study.sets, {}
-    names = MOLECULE_COLUMNS if isinstance(sets["train"], data.MoleculeSet) else COLUMNS
-    score = 3 if "pit" in names else 4
-    weights = {part: bootstrap_weights(len(sets["evaluated"][part]), i)
-               for i, part in enumerate(sets["evaluated"]) if part in ("test", *sets["ood"])}
+    """Each method's difference to DE at the same K: means over the same ensembles, and the 95 %
+    interval of a bootstrap over test examples that are paired, the same for all methods."""
+    whole, means, rows = study.tested[0], {}, []
+    names = MOLECULE_COLUMNS if isinstance(study.sets["train"], data.MoleculeSet) else COLUMNS
+    weights = {part: bootstrap_weights(len(study.sets[part]), i)
+               for i, part in enumerate((whole, *study.ood))}
     for method, values in kept.items():
-        for e, (k, *_) in enumerate(combinations(args)):
-            found = weighted_metrics(values["test"][e], names, weights["test"])
-            found |= {f"auroc_{names[score]} {part}": weighted_auroc(
-                values["test"][e, :, score], values[part][e, :, score], weights["test"],
-                weights[part]) for part in sets["ood"]}
+        for e, (k, *_) in enumerate(combinations(study.args)):
+            found = weighted_metrics(values[whole][e], names, weights[whole])
+            found |= {f"auroc_{names[-2]} {part}": weighted_auroc(
+                values[whole][e, :, -2], values[part][e, :, -2], weights[whole], weights[part])
+                for part in study.ood}
             for metric, own in found.items():
                 means.setdefault((method, k), {}).setdefault(metric, []).append(own)
-    rows = []
     for (method, k), found in means.items():
-        row = {"method": METHODS[method], "K": k, "ensembles": len(next(iter(found.values())))}
+        row = {"method": METHODS[method], "K": k, "ensembles": len(found["lpd"])}
         for metric, own in found.items():
             change = torch.stack(own).mean(0) - torch.stack(means["map", k][metric]).mean(0)
             low, high = change[1:].quantile(torch.tensor([0.025, 0.975]).double()).tolist()
             row[metric] = {"difference": change[0].item(), "low": low, "high": high}
-        if method != "map":
-            rows.append(row)
+        rows += [row] * (method != "map")
     return rows
 
 
-def costs(study) -> dict:
-    """{method: what a member's posterior cost}: seconds of training and of prediction of all sets,
-    and the memory that its predictions need (float32)."""
-    found = {}
-    for method in study.args.methods:
-        for m in range(study.args.members):
-            member = member_of(study, m)
-            kept = [study.run.load(f"{name}-cost", config) for name, config in leaves(member, method)]
-            found.setdefault(method, []).append(
-                [kept[0]["train_s"], sum(k["predict_s"] for k in kept), 4e-6 * kept[0]["numbers"]])
-    return {method: dict(zip(("train_s", "predict_s", "memory_mb"), np.mean(own, 0).tolist()))
-            for method, own in found.items()}
+def write_predictions(study):
+    """predictions_<method>.csv of --predict: those of the first of the largest ensembles."""
+    args, part = study.args, study.ood[-1]
+    dataset, rows = study.sets[part], torch.arange(len(study.sets[part]))
+    k, seed, chosen, draws = next(e for e in combinations(args) if e[0] == args.ensembles[-1])
+    for method in args.methods:
+        path = study.run.dir / f"predictions_{method}.csv"
+        if isinstance(dataset, data.MoleculeSet):
+            outputs = ensemble_outputs(study, method, part, chosen, seed)
+            mean, *variances = common.gaussian_mixture_moments(*outputs.unbind(-1))
+            columns = [rows, dataset.labels, mean, *(v.sqrt() for v in variances)]
+            names = ["index", "label", "predicted", "aleatoric", "epistemic", "total"]
+            common.write(path, common.to_csv(names, zip(*(c.tolist() for c in columns))))
+            continue
+        members = [member_mixtures(member_of(study, m), method, part, rows) for m in chosen]
+        whole = ensemble_mixture(members, [1] * k if method in ("map", "swa") else
+                                 draws[args.samples])
+        total = torch.special.entr(whole.log_probs.exp()).sum(1)
+        common.write_predictions(
+            path, list(getattr(dataset, "files", ())) or None, whole.log_probs,
+            dataset.labels if (dataset.labels >= 0).all() else None, total=total,
+            aleatoric=whole.entropy, epistemic=(total - whole.entropy).clamp_min(0))
 
 
 # ---- Plots --------------------------------------------------------------------------------------
@@ -1746,18 +1700,16 @@ def costs(study) -> dict:
 COLOURS = ["#000000", "#4477AA", "#EE6677", "#CCBB44", "#228833", "#AA3377", "#66CCEE"]
 
 
-def plot_study(plt, path, rows, columns, args):
+def plot_study(plt, path, rows, panels, args):
     """The paper's question: each metric against K, by method; bars: one standard deviation over
-    the ensembles, which share members."""
-    panels = [(metric, against) for metric, against in columns
-              if any(metric in row and row.get("against") == against for row in rows)]
+    the ensembles, which share members. panels: (metric, OOD set or None)."""
     figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.8), squeeze=False,
                                 constrained_layout=True)
     width = 0.3 / len(args.methods)
     for i, (method, colour) in enumerate(zip(args.methods, COLOURS)):
         for axis, (metric, against) in zip(axes[0], panels):
             found = [[row[metric] for row in rows if row["method"] == f"{METHODS[method]}, K={k}"
-                      and row.get("against") == against and row["set"] == "test"]
+                      and row.get("against") == against and row["set"] == rows[0]["set"]]
                      for k in args.ensembles]
             axis.errorbar(np.arange(len(found)) + (i - len(args.methods) / 2) * width,
                           [np.mean(own) for own in found], [np.std(own) for own in found],
@@ -1772,54 +1724,55 @@ def plot_study(plt, path, rows, columns, args):
 # ---- Main ---------------------------------------------------------------------------------------
 
 
-def load_sets(args) -> dict:
-    """All sets of a study: train, val, `evaluated`: test, OOD and shifted sets by name; `ood`."""
+def load_sets(args) -> tuple:
+    """(all sets by name, names of the test set and its shifted versions, names of OOD sets)."""
+    name = data.set_name(args.dataset)
     if args.dataset in TEXTS:
         load = lambda split, **more: data.load_text(args.dataset, split, args.data_dir, **more)
-        train = data.evenly(load("train", vocab_file=args.vocab), args.limit_train)
+        train = load("train", vocab_file=args.vocab)
         val, test = load("val", like=train), load("test", like=train)
         if args.dataset == "sst2" and not data.sst2_has_test_labels(args.data_dir):
             common.say("sst2: test.tsv has no labels (GLUE): tested on dev.tsv, validated on "
                        f"{len(val)} rows of train.tsv")
     elif args.dataset in MOLECULES:
-        train, val, test = (data.load_molecules(args.dataset, split, args.data_dir, target=(
-            args.target)) for split in ("train", "val", "test"))
-        train = data.evenly(train, args.limit_train)
+        train, val, test = (data.load_molecules(args.dataset, split, args.data_dir,
+                                                target=args.target)
+                            for split in ("train", "val", "test"))
     else:
         train, val, test = image_sets(args)
-    sets = {"train": train, "val": val, "evaluated": {"test": data.evenly(test, args.limit_test)}}
-    for part, own in (("training", train), ("validation", val), ("test", test)):
+    sets = {"train": data.evenly(train, args.limit_train), "val": val,
+            name: data.evenly(test, args.limit_test)}
+    for part, own in sets.items():
         if not len(own):
-            raise UserError(f"{args.dataset}: the {part} set is empty; more data is needed")
-    sets["evaluated"] |= shifted_sets(sets["evaluated"]["test"], args)
-    ood = data.ood_sets(args, train, taken=[*sets["evaluated"]])
+            raise UserError(f"{args.dataset}: the set {part} is empty; more data is needed")
+    if not sets["train"].labels.is_floating_point():
+        counts = sets["train"].labels.bincount(minlength=train.num_classes)
+        if empty := (counts == 0).nonzero().flatten().tolist():
+            raise UserError(f"{name}: no training example of class {empty[0]}"
+                            f"{f', nor of {len(empty) - 1} more' * (len(empty) > 1)}; raise "
+                            "--limit-train")
+    sets |= shifted_sets(sets[name], args)
+    tested = [*sets][2:]
+    ood = {k: data.evenly(own, args.limit_test)
+           for k, own in data.ood_sets(args, train, taken=[*sets]).items()}
     if args.predict:
         ood["predicted"] = data.predict_set(args, train)
-    sets["ood"] = [*ood]
-    limited = {name: own if name == "predicted" else data.evenly(own, args.limit_test)
-               for name, own in ood.items()}
-    return sets | {"evaluated": sets["evaluated"] | limited}
+    return sets | ood, tested, [*ood]
 
 
 def image_sets(args):
     """(train, val, test) with the published split, which no seed changes, and its statistics."""
-    options = dict(image_size=args.image_size)
-    whole = data.load(args.dataset, "train", args.data_dir, val_fraction=0.0, **options)
+    options = dict(data_dir=args.data_dir, image_size=args.image_size)
+    whole = data.load(args.dataset, "train", val_fraction=0.0, **options)
+    whole = whole.in_memory() if isinstance(whole, data.StreamedSet) else whole
     if args.num_val >= len(whole):
         raise UserError(f"--num-val {args.num_val}: {args.dataset} has {len(whole)} images")
-    if isinstance(whole, data.StreamedSet):
-        whole = whole.in_memory()
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
-    train = data.evenly(whole.select(order[args.num_val:]), args.limit_train)
-    counts = train.labels.bincount(minlength=train.num_classes)
-    if empty := (counts == 0).nonzero().flatten().tolist():
-        raise UserError(f"{train.name}: no training example of class {empty[0]}"
-                        f"{f', nor of {len(empty) - 1} more' * (len(empty) > 1)}; raise "
-                        "--limit-train")
-    pixels = train.images.float() / 255
+    train = whole.select(order[args.num_val:])
+    pixels = data.evenly(train, args.limit_train).images.float() / 255
     std, mean = torch.std_mean(pixels, (0, 2, 3))
     train = dataclasses.replace(train, mean=tuple(mean.tolist()), std=tuple(std.tolist()))
-    test = data.load(args.dataset, "test", args.data_dir, **options)
+    test = data.load(args.dataset, "test", **options)
     return train, data.match(whole.select(order[:args.num_val]), train), data.match(test, train)
 
 
@@ -1827,165 +1780,109 @@ def shifted_sets(test, args) -> dict:
     """{name_1 ... name_5: all kinds of corruption of a severity as one set}."""
     if args.shift == "none":
         return {}
-    name, kinds, published = f"{args.dataset}_c", data.CORRUPTIONS, args.shift == "published"
-    if published:
+    name, kinds, label = f"{args.dataset}_c", [*data.CORRUPTIONS], "corrupted"
+    if args.shift == "published":
         kinds = data.corruption_kinds(name, args.data_dir)
-    if not kinds:
-        common.say(f"{name} is not in {args.data_dir}: left out")
+        label = data.corrupted_name(name, kinds)
     found = {}
     for severity in range(1, 6) if kinds else ():
-        parts = [data.evenly(data.match(data.load_corrupted(
-            name, kind, severity, args.data_dir), test), args.limit_test) if published else
-            data.corrupted(test, kind, severity) for kind in kinds]
-        label = data.corrupted_name(name, kinds) if published else "computed"
+        parts = [data.corrupted(test, kind, severity) if label == "corrupted" else data.evenly(
+            data.match(data.load_corrupted(name, kind, severity, args.data_dir), test),
+            args.limit_test) for kind in kinds]
         found[f"{label}_{severity}"] = dataclasses.replace(
             test, images=torch.cat([p.images for p in parts]),
             labels=torch.cat([p.labels for p in parts]), label_probs=None, groups=None)
     return found
 
 
-def run_name(args) -> str:
-    depth = f"-d{args.depth}" if args.depth else ""
-    width = f"-w{args.width:g}" if args.width != 1 else ""
-    return f"{data.set_name(args.dataset)}-{args.model}{depth}{width}-seed{args.seed}"
-
-
 def open_study(args) -> Study:
-    """Sets and the run directory, which belongs to the options of the MAP networks: all that is
-    made after them lies in it side by side."""
-    sets = load_sets(args)
-    groups = {k: "evaluation" if title in AFTER_MAP else title for k, title in args.groups.items()}
+    """The sets and the run directory, which belongs to the options of the MAP networks: all that
+    is made after them lies in it side by side."""
+    sets, tested, ood = load_sets(args)
+    name = f"{data.set_name(args.dataset)}-{args.model}{f'-d{args.depth}' if args.depth else ''}"
+    groups = {k: "evaluation" if title in AFTER_MAP or k == "seed" else title
+              for k, title in args.groups.items()}
     run = common.Run(common.with_options(args, groups=groups), "swag_laplace_ensembles",
-                     run_name(args))
-    study = Study(args, sets, run)
-    refuse_large(study)
+                     f"{name}{f'-w{args.width:g}' if args.width != 1 else ''}")
+    study = Study(args, sets, tested, ood, run, {})
+    net = make_network(args, sets["train"])
+    on_main(lambda: check_room(study, len(get_vector(net)), net.head))
     return study
 
 
-def gigabytes(study) -> dict:
-    """What a study keeps on disk, by kind."""
-    args, sets = study.args, study.sets
-    net = make_network(args, sets["train"])
-    size, p = 4 * len(get_vector(net)), len(flat_head(net.head))
-    rows = sum(map(len, sets["evaluated"].values()))
-    molecules = isinstance(sets["train"], data.MoleculeSet)
-    outputs = 0
-    for method in args.methods:
-        one = method in ("map", "swa")
-        if molecules:
-            outputs += rows * 16 * (1 if one else args.samples) * (method not in LAST_LAYER)
-        elif method not in LAST_LAYER:
-            number = 8 * (sets["train"].num_classes + 1) if one else \
-                2 * sets["train"].num_classes + 8
-            outputs += rows * number * len(sizes_needed(method, args))
-    iterates = size * args.swag_epochs * bool({"swa", "swag"} & {*args.methods})
-    grid = iterates * len(args.swag_lrs)
-    grid = grid if grid * args.members < 1e9 * KEEP_GB else 2 * iterates
-    last = 0
-    if {*LAST_LAYER} & {*args.methods}:
-        examples = rows + len(sets["train"]) + len(sets["val"])
-        last = 4 * examples * net.head.in_features * (20 if molecules else 1)
-        last += 4 * p * (args.samples + (p if args.structure == "full" else 1))
-    networks = 4 * size * len({"map", "ivon"} | {*args.methods})
-    return {name: own * args.members / 1e9 for name, own in (
-        ("networks", networks), ("SWAG iterates", grid), ("outputs", outputs),
-        ("last layers", last))}
-
-
-def refuse_large(study):
-    """Before anything is trained: the files must fit on the disk, and a full matrix and its
-    eigenvectors in memory, five copies at the worst moment."""
-    args, needed = study.args, gigabytes(study)
-    p = len(flat_head(make_network(args, study.sets["train"]).head))
-    memory = torch.cuda.get_device_properties(args.device).total_memory / 1e9 if \
-        args.device.type == "cuda" else os.sysconf("SC_PAGE_SIZE") * os.sysconf(
-            "SC_PHYS_PAGES") / 1e9 if hasattr(os, "sysconf") else math.inf
-    if args.structure == "full" and {*LAST_LAYER} & {*args.methods} and \
-            5 * 8e-9 * p**2 > 0.9 * memory:
-        raise UserError(f"--structure full: {p} numbers of the last layer need about "
-                        f"{5 * 8e-9 * p**2:.1f} GB, the device has {memory:.1f} GB; use "
+def check_room(study, p, head):
+    """Before anything is trained: a full matrix and its eigenvectors (five copies at the worst
+    moment) must fit in memory, and all files on the disk; what they need is printed."""
+    args, last = study.args, len(flat_head(head))
+    full = args.structure == "full" and {*LAST_LAYER} & {*args.methods}
+    memory = common.device_memory(args.device)
+    if full and memory and 40 * last**2 > 0.9 * memory:
+        raise UserError(f"--structure full: {last} numbers of the last layer need about "
+                        f"{40e-9 * last**2:.1f} GB, the device has {memory / 1e9:.1f} GB; use "
                         "--structure diag")
-    if not common.is_main():
-        return
+    rows = sum(len(study.sets[part]) for part in (*study.tested, *study.ood))
+    per_row = 0
+    for method in {*args.methods} - {*LAST_LAYER}:
+        one = method in ("map", "swa")
+        if isinstance(study.sets["train"], data.MoleculeSet):
+            per_row += 16 * (1 if one else args.samples)  # mean and variance in float64
+        else:
+            per_row += len(sizes_needed(method, args)) * (
+                8 + study.sets["train"].num_classes * (8 if one else 2))
+    iterates = 4 * p * args.swag_epochs * len(args.swag_lrs) * bool({"swa", "swag"} & {
+        *args.methods})
+    if args.members * iterates > 1e9 * KEEP_GB:
+        iterates *= 2 / len(args.swag_lrs)
+    networks = 16 * p * (1 + len({"mcdo", "ivon"} & {*args.methods}))
+    per_member = {"networks": networks, "SWAG iterates": iterates, "outputs": rows * per_row,
+                  "last layers": 4 * last * (last if full else 1)}
+    gb = {name: own * args.members * args.runs / 1e9 for name, own in per_member.items()}
     there = sum(f.stat().st_size for f in study.run.dir.glob("*.pt")) / 1e9
     free = shutil.disk_usage(study.run.dir).free / 1e9
-    listed = ", ".join(f"{name} {own:.3g}" for name, own in needed.items())
-    common.say(f"files of this study: {sum(needed.values()):.3g} GB ({listed}), {there:.3g} GB "
-               f"are there; {free:.3g} GB of the disk are free")
-    if sum(needed.values()) > there + free and not args.eval:
-        raise UserError(f"{study.run.dir} needs {sum(needed.values()):.3g} GB and has "
-                        f"{there + free:.3g}; make room, choose another --out-dir, or fewer "
-                        "--members, --ensembles or --samples")
+    common.say(f"files of this study: {sum(gb.values()):.3g} GB ("
+               f"{', '.join(f'{name} {own:.3g}' for name, own in gb.items())}), {there:.3g} GB of "
+               f"them are there; {free:.3g} GB of the disk are free")
+    if sum(gb.values()) > there + free and not args.eval:
+        raise UserError(f"{study.run.dir} needs {sum(gb.values()):.3g} GB, {there + free:.3g} are "
+                        "free or there; make room, choose another --out-dir, or fewer --members, "
+                        "--ensembles or --samples")
 
 
-def write_predictions(study):
-    """predictions_<method>.csv of --predict: those of the first of the largest ensembles."""
-    args, dataset = study.args, study.sets["evaluated"]["predicted"]
-    k, seed, chosen, draws = next(e for e in combinations(args) if e[0] == args.ensembles[-1])
-    files = list(getattr(dataset, "files", ())) or None
-    labels = dataset.labels if len(dataset.labels) and (dataset.labels >= 0).all() else None
-    for method in args.methods:
-        path = study.run.dir / f"predictions_{method}.csv"
-        if isinstance(dataset, data.MoleculeSet):
-            found = ensemble_outputs(study, method, "predicted", chosen, seed).unbind(-1)
-            mean, *variances = common.gaussian_mixture_moments(*found)
-            columns = [range(len(mean)), dataset.labels.tolist(), mean.tolist(),
-                       *(v.sqrt().tolist() for v in variances)]
-            common.write(path, common.to_csv(["index", "label", "predicted", "aleatoric",
-                                              "epistemic", "total"], zip(*columns)))
-            continue
-        one, rows = method in ("map", "swa"), torch.arange(len(dataset))
-        members = [member_mixtures(member_of(study, m), method, "predicted", rows) for m in chosen]
-        counts = [1] * k if one else draws[args.samples]
-        parts = [own[n] for own, n in zip(members, counts) if n]
-        whole = mix(parts, [n for n in counts if n])
-        total = torch.special.entr(whole.log_probs.exp()).sum(1)
-        common.write_predictions(path, files, whole.log_probs, labels, total=total,
-                                 aleatoric=whole.entropy,
-                                 epistemic=(total - whole.entropy).clamp_min(0))
-
-
-def report(study) -> list:
-    """Evaluate all ensembles; the tables, results.json, the picture. Returns the rows."""
+def report(study, rows, kept, by_samples):
+    """The tables, results.json, the pictures and --predict, on the main process."""
     args, run = study.args, study.run
-    with run.clock("evaluate"):
-        rows, kept, by_samples = evaluate(study)
-    if not common.is_main():
-        return []
-    with common.alone():
-        spent = costs(study)
-        for row in rows:
-            if row["set"] == "test" and "against" not in row:
-                method = next(m for m in METHODS if row["method"].startswith(f"{METHODS[m]},"))
-                row |= spent[method]
-        compared = differences(study, kept) if "map" in args.methods else []
-        columns = ["mae", "lpd", "ece", "auroc_std"] if args.dataset in MOLECULES else [
-            "accuracy", "lpd", "ece15", "auroc_entropy"]
-        run.report(rows, [*columns, "train_s", "predict_s", "memory_mb"], costs=spent,
-                   differences=compared, by_samples=by_samples)
-        if compared:
-            header = [key for key in compared[0]]
-            lines = [[f"{v['difference']:+.4f} [{v['low']:+.4f}, {v['high']:+.4f}]" if
-                      isinstance(v, dict) else str(v) for v in row.values()] for row in compared]
-            common.say("difference to DE of the same members, and its 95 % interval over test "
-                       f"examples\n\n{common.format_table(header, lines)}\n")
-        if args.predict:
-            write_predictions(study)
-        if args.plot and (plt := common.pyplot()):
-            panels = [(c, None) for c in columns[:3]] + [
-                (columns[3], part) for part in study.sets["ood"]]
-            plot_study(plt, run.dir / "study.png", rows, panels, args)
-    return rows
+    columns = ["mae", "lpd", "ece", "auroc_std"] if args.dataset in MOLECULES else [
+        "accuracy", "lpd", "ece15", "auroc_entropy"]
+    names = {f"{METHODS[m]}, K={k}": m for m in args.methods for k in args.ensembles}
+    for row in rows:
+        if row["set"] == study.tested[0] and "against" not in row:
+            members = args.members * args.runs
+            row |= {key: f"{sum(by.values()) / members:.3g}"
+                    for key, by in study.costs[names[row["method"]]].items()}
+    compared = differences(study, kept) if "map" in args.methods else []
+    run.report(rows, [*columns, "train_s", "predict_s", "memory_mb"], differences=compared,
+               by_samples=by_samples)
+    if compared:
+        lines = [[f"{v['difference']:+.4f} [{v['low']:+.4f}, {v['high']:+.4f}]"
+                  if isinstance(v, dict) else str(v) for v in row.values()] for row in compared]
+        common.say("difference to DE with the same members, and its 95 % interval over test "
+                   f"examples\n\n{common.format_table([*compared[0]], lines)}\n")
+    if args.predict:
+        write_predictions(study)
+    if args.plot and (plt := common.pyplot()):
+        panels = [(c, None) for c in columns[:3]] + [(columns[3], part) for part in study.ood]
+        plot_study(plt, run.dir / "study.png", rows, panels, args)
 
 
 def main(argv=None) -> list:
-    args, rows = parse_args(argv), []
-    for r in range(args.runs):
-        study = open_study(common.with_options(args, seed=args.seed + r * args.members))
-        for m in range(args.members):
-            make_member(member_of(study, m))
-        rows += report(study)
-    return rows
+    args = parse_args(argv)
+    study = open_study(args)
+    for m in range(args.runs * args.members):
+        make_member(member_of(study, m))
+    with study.run.clock("evaluate"):
+        found = evaluate(study)
+    on_main(lambda: report(study, *found))
+    return common.plain(found[0])
 
 
 if __name__ == "__main__":
