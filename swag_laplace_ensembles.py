@@ -83,13 +83,15 @@ IVON = dict(ivon_lr=98.0, ivon_hess_init=0.01, ivon_ess=1e6, ivon_betas=[0.9, 0.
 PRESETS = {
     # paper: 30 members of seeds 1-30, 30 ensembles of each K, 200 samples in total; published
     # settings throughout
-    "": dict(model="wrn_16_4", norm="frn", dropout=0.0, epochs=100, batch_size=128, lr=0.1,
-             weight_decay=5e-4, opt="sgd", augment=False, members=30, ensembles=[1, 2, 5, 10, 20],
-             combinations=30, samples=200, val_samples=100, num_val=2000, swag_epochs=100,
-             methods=["map", "swa", "swag", "llla", "la_nf"], swag_lrs=SWAG_LRS, structure="full",
-             dropouts=[0.05, 0.1, 0.2], ivon_epochs=200, ivon_lr=0.2, ivon_hess_init=0.5,
-             ivon_betas=[0.9, 0.99999], flow_layers=10, flow_epochs=20, y_var=4e-4, target="u0",
-             eval_batch_size=2048, ood=[]),
+    "": dict(model="wrn_16_4", depth=None, width=1.0, norm="frn", dropout=0.0, epochs=100,
+             batch_size=128, lr=0.1, weight_decay=5e-4, opt="sgd", augment=False, y_var=4e-4,
+             members=30, ensembles=[1, 2, 5, 10, 20], combinations=30, samples=200,
+             val_samples=100, num_val=2000, methods=["map", "swa", "swag", "llla", "la_nf"],
+             swag_epochs=100, swag_lrs=SWAG_LRS, swag_weight_decay=None, structure="full",
+             flow_layers=10, flow_epochs=20, dropouts=[0.05, 0.1, 0.2], ivon_epochs=200,
+             ivon_lr=0.2, ivon_hess_init=0.5, ivon_betas=[0.9, 0.99999], ivon_ess=None,
+             ivon_clip=None, target="u0", eval_batch_size=2048, limit_train=None, limit_test=None,
+             ood=[]),
     "cifar10": dict(ood=["svhn+cifar100"], augment=True),
     "cifar100": dict(ood=["svhn+cifar10"], augment=True),
     "sst2": dict(model="bert_256_4", dropout=0.5, batch_size=64, lr=5e-3, weight_decay=3e-3),
@@ -274,7 +276,8 @@ class FRN(nn.Module):
     def forward(self, x):
         scale = self.gamma * (widen(x).square().mean((2, 3), keepdim=True) + 1e-6).rsqrt()
         # a relu between two shifts: its backward pass reads memory half as often as maximum's
-        return F.relu(x * scale.to(x.dtype) + (self.beta - self.tau)) + self.tau
+        shifted = x * scale.to(x.dtype) + (self.beta - self.tau).to(x.dtype)
+        return F.relu(shifted) + self.tau.to(x.dtype)
 
 
 def norm_unit(channels, norm):
@@ -666,13 +669,17 @@ def full_spectrum(blocks, dtype) -> Spectrum:
 
 
 def laplace_samples(theta, spectrum, delta, noise) -> Tensor:
-    """[S, P] from N(theta, (H + delta I)^-1), noise [S, P] standard normal.
+    """[S, P] from N(theta, (H + delta I)^-1), noise [S, P] standard normal, by the symmetric root
+    Q (values + delta)^-1/2 Q^T: whatever signs the eigenvectors have.
 
     NaN where H + delta I is not positive definite (molecules).
     """
     scale = (spectrum.values + delta).to(noise)
-    moved = noise * torch.where(scale > 0, scale, torch.nan).rsqrt()
-    return theta + (moved if spectrum.basis is None else moved @ spectrum.basis.to(noise).T)
+    root = torch.where(scale > 0, scale, torch.nan).rsqrt()
+    if spectrum.basis is None:
+        return theta + noise * root
+    basis = spectrum.basis.to(noise)
+    return theta + (noise @ basis * root) @ basis.T
 
 
 # Published grids: 10^-4 ... 10^4 in steps of 10^0.4; LA-NF's 15.
