@@ -99,12 +99,11 @@ PRESETS = {
                 swag_lrs=MOLECULE_LRS),
     "mnist": dict(ood=["fashion_mnist"]),
     "fashion_mnist": dict(ood=["mnist"]),
-    "glyphs": dict(depth=10, width=0.25, epochs=6, batch_size=32, lr=0.2, weight_decay=1e-4,
-                   members=3, ensembles=[1, 3], combinations=3, samples=12, val_samples=12,
-                   methods=list(METHODS), num_val=500, limit_train=3000, swag_epochs=6,
-                   swag_lrs=[0.03, 0.01], dropouts=[0.1], ivon_epochs=6, ivon_clip=5e-3,
-                   flow_epochs=5, ood=["glyphs_letters"], limit_test=1000, eval_batch_size=100,
-                   **IVON),
+    "glyphs": dict(depth=10, width=0.25, epochs=40, batch_size=32, weight_decay=1e-4, members=5,
+                   ensembles=[1, 5], combinations=5, samples=20, val_samples=10, num_val=500,
+                   limit_train=1000, swag_epochs=8, swag_lrs=[0.03, 0.01], dropouts=[0.1],
+                   ivon_epochs=20, ivon_clip=5e-3, flow_epochs=5, ood=["glyphs_letters"],
+                   limit_test=1000, eval_batch_size=100, **IVON),
     "reviews": dict(model="bert_256_4", depth=2, width=0.25, dropout=0.1, epochs=8, batch_size=64,
                     lr=2e-3, weight_decay=0.01, opt="adamw", members=3, ensembles=[1, 3],
                     combinations=3, samples=20, val_samples=20, methods=list(METHODS),
@@ -475,15 +474,15 @@ def swag_samples(mean, variance, deviations, diagonal_noise, low_rank_noise, sca
     """[S, P]: mean + sqrt(scale / 2) [sqrt(d) z_1 + D^T z_2 / sqrt(R - 1)].
 
     z_1 [S, P] and z_2 [S, R] standard normal, independent. Their covariance is
-    scale (diag(d) / 2 + D^T D / (2 (R - 1))), about that of the iterates. With one of the two noises
+    scale (diag(d) / 2 + D^T D / (2 (R - 1))), about that of the iterates. With one of the noises
     None the other's part has all of it: scale diag(d), or scale D^T D / (R - 1).
     """
-    parts = [noise is not None for noise in (diagonal_noise, low_rank_noise)]
-    spread = diagonal_noise * variance.sqrt() if parts[0] else mean.new_zeros(
-        len(low_rank_noise), len(mean))
-    if parts[1]:
-        spread.addmm_(low_rank_noise, deviations, alpha=1 / math.sqrt(len(deviations) - 1))
-    return spread.mul_(math.sqrt(scale / sum(parts))).add_(mean)
+    terms = []
+    if diagonal_noise is not None:
+        terms.append(diagonal_noise.to(mean) * variance.sqrt())
+    if low_rank_noise is not None:
+        terms.append(low_rank_noise.to(mean) @ deviations / math.sqrt(len(deviations) - 1))
+    return mean + math.sqrt(scale / len(terms)) * sum(terms)
 
 
 def ivon_deviation(hessian, noise, ess, weight_decay) -> Tensor:
@@ -1696,10 +1695,9 @@ def write_predictions(study):
         whole = ensemble_mixture(members, [1] * k if method in ("map", "swa") else
                                  draws[args.samples])
         total = torch.special.entr(whole.log_probs.exp()).sum(1)
-        common.write_predictions(
-            path, list(getattr(dataset, "files", ())) or None, whole.log_probs,
-            dataset.labels if (dataset.labels >= 0).all() else None, total=total,
-            aleatoric=whole.entropy, epistemic=(total - whole.entropy).clamp_min(0))
+        common.write_predictions(path, dataset, whole.log_probs, total=total,
+                                 aleatoric=whole.entropy,
+                                 epistemic=(total - whole.entropy).clamp_min(0))
 
 
 # ---- Plots --------------------------------------------------------------------------------------
