@@ -51,7 +51,9 @@ Differs from the published code:
 """
 
 import argparse
+import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -893,24 +895,6 @@ class Ivon:
         self.steps = state["steps"]
 
 
-class BestWeights:
-    """The weights of the epoch with the largest validation LPD; a NaN is never better."""
-
-    def __init__(self, net):
-        self.net, self.state = net, {"lpd": -math.inf, "weights": {}}
-
-    def offer(self, lpd):
-        if lpd > self.state["lpd"]:
-            weights = {k: v.detach().cpu().clone() for k, v in self.net.state_dict().items()}
-            self.state = {"lpd": lpd, "weights": weights}
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
-
-
 def cosine(share):
     """Half a cosine from 1 to 0 as `share` goes from 0 to 1."""
     return 0.5 * (1 + math.cos(math.pi * share))
@@ -983,21 +967,16 @@ def identity(study, kind, *groups, **more) -> tuple[str, dict]:
     return f"{kind}-seed{args.seed}{digest}", {**study.run.config, "seed": args.seed, **own}
 
 
-def missing(study, name) -> bool:
-    """Whether a piece must be made; --eval refuses to."""
-    path, args = study.run.dir / f"{name}.pt", study.args
-    there = common.broadcast(path.exists() and (name in study.run.written or not args.fresh))
-    if args.eval and not there:
-        raise UserError(f"{path} is not made yet; first start the same command without --eval")
-    return not there
-
-
-def piece(study, identity, make):
+def piece(study, identity, make, read=True):
     """What make() returns (a dict, on the main process alone): read, or made and kept."""
-    if not missing(study, identity[0]):
-        return on_main(lambda: study.run.load(*identity))
+    name, run = identity[0], study.run
+    path = run.dir / f"{name}.pt"
+    if common.broadcast(path.exists() and (name in run.written or not study.args.fresh)):
+        return on_main(lambda: run.load(*identity)) if read else None
+    if study.args.eval:
+        raise UserError(f"{path} is not made yet; first start the same command without --eval")
     made = make()
-    on_main(lambda: study.run.save(*identity, **made))
+    on_main(lambda: run.save(*identity, **made))
     return made
 
 
@@ -1033,20 +1012,22 @@ def trained_network(study, kind, dropout, **more):
     args = study.args
     common.seed_all(args.seed)
     net = make_network(args, study.sets["train"], dropout)
+    best = copy.deepcopy(net)
+    best.register_buffer("val_lpd", torch.tensor(-1e30))
     options = dict(lr=args.lr, weight_decay=args.weight_decay)
     optimiser = torch.optim.AdamW(net.parameters(), **options) if args.opt == "adamw" else \
         torch.optim.SGD(net.parameters(), momentum=0.9, nesterov=True, **options)
-    kept = BestWeights(net)
 
     def after(_):
-        kept.offer(validation_lpd(study, Sampler(net)))
-        return {"best_val_lpd": kept.state["lpd"]}
+        lpd = validation_lpd(study, Sampler(net))
+        if lpd > best.val_lpd:  # a NaN is never better
+            best.load_state_dict({**net.state_dict(), "val_lpd": torch.tensor(lpd)})
+        return {"val_lpd": lpd}
 
     seconds = train(study, net, identity(study, kind, **more), args.epochs, optimiser,
                     lambda epoch: args.lr * cosine(int(epoch) / args.epochs), "lr", args.y_var,
-                    after, best=kept)
-    net.load_state_dict(kept.state["weights"] or net.state_dict())
-    return net.eval(), seconds
+                    after, best=best)
+    return best.eval(), seconds
 
 
 def validation_lpd(study, sampler) -> float:
@@ -1234,8 +1215,7 @@ def make_features(study, part):
         made["x"] = common.gather_rows(index, torch.cat(parts))
         return {k: v and v[0] for k, v in made.items()}
 
-    if missing(study, features_identity(study, part)[0]):
-        piece(study, features_identity(study, part), make)
+    piece(study, features_identity(study, part), make, read=False)
 
 
 def atoms_of(sizes, rows) -> Tensor:
@@ -1342,43 +1322,46 @@ def fit_flow(study, theta, spectrum, base) -> tuple:
     return [t[g].detach() for t in flow], seconds
 
 
-def make_heads(study, method) -> dict:
+def make_heads(study, method):
     """S sampled last layers [S, P] of LLLA or LA-NF, on the main process."""
-    theta, spectrum, delta, seconds = laplace(study)
-    noise = seeded_noise((study.args.samples, len(theta)), theta.device, study.args.seed, 19)
-    heads = laplace_samples(theta, spectrum, delta, noise)
-    numbers = sum(t.numel() for t in (theta, *spectrum) if t is not None)
-    if method == "la_nf":
-        flow, own_s = fit_flow(study, theta, spectrum, delta)
-        heads, _ = apply_flow([t[None] for t in flow], heads)
-        seconds, numbers = seconds + own_s, numbers + sum(t.numel() for t in flow)
-    return {"heads": heads.cpu(), "train_s": seconds, "numbers": numbers, "predict_s": 0.0}
+    for part in ("train", "val"):
+        make_features(study, part)
+
+    def make():
+        theta, spectrum, delta, seconds = laplace(study)
+        noise = seeded_noise((study.args.samples, len(theta)), theta.device, study.args.seed, 19)
+        heads = laplace_samples(theta, spectrum, delta, noise)
+        numbers = sum(t.numel() for t in (theta, *spectrum) if t is not None)
+        if method == "la_nf":
+            flow, own_s = fit_flow(study, theta, spectrum, delta)
+            heads, _ = apply_flow([t[None] for t in flow], heads)
+            seconds, numbers = seconds + own_s, numbers + sum(t.numel() for t in flow)
+        return {"heads": heads.cpu(), "train_s": seconds, "numbers": numbers, "predict_s": 0.0}
+
+    return on_main(make)
+
+
+def make_outputs(study, sampler, method, part):
+    """What a sampler's draws say of a set, on the main process; of many draws in float16."""
+    found, seconds = timed(study, lambda: predict(sampler, study.sets[part], study.args,
+                                                  sizes_needed(method, study.args)))
+    if found and sampler.samples > 1 and "log_probs" in found:
+        found["log_probs"] = found["log_probs"].clamp_min(-6e4).half()
+    return found and {**found, "train_s": sampler.train_s, "numbers": sampler.numbers,
+                      "predict_s": seconds}
 
 
 def make_member(study):
     """Make what a member's predictions are read from, for all methods: mixtures of draws of whole
     networks, sampled last layers and what they see; all that is there is kept."""
-    args = study.args
-    for method in args.methods:
-        sampler = None
+    for method in study.args.methods:
+        sampler = functools.cache(lambda: SAMPLERS[method](study))
         for part in (*study.tested, *study.ood):
-            name, config = leaf(study, method, part)
             if method in LAST_LAYER:
                 make_features(study, part)
-            if not missing(study, name):
-                continue
-            if method in LAST_LAYER:
-                make_features(study, "train")
-                make_features(study, "val")
-                on_main(lambda: study.run.save(name, config, **make_heads(study, method)))
-                continue
-            sampler = sampler or SAMPLERS[method](study)
-            found, seconds = timed(study, lambda: predict(
-                sampler, study.sets[part], args, sizes_needed(method, args)))
-            if found and sampler.samples > 1 and "log_probs" in found:
-                found["log_probs"] = found["log_probs"].clamp_min(-6e4).half()
-            on_main(lambda: study.run.save(name, config, **found, train_s=sampler.train_s,
-                                           numbers=sampler.numbers, predict_s=seconds))
+            piece(study, leaf(study, method, part), lambda: make_heads(study, method)
+                  if method in LAST_LAYER else make_outputs(study, sampler(), method, part),
+                  read=False)
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
@@ -1818,38 +1801,33 @@ def open_study(args) -> Study:
 def check_room(study, p, head):
     """Before anything is trained: a full matrix and its eigenvectors (five copies at the worst
     moment) must fit in memory, and all files on the disk; what they need is printed."""
-    args, last = study.args, len(flat_head(head))
-    full = args.structure == "full" and {*LAST_LAYER} & {*args.methods}
+    args, last, methods = study.args, len(flat_head(head)), {*study.args.methods}
+    full = args.structure == "full" and methods & {*LAST_LAYER}
     memory = common.device_memory(args.device)
     if full and memory and 40 * last**2 > 0.9 * memory:
         raise UserError(f"--structure full: {last} numbers of the last layer need about "
                         f"{40e-9 * last**2:.1f} GB, the device has {memory / 1e9:.1f} GB; use "
                         "--structure diag")
-    rows = sum(len(study.sets[part]) for part in (*study.tested, *study.ood))
-    per_row = 0
-    for method in {*args.methods} - {*LAST_LAYER}:
-        one = method in ("map", "swa")
-        if isinstance(study.sets["train"], data.MoleculeSet):
-            per_row += 16 * (1 if one else args.samples)  # mean and variance in float64
-        else:
-            per_row += len(sizes_needed(method, args)) * (
-                8 + study.sets["train"].num_classes * (8 if one else 2))
-    iterates = 4 * p * args.swag_epochs * len(args.swag_lrs) * bool({"swa", "swag"} & {
-        *args.methods})
+    iterates = 4 * p * args.swag_epochs * len(args.swag_lrs) * bool(methods & {"swa", "swag"})
     if args.members * iterates > 1e9 * KEEP_GB:
         iterates *= 2 / len(args.swag_lrs)
-    networks = 16 * p * (1 + len({"mcdo", "ivon"} & {*args.methods}))
-    per_member = {"networks": networks, "SWAG iterates": iterates, "outputs": rows * per_row,
-                  "last layers": 4 * last * (last if full else 1)}
-    gb = {name: own * args.members * args.runs / 1e9 for name, own in per_member.items()}
+    row = 0
+    for method in methods - {*LAST_LAYER}:
+        one, sizes = method in ("map", "swa"), sizes_needed(method, args)
+        row += 16 * sizes[-1] if isinstance(study.sets["train"], data.MoleculeSet) else \
+            len(sizes) * (8 + study.sets["train"].num_classes * (8 if one else 2))
+    rows = sum(len(study.sets[part]) for part in (*study.tested, *study.ood))
+    gb = {"networks": 16 * p * (1 + len(methods & {"mcdo", "ivon"})), "iterates": iterates,
+          "outputs": rows * row, "last layers": 4 * last * (last if full else 1)}
+    gb = {name: own * args.members * args.runs / 1e9 for name, own in gb.items()}
     there = sum(f.stat().st_size for f in study.run.dir.glob("*.pt")) / 1e9
-    free = shutil.disk_usage(study.run.dir).free / 1e9
-    common.say(f"files of this study: {sum(gb.values()):.3g} GB ("
-               f"{', '.join(f'{name} {own:.3g}' for name, own in gb.items())}), {there:.3g} GB of "
-               f"them are there; {free:.3g} GB of the disk are free")
-    if sum(gb.values()) > there + free and not args.eval:
-        raise UserError(f"{study.run.dir} needs {sum(gb.values()):.3g} GB, {there + free:.3g} are "
-                        "free or there; make room, choose another --out-dir, or fewer --members, "
+    free, total = shutil.disk_usage(study.run.dir).free / 1e9, sum(gb.values())
+    listed = ", ".join(f"{name} {own:.3g}" for name, own in gb.items())
+    common.say(f"files of this study: {total:.3g} GB ({listed}), {there:.3g} GB of them are there; "
+               f"{free:.3g} GB of the disk are free")
+    if total > there + free and not args.eval:
+        raise UserError(f"{study.run.dir} needs {total:.3g} GB, {there + free:.3g} are free or "
+                        "there; make room, choose another --out-dir, or fewer --members, "
                         "--ensembles or --samples")
 
 

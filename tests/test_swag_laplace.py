@@ -811,8 +811,8 @@ def no_training(monkeypatch):
     def stop(*_, **__):
         raise AssertionError("trains")
 
-    for name in ("data_loss", "negative_elbo", "decompose"):
-        monkeypatch.setattr(sl, name, stop)
+    return lambda: [monkeypatch.setattr(sl, name, stop)
+                    for name in ("data_loss", "negative_elbo", "decompose")]
 
 
 @pytest.mark.parametrize("dataset", OOD)
@@ -847,6 +847,7 @@ def test_eval_makes_and_deletes_nothing(copied, dataset, no_training):
     """Old: --eval deleted iterates that were kept. Another batch size is another way, no other
     options."""
     out, rows = copied(dataset)
+    no_training()
     before = pieces(out)
     again = sl.main(tiny(dataset, out, "--eval", "--batch-size", 7, "--no-plot"))
     assert numbers(again) == numbers(rows) and pieces(out) == before
