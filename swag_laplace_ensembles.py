@@ -162,8 +162,8 @@ def parse_args(argv=None):
     add("--swag-epochs", type=at_least(2), help="R: epochs of SGD, iterates, rank (published: 100)")
     add("--swag-weight-decay", type=at_least(0, float), help="default: --weight-decay")
     add = parser.group("SWAG")
-    add("--swag-lrs", nargs="+", type=at_least(1e-12, float), metavar="LR", help="constant learning "
-        "rates; validation chooses, for SWA and SWAG apart")
+    add("--swag-lrs", nargs="+", type=at_least(1e-12, float), metavar="LR", help="constant "
+        "learning rates; validation chooses, for SWA and SWAG apart")
     add("--swag-scale", type=at_least(0, float), default=1.0, help="multiplies the covariance")
     add("--swag-covariance", choices=["both", "diagonal", "low_rank"], default="both", help="half "
         "of each (paper), or all of one")
@@ -959,7 +959,7 @@ def on_main(work):
 
 
 def identity(study, kind, *groups, **more) -> tuple[str, dict]:
-    """(name, config) of a member's piece: the options of its MAP network and of `groups`, `more`."""
+    """(name, config) of a member's piece: its MAP network's options, those of `groups`, `more`."""
     args = study.args
     own = {k: v for k, v in common.options(args).items() if args.groups.get(k) in groups} | more
     text = json.dumps(common.plain(own), sort_keys=True).encode()
@@ -1159,17 +1159,22 @@ def swag_sampler(study, kind="swag", lr=None, samples=None) -> Sampler:
                    choice.get("train_s", seconds), len(mean) * (len(deviations) * swag + 1 + swag))
 
 
+def batch_norms(net) -> list:
+    return [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+
+
 @torch.no_grad()
 def refresh_batch_norm(net, study):
     """Running statistics of the weights that the network has now: means over the training set."""
+    if not batch_norms(net):
+        return
     common.data_parallel(net, study.args.device)  # statistics of the global batch
-    norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     net.eval()
-    for m in norms:
+    for m in batch_norms(net):
         m.reset_running_stats()
         m.train()
-    for i, batch in enumerate(make_loader(study.sets["train"], study.args).epoch()) if norms else ():
-        for m in norms:
+    for i, batch in enumerate(make_loader(study.sets["train"], study.args).epoch()):
+        for m in batch_norms(net):
             m.momentum = 1 / (i + 1)  # equal weights
         with autocast(study.args):
             net(batch[0])
@@ -1382,9 +1387,8 @@ def predict(sampler, dataset, args, sizes=None):
             if draw is not None:
                 draw(s)
             net.train(dropout)
-            for module in net.modules():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                    module.eval()
+            for module in batch_norms(net):
+                module.eval()
             parts = []
             for batch in loader.epoch():
                 with autocast(args):
@@ -1583,7 +1587,9 @@ def evaluate(study) -> tuple:
         for part in (*study.tested, *study.ood):
             found = (evaluate_molecules if molecules else evaluate_classes)(study, method, part)
             values[part], measured, less = found
-            for e, (k, seed, chosen, _) in enumerate(combinations(args) if common.is_main() else ()):
+            for e, (k, seed, chosen, _) in enumerate(combinations(args)):
+                if not common.is_main():
+                    continue
                 row = {"method": f"{METHODS[method]}, K={k}", "seed": seed, "set": part, "K": k,
                        "n": len(study.sets[part]),
                        "members": " ".join(str(args.seed + m) for m in chosen)}
@@ -1591,12 +1597,12 @@ def evaluate(study) -> tuple:
                     rows.append(row | measured[e])
                     by_samples += [row | {"samples": n} | own for (at, n), own in less.items()
                                    if at == e]
-                else:
-                    rows.append(row | {"set": whole, "against": part})
-                    for i in (-2, -1):  # total and epistemic uncertainty, the latter if there is any
-                        if values[whole][e, :, i].any():
-                            rows[-1] |= separation(values[whole][e, :, i],
-                                                   values[part][e, :, i], names[i])
+                    continue
+                rows.append(row | {"set": whole, "against": part})
+                for i in (-2, -1):  # total uncertainty, and epistemic where there is any
+                    if values[whole][e, :, i].any():
+                        rows[-1] |= separation(values[whole][e, :, i], values[part][e, :, i],
+                                               names[i])
     return rows, kept, by_samples
 
 
