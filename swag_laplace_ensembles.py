@@ -575,13 +575,13 @@ def as_layout(rows) -> Tensor:
     return torch.cat([rows[:, :-1].flatten(0, 1), rows[:, -1]])
 
 
-def ggn_blocks(x, probs, block=2048) -> Tensor:
+def ggn_blocks(x, probs, block=2048, stripe=64) -> Tensor:
     """H = sum_n J_n^T (diag p_n - p_n p_n^T) J_n of logits W x + b, a SUM: [C, D + 1, C, D + 1],
     float64.
 
     No Jacobian is formed: the blocks of classes a < k are Gram matrices -sum_n p_a p_k x~ x~^T,
-    x~ = (x, 1), and those of a class with itself make all rows of blocks sum to zero: exactly, for
-    the sums over blocks are in float64.
+    x~ = (x, 1), half of which are computed, in stripes, and those of a class with itself make all
+    rows of blocks sum to zero: exactly, for the sums over blocks are in float64.
     """
     (n, d1), c = (len(x), x.shape[1] + 1), probs.shape[1]
     h = x.new_zeros(c, d1, c, d1)
@@ -590,9 +590,15 @@ def ggn_blocks(x, probs, block=2048) -> Tensor:
         for a in range(c - 1):
             pairs = -p[:, a, None] * p[:, a + 1:]
             weighted = (x1[:, :, None] * pairs[:, None]).flatten(1)  # [n, (D + 1) (C - 1 - a)]
-            h[a, :, a + 1:] += (x1.T @ weighted).view(d1, d1, -1).transpose(1, 2)
+            for i in range(0, d1, stripe):
+                part = x1[:, i:i + stripe].T @ weighted[:, i * pairs.shape[1]:]
+                h[a, i:i + stripe, a + 1:, i:] += part.view(
+                    len(part), -1, pairs.shape[1]).transpose(1, 2)
     h = h.double()
     for a in range(c):
+        for i in range(0, d1, stripe):  # below the stripes: by symmetry
+            own = h[a, i:i + stripe, a + 1:, i + stripe:]
+            h[a, i + stripe:, a + 1:, i:i + stripe] = own.permute(2, 1, 0)
         h[a + 1:, :, a] = h[a, :, a + 1:].transpose(0, 1)
         h[a, :, a] = 0
         h[a, :, a] = -h[a].sum(1)
@@ -670,10 +676,10 @@ def full_spectrum(blocks, dtype) -> Spectrum:
 
 
 def laplace_samples(theta, spectrum, delta, noise) -> Tensor:
-    """[S, P] from N(theta, (H + delta I)^-1), noise [S, P] standard normal, by the symmetric root
-    Q (values + delta)^-1/2 Q^T: whatever signs the eigenvectors have.
+    """[..., S, P] from N(theta, (H + delta I)^-1), noise [S, P] standard normal, by the symmetric
+    root Q (values + delta)^-1/2 Q^T: whatever signs the eigenvectors have.
 
-    NaN where H + delta I is not positive definite (molecules).
+    delta is a number, or [G, 1, 1]. NaN where H + delta I is not positive definite (molecules).
     """
     scale = (spectrum.values + delta).to(noise)
     root = torch.where(scale > 0, scale, torch.nan).rsqrt()
@@ -690,8 +696,9 @@ FLOW_GRID = (1, 5, 10, 20, 30, 40, 50, 70, 90, 100, 125, 150, 175, 200, 500)
 
 def precision_scores(theta, spectrum, last, noise, grid=LAPLACE_GRID) -> list[float]:
     """Validation LPD of each delta, NaN where a delta has no posterior; one noise for all."""
-    return [log_predictive_density(head_outputs(laplace_samples(theta, spectrum, delta, noise),
-                                                last), last.labels) for delta in grid]
+    deltas = torch.tensor(grid, dtype=torch.float64, device=theta.device)[:, None, None]
+    return [log_predictive_density(head_outputs(samples, last), last.labels)
+            for samples in laplace_samples(theta, spectrum, deltas, noise)]
 
 
 def radial_layer(theta, centre, a, b) -> tuple[Tensor, Tensor]:
