@@ -43,9 +43,8 @@ Differs from the published code:
   - Metrics. FPR at 95 % and AUPR (in) take data of the training set's kind as the positive ones
     (there the others; the former was interpolated); average precision is by steps (there
     trapezoids: up to .004 apart). Bins of ECE and MCE are closed on the right (there on the left).
-    cv is the population's standard deviation of the spreads over their mean (there the unbiased
-    one); marpd is a fraction (there percent). Rows of molecules have no `loss` (there a squared
-    error). Equal ensembles are counted once.
+    cv has the unbiased standard deviation of the spreads (there divided by N); marpd is a fraction
+    (there percent). Molecules have no `loss` (there a squared error). Equal ensembles count once.
   - Random numbers are drawn on the device, from (seed, step) or (seed, block of samples).
   - Everything resumes and selects from local files; there, through a server.
 As published: validation data choose the MAP checkpoint, learning rates, and precisions alike.
