@@ -111,7 +111,7 @@ PRESETS = {
                     lr=2e-3, weight_decay=0.01, opt="adamw", members=3, ensembles=[1, 3],
                     combinations=3, samples=20, val_samples=20, methods=list(METHODS),
                     swag_epochs=8, swag_lrs=[0.03, 0.01], swag_weight_decay=1e-4, dropouts=[0.1],
-                    ivon_epochs=8, ivon_clip=1e-3, flow_epochs=5, ood=["reviews_finance"],
+                    ivon_epochs=12, ivon_clip=5e-4, flow_epochs=5, ood=["reviews_finance"],
                     eval_batch_size=100, **IVON),
     "clusters": dict(model="painn", width=0.25, epochs=24, batch_size=50, lr=2e-3,
                      weight_decay=0.01, opt="adamw", members=3, ensembles=[1, 3], combinations=3,
