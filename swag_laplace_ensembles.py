@@ -1139,8 +1139,9 @@ def prune_iterates(study, chosen):
     for lr in args.swag_lrs if common.is_main() else ():
         name, _ = identity(study, f"swag-lr{lr:g}", "SWAG iterates", lr=lr)
         files = list(study.run.dir.glob(f"{name}*.pt"))
-        size = sum(file.stat().st_size for file in files) * len(args.swag_lrs) * args.members
-        for file in files if lr not in chosen and size > 1e9 * KEEP_GB else ():
+        size = sum(file.stat().st_size for file in files) * len(args.swag_lrs)
+        keep = size * args.members * args.runs <= 1e9 * KEEP_GB
+        for file in files if lr not in chosen and not keep else ():
             file.unlink()
 
 
@@ -1827,18 +1828,19 @@ def check_room(study, p, head):
         raise UserError(f"--structure full: {last} numbers of the last layer need about "
                         f"{40e-9 * last**2:.1f} GB, the device has {memory / 1e9:.1f} GB; use "
                         "--structure diag")
-    iterates = 4 * p * args.swag_epochs * len(args.swag_lrs) * bool(methods & {"swa", "swag"})
-    if args.members * iterates > 1e9 * KEEP_GB:
-        iterates *= 2 / len(args.swag_lrs)
+    members = args.members * args.runs
+    grid = 4 * p * args.swag_epochs * len(args.swag_lrs) * bool(methods & {"swa", "swag"})
+    chosen = grid if members * grid <= 1e9 * KEEP_GB else 2 * grid / len(args.swag_lrs)
     row = 0
     for method in methods - {*LAST_LAYER}:
         one, sizes = method in ("map", "swa"), sizes_needed(method, args)
         row += 16 * sizes[-1] if isinstance(study.sets["train"], data.MoleculeSet) else \
             len(sizes) * (8 + study.sets["train"].num_classes * (8 if one else 2))
     rows = sum(len(study.sets[part]) for part in (*study.tested, *study.ood))
-    gb = {"networks": 16 * p * (1 + len(methods & {"mcdo", "ivon"})), "iterates": iterates,
+    gb = {"networks": 16 * p * (1 + len(methods & {"mcdo", "ivon"})),
+          "iterates": chosen + (grid - chosen) / members,  # of one member all rates at a time
           "outputs": rows * row, "last layers": 4 * last * (last if full else 1)}
-    gb = {name: own * args.members * args.runs / 1e9 for name, own in gb.items()}
+    gb = {name: own * members / 1e9 for name, own in gb.items()}
     there = sum(f.stat().st_size for f in study.run.dir.glob("*.pt")) / 1e9
     free, total = shutil.disk_usage(study.run.dir).free / 1e9, sum(gb.values())
     listed = ", ".join(f"{name} {own:.3g}" for name, own in gb.items())
