@@ -4,6 +4,7 @@ Processes come from a fork server that has imported the scripts already: each is
 own, with its own signals, streams and exit status, but starts in a fraction of a second.
 """
 
+import fcntl
 import importlib
 import json
 import multiprocessing
@@ -258,13 +259,18 @@ def ranks(tmp_path):
 
 @pytest.fixture(scope="session")
 def real_data(tmp_path_factory):
-    """A --data-dir with the real data sets that lie in shared/data beside the checkout."""
+    """A --data-dir with the real data sets that lie in shared/data beside the checkout; one for all
+    workers of pytest-xdist."""
     unpack = REPO.parent / "shared" / "data" / "unpack.py"
     if not unpack.exists():
         pytest.skip("no real data: ../shared/data is absent")
-    folder = tmp_path_factory.mktemp("real_data")
-    subprocess.run([sys.executable, str(unpack), str(folder)], check=True,
-                   stdout=subprocess.DEVNULL)
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "real_data"
+    folder.mkdir(exist_ok=True)
+    with open(folder / ".lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # what is there already is left alone
+        subprocess.run([sys.executable, str(unpack), str(folder)], check=True,
+                       stdout=subprocess.DEVNULL)
     return folder
 
 

@@ -773,8 +773,8 @@ def small_options(data_dir, out):
     image, none for the second of two processes. 3 epochs of 4 steps."""
     return ["--dataset", "tiny_imagenet", "--data-dir", str(data_dir), "--ood",
             f"folder:{data_dir}/odd", "--model", "wide_resnet", "--depth", "10", "--width", "0.02",
-            "--batch-size", "36", "--epochs", "3", "--lr", "0.05", "--dropout", "0", "--out-dir",
-            str(out), "--name", "run", "--no-plot", *CPU]
+            "--batch-size", "36", "--epochs", "3", "--lr", "0.05", "--dropout", "0", "--image-size",
+            "32", "--out-dir", str(out), "--name", "run", "--no-plot", *CPU]
 
 
 @pytest.fixture
@@ -801,6 +801,8 @@ def with_options(options, **changes):
 
 
 def row_of(rows, **keys):
+    """The only row with these values, and where `set` is given with this `against` or none."""
+    keys = {"against": None, **keys} if "set" in keys else keys
     [row] = [r for r in rows if keys.items() <= {"against": None, **r}.items()]
     return row
 
@@ -1003,7 +1005,7 @@ def test_small_classes_are_named_once_and_what_memory_cannot_hold_is_refused(cap
 
 
 def test_killed_and_restarted_equals_uninterrupted(small, tmp_path):
-    options, calm = with_options(small, batch_size=6), with_options(small, batch_size=6, name="calm")
+    options, calm = (with_options(small, batch_size=12, name=name) for name in ("run", "calm"))
     rows, folder = ddu.main(calm), run_of(options)
     child = Child(tmp_path, run_ddu, *options)
     wait_for(lambda: (folder / "seed1.pt").exists() or not child.process.is_alive(), what="epoch")
@@ -1041,22 +1043,22 @@ def test_two_processes_equal_one(small, tmp_path, more):
     assert_close_rows(a["rows"], b["rows"], 1e-4)
 
 
-def test_two_processes_predict_fewer_images_than_processes_and_share_no_disk(
-        small, small_data, tmp_path):
+def test_two_processes_share_no_disk_and_predict_a_few_images(small, small_data, tmp_path):
     """Only the main process writes; a second start goes on from its checkpoint, on both."""
     def each(rank):
         return ["--out-dir", str(tmp_path / f"machine{rank}")]
 
-    (tmp_path / "one").mkdir()
-    os.link(small_data / "odd" / "0.png", tmp_path / "one" / "0.png")
+    (tmp_path / "few").mkdir()
+    for i in range(3):
+        os.link(small_data / "odd" / f"{i}.png", tmp_path / "few" / f"{i}.png")
     finish(start_ranks(tmp_path, 2, run_ddu, *small, each=each))
     folder = tmp_path / "machine0" / "ddu" / "run"
     before = (folder / "seed1.pt").read_bytes()
-    children = start_ranks(tmp_path, 2, run_ddu, *small, "--predict", f"folder:{tmp_path}/one",
+    children = start_ranks(tmp_path, 2, run_ddu, *small, "--predict", f"folder:{tmp_path}/few",
                            each=each)
     finish(children)
     assert (folder / "seed1.pt").read_bytes() == before and "seed1 1/3" not in children[0].stdout
-    assert len(read_csv(folder / "predictions.csv")) == 1
+    assert len(read_csv(folder / "predictions.csv")) == 3
     assert not list((tmp_path / "machine1").rglob("*.pt"))
 
 
@@ -1230,7 +1232,7 @@ def few(small_data, tmp_path):
     """few(*more): active learning on the small set: 8, 10 and 12 labels, one step an epoch."""
     return lambda *more: [
         "--dataset", "tiny_imagenet", "--data-dir", str(small_data), "--model", "resnet18",
-        "--width", "0.02", "--num-initial-samples", "8", "--max-training-samples", "12",
+        "--image-size", "32", "--width", "0.02", "--num-initial-samples", "8", "--max-training-samples", "12",
         "--acquisition-batch-size", "2", "--epochs", "1", "--limit-steps", "1", "--out-dir",
         str(tmp_path), "--name", "few", "--no-plot", *CPU, "--active-learning", *more]
 
