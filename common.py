@@ -354,12 +354,6 @@ def prediction_rejection_ratio(uncertainty, correct) -> float | None:
     return float((chance - area) / (chance - oracle))
 
 
-def aurc(uncertainty, correct) -> float:
-    """Area under the risk-coverage curve: mean over k = 1..N of the k most certain's error rate."""
-    rejected, error = rejection_curve(uncertainty, correct)
-    return float((error[:-1] / (1 - rejected[:-1])).mean())
-
-
 def _finite_logits(logits, labels) -> tuple[Tensor, Tensor]:
     logits, labels = _with_labels(logits, labels, "logits")
     _require(bool(logits.isfinite().all()), "logits: expected finite numbers")
@@ -805,7 +799,7 @@ class Parser(argparse.ArgumentParser):
         add("--dataset", default=default, metavar="NAME", help="alone it is the paper's setting: "
             f"{', '.join(filter(None, presets))}; or folder:PATH with PATH/train/<class>/* and "
             "PATH/test/<class>/*")
-        add("--preset", choices=[*filter(None, presets)], metavar="NAME", help="take the settings "
+        add("--preset", metavar="NAME", help="take the settings "
             "of another data set (folder:PATH takes cifar10's)")
         add("--image-size", type=between(1, 4096, int), help="side of images read from files")
         self.group("network")("--width", type=between(0.01, 64), default=1.0,
@@ -853,8 +847,8 @@ class Parser(argparse.ArgumentParser):
         folder = known.dataset.startswith("folder:")
         preset = known.preset or ("cifar10" if folder else known.dataset)
         if preset not in self.presets or not preset:
-            self.error(f"--dataset {known.dataset}: choose from "
-                       f"{', '.join(filter(None, self.presets))} or folder:PATH")
+            self.error(f"{'--preset' if known.preset else '--dataset'} {preset}: choose from "
+                       f"{', '.join(filter(None, self.presets))}, or --dataset folder:PATH")
         own = {**{action.dest: action.default for action in self._actions}, **self.presets[""]}
         standard = {**own, **self.presets[self.default]}
         self.set_defaults(**{**own, **self.presets[preset], **defaults})
@@ -1004,17 +998,48 @@ def all_finite(value) -> bool:
     return not isinstance(value, Tensor) or bool(value.isfinite().all())
 
 
+def one_name(name) -> str:
+    """A name that is one component of a path; nothing is written outside the run directories."""
+    if not re.fullmatch(r"[^/\\\0]{1,200}", name) or name in (".", ".."):
+        raise UserError(f"--name {name!r}: give one name, not a path")
+    return name
+
+
+def check_same(there, here, path, evaluating):
+    """Refuse what was made with other options."""
+    free = FREE_IN_EVAL if evaluating else ()
+    differ = [f"{k} {there.get(k)} there, {here.get(k)} now" for k in {**there, **here}
+              if there.get(k) != here.get(k) and k not in free]
+    if differ:
+        raise UserError(f"{path} was made with other options: {'; '.join(differ)}; use another "
+                        "--name, or --fresh to start anew")
+
+
+def lock(folder):
+    """Make a folder and keep other processes out of it until this one ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = _locks.get(folder.resolve()) or open(folder / ".lock", "a")
+        if fcntl:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{folder} is in use by another process; wait for it, or choose another "
+                        "--name") from None
+    except OSError as error:
+        raise UserError(f"cannot write to {folder} ({error.strerror}); choose another --out-dir "
+                        "or --name") from None
+    _locks[folder.resolve()] = file
+
+
 class Run:
     """A run directory: options.json, checkpoints, log.jsonl, results.json and .csv, pictures.
 
-    It belongs to one process group at a time and to one set of options. Only the main process reads
-    and writes. A piece (a checkpoint, a fit) is stored with the options that identify it.
+    It belongs to one command at a time and to one set of options. Only the main process reads and
+    writes. A piece (a checkpoint, a fit) is stored with the options that identify it.
     """
 
     def __init__(self, args, script, name):
-        name = args.name or re.sub(r"[^\w.+-]+", "_", name)
-        if not re.fullmatch(r"[^/\\\0]{1,200}", name) or name in (".", ".."):
-            raise UserError(f"--name {name!r}: give one name, not a path")
+        name = one_name(args.name or re.sub(r"[^\w.+-]+", "_", name))
         self.args, self.script, self.dir = args, script, Path(args.out_dir, script, name)
         self.config = plain(options(args, without=("evaluation", "run")))
         self.seconds, self.history, self.written, self.start = {}, [], set(), time.perf_counter()
@@ -1025,47 +1050,25 @@ class Run:
         say(f"run directory {self.dir}")
 
     def claim(self):
-        """Make the directory, lock it until the process ends, and mark it with the options."""
+        """Make and lock the directory, and mark it with the options."""
+        lock(self.dir)
         path = self.dir / "options.json"
-        try:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            file = _locks.get(self.dir.resolve()) or open(self.dir / ".lock", "a")
-            if fcntl:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{self.dir} is in use by another process; wait for it, or choose "
-                            "another --name") from None
-        except OSError as error:
-            raise UserError(f"cannot write to {self.dir} ({error.strerror}); choose another "
-                            "--out-dir or --name") from None
-        _locks[self.dir.resolve()] = file
         for left_over in self.dir.glob(".*.tmp"):
             left_over.unlink()
         if path.exists() and not self.args.fresh:
-            self.compare(json.loads(path.read_text()), self.config, self.dir)
+            check_same(json.loads(path.read_text()), self.config, self.dir, self.args.eval)
         else:
             write(path, json.dumps(self.config, indent=1))
 
-    def compare(self, there, here, path):
-        """Refuse what was made with other options."""
-        free = FREE_IN_EVAL if self.args.eval else ()
-        differ = [f"{k} {there.get(k)} there, {here.get(k)} now" for k in {**there, **here}
-                  if there.get(k) != here.get(k) and k not in free]
-        if differ:
-            raise UserError(f"{path} was made with other options: {'; '.join(differ)}; use "
-                            "another --name, or --fresh to start anew")
-
     def load(self, name, config=None) -> dict | None:
         """The piece `name` that an earlier start of the same options saved, or None."""
-        path, content = self.dir / f"{name}.pt", None
-        if is_main() and path.exists() and (name in self.written or not self.args.fresh):
-            content = path.read_bytes()
-        if (content := broadcast(content)) is None:
+        path = self.dir / f"{name}.pt"
+        usable = path.exists() and (name in self.written or not self.args.fresh)
+        if not broadcast(usable):
             return None
-        state = from_bytes(content, path)
-        if "config" not in state:
-            raise UserError(f"{path} is not a checkpoint of this project; delete it")
-        self.compare(state["config"], self.config if config is None else plain(config), path)
+        state = load_checkpoint(path)
+        here = self.config if config is None else plain(config)
+        check_same(state.get("config", {}), here, path, self.args.eval)
         return state
 
     def save(self, name, config=None, **state):
@@ -1096,8 +1099,7 @@ class Run:
                 yield epoch
                 seconds = time.perf_counter() - start
             row = {"epoch": epoch + 1, **self.history.pop(), "seconds": seconds}
-            if examples := row.pop("examples", None):
-                row["examples_per_s"] = examples / seconds
+            row["examples_per_s"] = row.pop("examples", 0) / seconds
             self.history.append(row)
             state = {key: part.state_dict() for key, part in parts.items()}
             if not all_finite(state):
@@ -1111,8 +1113,7 @@ class Run:
             say(f"{name} {epoch + 1}/{total}  {shown}  {seconds * (total - epoch - 1):.0f} s left")
 
     def log(self, loss, **row):
-        """Note an epoch: numbers or tensors, `examples` counts those that it took. A loss that is
-        not finite ends the run."""
+        """Note an epoch: numbers or tensors, `examples` of them; a loss not finite ends the run."""
         row = {k: float(torch.as_tensor(v).detach()) for k, v in {"loss": loss, **row}.items()}
         if not math.isfinite(row["loss"]):
             raise UserError(f"loss {row['loss']} in epoch {len(self.history) + 1}; the checkpoint "
@@ -1134,10 +1135,10 @@ class Run:
         self.seconds[part] = self.seconds.get(part, 0) + time.perf_counter() - start
 
     def report(self, rows, metrics=None, shown=None, **extra):
-        """Print the table of `rows`, write results.json and results.csv. Returns the rows.
+        """Print the table of `rows`, write results.json and results.csv; returns the rows.
 
-        row: {"method", "seed", "set", "against" (optional), "n", metric: value, ...}. Of several
-        seeds the table has mean +- standard error. `metrics`: its columns (all), `shown`: its rows.
+        row: {"method", "seed", "set", "against" (optional), "n", metric: value, ...}. The table has
+        the columns `metrics` (all) of the rows `shown` (all): mean +- standard error over seeds.
         """
         rows = plain(rows)
         if not is_main():
@@ -1146,8 +1147,7 @@ class Run:
         content = plain({"script": self.script, "config": options(self.args), "seconds":
                          self.seconds, "environment": environment(self.args.device), **extra})
         write(self.dir / "results.json", json.dumps({**content, "rows": rows}, indent=1))
-        header = list(dict.fromkeys(key for row in rows for key in row))
-        write(self.dir / "results.csv", to_csv(header, [[r.get(k) for k in header] for r in rows]))
+        write(self.dir / "results.csv", rows_to_csv(rows))
         print(f"\n{tables(shown or rows, metrics)}\n", flush=True)
         return rows
 
@@ -1204,12 +1204,13 @@ def write_predictions(path, dataset, log_probs, **columns):
     or [M, N, K] of an ensemble; columns [N] by name, which may replace the standard ones.
     """
     files, labels = getattr(dataset, "files", None), getattr(dataset, "labels", None)
+    known = labels is not None and bool((labels >= 0).any())  # -1 where a label is not known
     log_probs = torch.as_tensor(log_probs).double()
     log_probs = log_probs if log_probs.ndim == 3 else log_probs[None]
     confidence, predicted = log_probs.exp().mean(0).max(1)
     parts = ensemble_uncertainty(log_probs)
     table = {"file" if files else "index": files or range(len(predicted)),
-             **({} if labels is None else {"label": labels}), "predicted": predicted,
+             **({"label": labels} if known else {}), "predicted": predicted,
              "confidence": confidence,
              **{k: parts[k] for k in ("total", "aleatoric", "epistemic")}, **columns}
     cells = [c.tolist() if hasattr(c, "tolist") else list(c) for c in table.values()]
@@ -1248,6 +1249,12 @@ def tables(rows, metrics=None, form="text") -> str:
     return "\n\n".join(format_table(*pool(part, metrics), form) for part in parts if part)
 
 
+def rows_to_csv(rows) -> str:
+    """Rows with any keys as CSV text."""
+    header = list(dict.fromkeys(key for row in rows for key in row))
+    return to_csv(header, [[row.get(key) for key in header] for row in rows])
+
+
 def to_csv(header, lines) -> str:
     """CSV text; None is an empty cell."""
     text = io.StringIO()
@@ -1257,33 +1264,31 @@ def to_csv(header, lines) -> str:
 
 def format_table(header, lines, form="text") -> str:
     """A table as text, markdown, latex or csv; cells (mean, standard error), strings or None."""
-    if form == "csv":
-        pairs = [i for i in range(len(header)) if any(isinstance(li[i], tuple) for li in lines)]
-        wide = [[*line, *(line[i][1] if line[i] else None for i in pairs)] for line in lines]
-        wide = [[cell[0] if isinstance(cell, tuple) else cell for cell in line] for line in wide]
-        return to_csv([*header, *(f"{header[i]}_se" for i in pairs)], wide).rstrip()
-    sign = {"latex": " $\\pm$ "}.get(form, " ± ")
+    if form == "csv":  # a column of its own for each standard error
+        pairs = {i for line in lines for i, cell in enumerate(line) if isinstance(cell, tuple)}
+        split = [[part for i, cell in enumerate(line) for part in (
+            cell or (None, None) if i in pairs else (cell,))] for line in lines]
+        names = [n for i, h in enumerate(header) for n in ((h, f"{h}_se") if i in pairs else (h,))]
+        return to_csv(names, split).rstrip()
+    sign = " $\\pm$ " if form == "latex" else " ± "
 
-    def cell(value):
-        if isinstance(value, tuple):
-            digits = [f"{v:.4f}" if abs(v) < 1000 else f"{v:.5g}" for v in value if v is not None]
-            return sign.join(digits)
-        return "" if value is None else str(value)
+    def text(cell):
+        if isinstance(cell, tuple):
+            return sign.join(f"{v:.4f}" if abs(v) < 1000 else f"{v:.5g}"
+                             for v in cell if v is not None)
+        return "" if cell is None else str(cell)
 
-    cells = [[cell(value) for value in line] for line in [header, *lines]]
-    if form == "latex":
-        cells = [[c.replace("_", "\\_") for c in line] for line in cells]
-        body = [" & ".join(line) + r" \\" for line in cells]
-        start = r"\begin{tabular}{" + "l" * len(header) + "}"
-        return "\n".join([start, r"\hline", body[0], r"\hline", *body[1:], r"\hline",
-                          r"\end{tabular}"])
+    cells = [[text(cell) for cell in line] for line in [header, *lines]]
     widths = [max(map(len, column)) for column in zip(*cells)]
-    padded = [[c.ljust(w) for c, w in zip(line, widths)] for line in cells]
-    if form == "markdown":
-        rule = ["-" * w for w in widths]
-        return "\n".join(f"| {' | '.join(line)} |" for line in [padded[0], rule, *padded[1:]])
-    text = ["  ".join(line).rstrip() for line in padded]
-    return "\n".join([text[0], "-" * max(map(len, text)), *text[1:]])
+    start, middle, end = {"text": ("", "  ", ""), "markdown": ("| ", " | ", " |"),
+                          "latex": ("", " & ", r" \\")}[form]
+    rows = [start + middle.join(c.ljust(w) for c, w in zip(line, widths)) + end for line in cells]
+    if form == "latex":
+        columns = r"\begin{tabular}{" + "l" * len(header) + "}"
+        rows = [row.replace("_", r"\_") for row in rows]
+        return "\n".join([columns, rows[0], r"\hline", *rows[1:], r"\end{tabular}"])
+    rule = "-" * len(rows[0]) if form == "text" else f"|{'|'.join('-' * (w + 2) for w in widths)}|"
+    return "\n".join(row.rstrip() for row in [rows[0], rule, *rows[1:]])
 
 
 def table(argv=None):
