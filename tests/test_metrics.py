@@ -351,7 +351,7 @@ def test_ood_metrics_of_constant_and_infinite_scores():
 
 
 def rejection_by_loop(wrong):
-    """(PRR, AURC, curve) of predictions listed from the most to the least certain, without ties."""
+    """(PRR, curve) of predictions listed from the most to the least certain, without ties."""
     n, errors = len(wrong), sum(wrong)
     kept = [sum(wrong[:k]) for k in range(n + 1)]
     curve = np.array(kept[::-1]) / n
@@ -362,16 +362,15 @@ def rejection_by_loop(wrong):
     random = area([errors / n * (1 - i / n) for i in range(n + 1)])
     oracle = area([max(errors - i, 0) / n for i in range(n + 1)])
     prr = (random - area(curve)) / (random - oracle)
-    return prr, sum(kept[k] / k for k in range(1, n + 1)) / n, curve
+    return prr, curve
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_rejection_equals_the_loop_and_twice_auroc_minus_one(seed):
     generator = np.random.default_rng(seed)
     uncertainty, correct = generator.normal(size=80), generator.random(80) < 0.8
-    prr, aurc, curve = rejection_by_loop((~correct)[np.argsort(uncertainty)].tolist())
+    prr, curve = rejection_by_loop((~correct)[np.argsort(uncertainty)].tolist())
     assert common.prediction_rejection_ratio(uncertainty, correct) == pytest.approx(prr, abs=1e-12)
-    assert common.aurc(uncertainty, correct) == pytest.approx(aurc, abs=1e-12)
     rejected, error = common.rejection_curve(uncertainty, correct)
     assert np.allclose(error, curve, atol=1e-15) and np.array_equal(rejected, np.arange(81) / 80)
     tied = uncertainty.round(0)  # the identity with AUROC holds for ties as well
@@ -394,9 +393,8 @@ def test_tied_uncertainty_gives_the_expectation_over_all_orders(uncertainty, cor
     for order in itertools.permutations(range(len(correct))):
         wrong = [1 - correct[i] for i in sorted(order, key=lambda i: uncertainty[i])]
         outcomes.append(rejection_by_loop(wrong))
-    prr, aurc, curve = (sum(column) / len(outcomes) for column in zip(*outcomes))
+    prr, curve = (sum(column) / len(outcomes) for column in zip(*outcomes))
     assert common.prediction_rejection_ratio(uncertainty, correct) == pytest.approx(prr, abs=1e-12)
-    assert common.aurc(uncertainty, correct) == pytest.approx(aurc, abs=1e-12)
     assert np.allclose(common.rejection_curve(uncertainty, correct)[1], curve, atol=1e-12)
 
 
@@ -419,7 +417,6 @@ def test_rejection_with_nothing_to_rank(correct):
     uncertainty = np.arange(len(correct))
     assert common.prediction_rejection_ratio(uncertainty, correct) is None
     assert common.prediction_rejection_ratio(np.zeros(len(correct)), correct) is None
-    assert common.aurc(uncertainty, correct) == (0.0 if correct[0] else 1.0)
 
 
 # ---- Temperature ----
@@ -560,7 +557,7 @@ IN_SCORES = [common.accuracy, lambda p, y: common.top_k_accuracy(p, y, 2)]
 TEMPERATURES = [common.fit_temperature]
 BY_CLASS = IN_PROBS + IN_SCORES + TEMPERATURES + [common.nll]
 ON_TWO_CLASSES = [common.auroc, common.average_precision, common.fpr_at_tpr]
-ON_CORRECT = [common.aurc, common.rejection_curve, common.prediction_rejection_ratio]
+ON_CORRECT = [common.rejection_curve, common.prediction_rejection_ratio]
 ON_CORRECT += [common.reliability]
 
 REFUSED = [
