@@ -37,6 +37,14 @@ SERVER.set_forkserver_preload(["pytest", "ddu"])
 CPU = ["--device", "cpu"]
 
 
+def pytest_configure(config):
+    """With `-n 2`: tests of one xdist_group share a worker, and so their fixtures and caches."""
+    if getattr(config.option, "dist", None) == "load":
+        config.option.dist = "loadgroup"
+    if hasattr(config, "workerinput"):  # started before this file was read
+        config.option.loadgroup = True
+
+
 class Child:
     """A process that runs `function(*args)`, its streams in files; SystemExit sets its status.
 
