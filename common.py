@@ -799,7 +799,7 @@ class Parser(argparse.ArgumentParser):
         add("--dataset", default=default, metavar="NAME", help="alone it is the paper's setting: "
             f"{', '.join(filter(None, presets))}; or folder:PATH with PATH/train/<class>/* and "
             "PATH/test/<class>/*")
-        add("--preset", choices=[*filter(None, presets)], metavar="NAME", help="take the settings "
+        add("--preset", metavar="NAME", help="take the settings "
             "of another data set (folder:PATH takes cifar10's)")
         add("--image-size", type=between(1, 4096, int), help="side of images read from files")
         self.group("network")("--width", type=between(0.01, 64), default=1.0,
@@ -847,8 +847,8 @@ class Parser(argparse.ArgumentParser):
         folder = known.dataset.startswith("folder:")
         preset = known.preset or ("cifar10" if folder else known.dataset)
         if preset not in self.presets or not preset:
-            self.error(f"--dataset {known.dataset}: choose from "
-                       f"{', '.join(filter(None, self.presets))} or folder:PATH")
+            self.error(f"{'--preset' if known.preset else '--dataset'} {preset}: choose from "
+                       f"{', '.join(filter(None, self.presets))}, or --dataset folder:PATH")
         own = {**{action.dest: action.default for action in self._actions}, **self.presets[""]}
         standard = {**own, **self.presets[self.default]}
         self.set_defaults(**{**own, **self.presets[preset], **defaults})
@@ -1062,12 +1062,11 @@ class Run:
 
     def load(self, name, config=None) -> dict | None:
         """The piece `name` that an earlier start of the same options saved, or None."""
-        path, content = self.dir / f"{name}.pt", None
-        if is_main() and path.exists() and (name in self.written or not self.args.fresh):
-            content = path.read_bytes()
-        if (content := broadcast(content)) is None:
+        path = self.dir / f"{name}.pt"
+        usable = path.exists() and (name in self.written or not self.args.fresh)
+        if not broadcast(usable):
             return None
-        state = from_bytes(content, path)
+        state = load_checkpoint(path)
         here = self.config if config is None else plain(config)
         check_same(state.get("config", {}), here, path, self.args.eval)
         return state

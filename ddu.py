@@ -393,7 +393,9 @@ def spectral_normalise(net, shape, coeff=3.0, iterations=1):
 
     hooks = [m.register_forward_hook(note_size) for m in net.modules()
              if isinstance(m, (nn.Conv2d, nn.Linear))]
+    training = net.training
     net.eval()(torch.zeros(1, *shape))
+    net.train(training)
     for hook in hooks:
         hook.remove()
     for layer, size in sizes.items():
@@ -770,7 +772,7 @@ def ensemble_rows(members, sets, seed) -> list:
 
 def write_predictions(net, evaluated, sets, args, run):
     """--predict: predictions.csv of any set, with the log density and the decision."""
-    dataset = common.main_first(lambda: data.predict_set(args, sets["train"]))
+    dataset = data.predict_set(args, sets["train"])
     out = forward(net, dataset, args)
     if out is None:
         return
@@ -908,12 +910,12 @@ def load_sets(args) -> dict:
     parts = PARTS.get(args.dataset, (args.dataset,))
     tests = [data.match(data.load(part, "test", **options), train) for part in parts]
     return {"train": train, "val": val, "test": {test.name: test for test in tests},
-            "whole": train.name, "ood": data.ood_sets(args, train)}
+            "whole": train.name, "ood": data.ood_sets(args, train, taken=parts)}
 
 
 def run_name(args):
     spectral, width = f"-sn{args.coeff:g}" * args.sn, f"-w{args.width:g}" * (args.width != 1)
-    name = f"{args.dataset.rsplit('/', 1)[-1]}-{args.model}{spectral}{'-mod' * args.mod}{width}"
+    name = f"{data.set_name(args.dataset)}-{args.model}{spectral}{'-mod' * args.mod}{width}"
     return f"{name}{'-al' * bool(args.active_learning)}-seed{args.seed}"
 
 
@@ -922,7 +924,7 @@ def run_networks(args) -> list:
     run, rows, method = None, [], "DDU"
     for seed in range(args.seed, args.seed + args.runs):
         own = common.with_options(args, seed=seed)  # one split for all members
-        sets = common.main_first(lambda: load_sets(own))
+        sets = load_sets(own)
         run = run or common.Run(args, "ddu", run_name(args))
         nets, members = [], []
         for member in range(args.ensemble):
@@ -1063,7 +1065,7 @@ def label_step_by_step(job, pool, test, start, sizes, args, run) -> dict:
 
 def run_active_learning(args) -> list:
     """--active-learning: each (acquisition, run) is a job of its own, shared out over processes."""
-    pool, test, start, ambiguous = common.main_first(lambda: active_learning_pool(args))
+    pool, test, start, ambiguous = active_learning_pool(args)
     run, sizes = common.Run(args, "ddu", run_name(args)), list(range(
         args.num_initial_samples, args.max_training_samples, args.acquisition_batch_size))
     sizes.append(args.max_training_samples)
