@@ -79,8 +79,8 @@ PRESETS = {
     "features": dict(model="mlp", batch_size=256, lr=0.2, epochs=100, shift="none", augment=False),
     **dict.fromkeys(("glyphs", "dirty_glyphs"), dict(
         methods=["deep_ensemble", "forde_pca", "forde_identity"], members=8, model="mlp",
-        hidden=[128, 128], limit_train=1000, epochs=30, batch_size=32, schedule="one_cycle",
-        shift="computed", ood=["glyphs_letters"], shift_examples=250, augment=False)),
+        hidden=[128, 128], limit_train=1000, epochs=16, batch_size=32, schedule="one_cycle",
+        shift="computed", ood=["glyphs_letters"], shift_examples=200, augment=False)),
     "numbers": dict(members=4, model="resnet9", width=0.25, epochs=8, schedule="one_cycle",
                     shift="none", ood=["glyphs_letters"], augment=False),
     **{toy: dict(methods=["deep_ensemble", "forde_identity"], members=16, model="mlp",
@@ -121,7 +121,7 @@ def parse_args(argv=None):
         "50 to 90 %% of the epochs, constant; one_cycle: better in few epochs")
     add("--lr-ratio", type=between(0, 1, float), help="final over initial learning rate (0.01)")
     add("--prior", choices=["isotropic", "empcov"], default="isotropic", help="on the first "
-        "layer: weight decay, or N(0, aC + eI) with the covariance C of the images' patches")
+        "layer: weight decay, or N(0, aC + eI) with the covariance C of what it sees")
     add = parser.group("method")
     add("--alpha", type=between(0, 1, float), help="of forde_tuned: 0 identity, 1 PCA (paper: 0.4 "
         "on CIFAR-100, 0.2 on CIFAR-10, chosen from 0, .1, .2, .4, .8, 1)")
@@ -170,8 +170,6 @@ def check_args(args, parser):
              "--features TRAIN.npz TEST.npz go together"),
             (plain and args.model != "mlp", f"--model {args.model} is for images; {args.dataset} "
              "takes mlp"),
-            (args.prior == "empcov" and args.model == "mlp", "--prior empcov is a prior on "
-             "convolutions; mlp has none"),
             (plain and args.val_fraction, "--val-fraction is for images; leave it out"),
             (args.eval_every and not args.val_fraction, "--eval-every needs a validation set; add "
              "--val-fraction 0.1"),
@@ -239,8 +237,10 @@ class BatchNorm(nn.Module):
                 maps, self.weight, self.bias, None, None, True, 0.0, self.eps)
             self.track(mean, inverse_std.pow(-2) - self.eps)
         else:
-            count = common.all_reduce(self.weight.new_tensor(maps.numel() / maps.shape[1]))
-            mean = common.all_reduce_sum(maps.sum((0, 2, 3), dtype=self.weight.dtype)) / count
+            count = self.weight.new_tensor([maps.numel() / maps.shape[1]])
+            sums = torch.cat([maps.sum((0, 2, 3), dtype=count.dtype), count])
+            mean, count = common.all_reduce_sum(sums).split([maps.shape[1], 1])
+            mean = mean / count
             centred = maps - mean[:, None, None]  # two passes: no cancellation
             var = common.all_reduce_sum(centred.square().sum((0, 2, 3))) / count
             scale = self.weight * torch.rsqrt(var + self.eps)
@@ -480,15 +480,16 @@ def feature_directions(logits, y, head_weight, count=5) -> Tensor:
     """Projections [B, F, count] on the leading directions of the members' likelihood gradients.
 
     Per example: the left singular vectors of the M gradients d log p(y|z_i) / dz_i (Yashima et al.
-    2022, there from their Gram matrix, which squares the condition); 0 for those of less than 1e-3
-    of the largest singular value. logits [M, B, K], y int [B], head_weight [K, F].
+    2022, there from their Gram matrix, which squares the condition). Those of singular values under
+    1 % of the largest, which rounding turns, fade out. logits [M, B, K], y [B], head_weight [K, F].
     """
     residual = F.one_hot(y, logits.shape[-1]) - logits.softmax(-1)
     v = (residual.to(head_weight) @ head_weight).permute(1, 2, 0)  # [B, F, M]
     basis, small = torch.linalg.qr(v)
     inner, sizes, _ = torch.linalg.svd(small, full_matrices=False)
-    alive = sizes > 1e-3 * sizes[:, :1].clamp_min(1e-15)
-    return (basis @ inner * alive[:, None])[..., :count]
+    squared = sizes.square()
+    fade = squared / (squared + 1e-4 * squared[:, :1]).clamp_min(1e-30)
+    return (basis @ inner * fade[:, None])[..., :count]
 
 
 def feature_repulsion(features, directions, c=0.0) -> Tensor:
@@ -513,11 +514,11 @@ def local_independence(g, eps=1e-24) -> Tensor:
     return pairwise_cosines(g, eps).square().mean()
 
 
-def empcov_precision(patch_covariance, eps=0.1) -> Tensor:
-    """(C / c + eps I)^-1 [P, P], c the mean eigenvalue of C: times the weight decay and w, the
-    gradient of the first layer's prior N(0, a C + e I) that is on average as wide as weight decay.
-    """
-    c = patch_covariance / patch_covariance.diagonal().mean()
+def empcov_precision(covariance, eps=0.1) -> Tensor:
+    """(C / c + eps I)^-1 [P, P], c the mean eigenvalue of C, the covariance of the first layer's
+    inputs: times the weight decay and w, the gradient of the prior N(0, a C + e I) that is on
+    average as wide as weight decay."""
+    c = covariance / covariance.diagonal().mean()
     return torch.linalg.inv(c + eps * torch.eye(len(c)).to(c))
 
 
@@ -589,17 +590,20 @@ def autocast(args):
     return torch.autocast(args.device.type, torch.bfloat16, enabled=args.amp == "bf16")
 
 
-def second_moments(dataset, args, patches=False) -> Tensor:
+def second_moments(dataset, args, first_layer=False) -> Tensor:
     """X^T X / (N-1) [D, D], float64, of the images as the network sees them, flattened in the order
-    C, H, W, un-augmented; or the covariance of their 3x3 patches [9C, 9C]."""
+    C, H, W, un-augmented; or the covariance of what the first layer sees, 3x3 patches [9C, 9C] or
+    whole inputs (mlp)."""
     total, mean, count = 0.0, 0.0, 0
     for batch in make_loader(dataset, args).epoch():
-        x = batch.images.double()
-        x = F.unfold(x, 3, padding=1).transpose(1, 2).flatten(0, 1) if patches else x.flatten(1)
+        x = (batch.images.cpu() if args.device.type == "mps" else batch.images).double()
+        if first_layer and args.model != "mlp":
+            x = F.unfold(x, 3, padding=1).transpose(1, 2).flatten(0, 1)
+        x = x.flatten(1)
         total, mean, count = total + x.T @ x, mean + x.sum(0), count + len(x)
     total, mean = common.all_reduce(total), common.all_reduce(mean)
     count = common.all_reduce(total.new_tensor(float(count)))
-    return (total - torch.outer(mean, mean) / count * patches) / (count - 1)
+    return (total - torch.outer(mean, mean) / count * first_layer) / (count - 1)
 
 
 def principal_components(train_set, args) -> tuple[Tensor, Tensor]:
@@ -719,7 +723,7 @@ def finish_gradients(nets, args, n_train, precision, repel):
                 p.grad.copy_(mean)
     if precision is not None:
         for net in nets:
-            w = net.extractor[0].weight
+            w = first_weight(net)
             w.grad += args.weight_decay * (w.flatten(1) @ precision.to(w)).view_as(w)
     return value
 
@@ -735,9 +739,13 @@ def make_ensemble(args, seed, num_classes, shape):
         args.device, memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
+def first_weight(net):
+    return next(layer.weight for layer in net.extractor if hasattr(layer, "weight"))
+
+
 def make_optimiser(nets, args):
     """SGD on every tensor of every member: g + wd theta, momentum by Nesterov."""
-    stems = [net.extractor[0].weight for net in nets] if args.prior == "empcov" else []
+    stems = [first_weight(net) for net in nets] if args.prior == "empcov" else []
     rest = [p for p in nets.parameters() if all(p is not s for s in stems)]
     groups = [{"params": rest}] + [{"params": stems, "weight_decay": 0.0}] * bool(stems)
     return torch.optim.SGD(groups, lr=args.lr, momentum=args.momentum, nesterov=args.momentum > 0,
@@ -761,7 +769,7 @@ def train(nets, sets, basis, run, name, args, seed):
     """All members together; goes on after the last whole epoch of this run, exactly."""
     precision, m, train_set = None, args.members, sets["train"]
     if args.prior == "empcov":
-        precision = empcov_precision(second_moments(train_set, args, patches=True))
+        precision = empcov_precision(second_moments(train_set, args, first_layer=True))
     kernel, optimiser = make_kernel(basis, args), make_optimiser(nets, args)
     particles, size = PARTICLES.get(args.repulsion, "none"), args.chunk or m
     chunks = [common.data_parallel(Members(nets[i:i + size], particles, args.grad_of), args.device)
@@ -776,8 +784,9 @@ def train(nets, sets, basis, run, name, args, seed):
             if step == steps:
                 break
             now = epoch * steps + step
+            lr = learning_rate(now, steps, args)
             for group in optimiser.param_groups:
-                group["lr"] = learning_rate(now, steps, args)
+                group["lr"] = lr
             repel = m > 1 and args.repulsion != "none" and now % args.repulse_every == 0
             optimiser.zero_grad(set_to_none=True)
             loss, value, logits = ensemble_step(
@@ -791,8 +800,7 @@ def train(nets, sets, basis, run, name, args, seed):
         more = {} if train_set.num_classes == 1 else {"accuracy": right / n}
         if args.eval_every and (epoch + 1) % args.eval_every == 0:
             more |= validate(nets, sets["val"], args)
-        run.log(loss / n, repulsion=value / n, lr=optimiser.param_groups[0]["lr"], examples=n,
-                **more)
+        run.log(loss / n, repulsion=value / n, lr=lr, examples=n, **more)
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
@@ -861,12 +869,12 @@ def gradient_distance(nets, dataset, args) -> dict:
         return {}
     nets.eval()
     members = Members(nets, "input_gradient", args.grad_of).eval()
-    total = torch.zeros(2, dtype=torch.float64, device=args.device)
+    total = torch.zeros(2, device=args.device)
     for batch in make_loader(dataset, args).epoch():
         if len(batch.labels):
             with autocast(args):
                 _, g = members(batch.images, batch.labels, graph=False)
-            distance = 1 - pairwise_cosines(g.double(), args.eps)
+            distance = 1 - pairwise_cosines(g, args.eps)
             total += torch.stack([distance.mean(0).sum(), total.new_tensor(len(batch.labels))])
     total, n = common.all_reduce(total).tolist()
     return {"gradient_distance": total / n}
@@ -1079,7 +1087,7 @@ def load_sets(args, seed) -> dict:
             val = data.match(load("val"), train)
     sets = {"train": train, "val": val, "test": test, "ood": data.ood_sets(args, train),
             "shift": shifted_sets(args, test, train)}
-    least = min(len(s) for s in (train, test, val or test, *sets["ood"].values()))
+    least = min(len(s) for s in (train, test, *sets["ood"].values(), *[val] * (val is not None)))
     least = min(least, args.diversity_examples, args.shift_examples or least)
     if least < common.world_size():
         raise UserError(f"{common.world_size()} processes cannot share {least} example(s), the "
