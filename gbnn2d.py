@@ -657,7 +657,7 @@ def merge_distances(mixture, gradient, rows, tau_g=math.inf, tau_v=math.inf) -> 
     return w2.masked_fill_(refused, math.inf).scatter_(1, rows, math.inf)
 
 
-def nearest_components(mixture, gradient, rows, *thresholds, chunk=64) -> tuple[Tensor, Tensor]:
+def nearest_components(mixture, gradient, rows, *thresholds, chunk=16) -> tuple[Tensor, Tensor]:
     """(W2 from the nearest [n], its number [n]) of the components `rows` [n], the first of ties."""
     found = [merge_distances(mixture, gradient, part, *thresholds).min(1)
              for part in rows.split(chunk)]
@@ -844,15 +844,12 @@ def make_loader(dataset, args, batch_size=None, train=False):
 
 
 def outputs(module, batch, args, *drawn):
-    """Logits, at least float32."""
+    """(logits, at least float32, this process's part of the batch's mean cross entropy)."""
     with torch.autocast(args.device.type, torch.bfloat16, enabled=args.amp == "bf16"):
         logits = module(batch.images, *drawn)
-    return logits.float() if logits.dtype == torch.bfloat16 else logits
-
-
-def loss_of(logits, batch):
-    """This process's part of the mean cross entropy of a global batch."""
-    return F.cross_entropy(logits, batch.labels, reduction="sum") / batch.global_size
+    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+    labels = batch.labels.clamp(0, logits.shape[1] - 1)  # of other sets: any
+    return logits, F.cross_entropy(logits, labels, reduction="sum") / batch.global_size
 
 
 def learning_rate(done, warm_up=0.0) -> float:
@@ -890,8 +887,7 @@ def train(module, stage, epochs, kl_weight, train_set, run, args):
             share = learning_rate((epoch + (step + 0.5) / steps) / epochs, args.warm_up)
             for group in optimiser.param_groups:
                 group["lr"] = group["full"] * share
-            logits = outputs(model, batch, args)
-            loss = loss_of(logits, batch)
+            logits, loss = outputs(model, batch, args)
             kl = loss.new_zeros(()) if stage == "det" else module.kl() / len(train_set)
             optimiser.zero_grad()
             # DDP divides by the number of processes: the KL is in each one's loss
@@ -911,8 +907,8 @@ def gradient_magnitude(field, train_set, args) -> Tensor:
     field.eval()
     for step, batch in zip(range(steps), loader.epoch()):
         common.seed_all(args.seed, STAGES.index("gmm"), step)
-        loss = loss_of(outputs(field, batch, args), batch)
-        total += common.all_reduce(torch.autograd.grad(loss, field.mu)[0]).abs()
+        gradient, = torch.autograd.grad(outputs(field, batch, args)[1], field.mu)
+        total += common.all_reduce(gradient).abs()
     return total / steps
 
 
@@ -920,10 +916,11 @@ def make_codes(field, train_set, run, args) -> dict:
     """Stage gmm, by the main process, for all: {"clustered": code, "merged": code, "numbers"}, a
     code as a dict on the CPU."""
     def share():
-        mu, sigma = field.mu.detach(), field.sigma.detach()
+        place = "cpu" if args.device.type == "mps" else args.device  # which has no float64
+        mu, sigma, size = (t.detach().to(place) for t in (field.mu, field.sigma, gradient))
         generator = torch.Generator().manual_seed(common.derive_seed(args.seed, 5))
         *codes, numbers = share_weights(
-            mu, sigma, gradient, generator, k0=args.k0, min_cluster=args.min_cluster,
+            mu, sigma, size, generator, k0=args.k0, min_cluster=args.min_cluster,
             tau_w=args.tau_w, fraction=args.grad_frac, kind=args.gmm, level=args.chi2_level,
             tau_d=args.tau_d, tau_g=args.tau_g, tau_v=args.tau_v)
         codes = [{key: value.cpu() for key, value in code._asdict().items()} for code in codes]
@@ -963,9 +960,10 @@ def predict(module, dataset, args):
         common.seed_all(args.seed, 1000 + sample)
         drawn, rows = (module.draw(),) if several else (), []
         for batch in loader.epoch():
-            rows.append((batch.index, batch.labels, outputs(module, batch, args, *drawn).double()))
-        index, labels, logits = (torch.cat(column) for column in zip(*rows))
-        log_probs, k = logits.log_softmax(1), logits.shape[1]
+            rows.append((batch.index, batch.labels, outputs(module, batch, args, *drawn)[0]))
+        index, labels, logits = (torch.cat(column).cpu() for column in zip(*rows))
+        logits, k = logits.double(), logits.shape[1]
+        log_probs = logits.log_softmax(1)
         new = [logits, F.one_hot(logits.argmax(1), k), -(log_probs.exp() * log_probs).sum(1),
                -log_probs.gather(1, labels.clamp(0, k - 1)[:, None])[:, 0]]
         mean = torch.logaddexp(mean, log_probs) if sample else log_probs
@@ -1046,9 +1044,13 @@ def plot_plane(plt, path, points, codes):
                                     (few[~inlier], COLOURS[1], "outliers"),
                                     (few[rim], COLOURS[2], "ellipse points")):
             axis.plot(*points[rows].T, ".", ms=1.2, color=colour, label=label, rasterized=True)
+        covariances = covariances_of(code.factors.double())[:, [0, 1, 1, 2]].view(-1, 2, 2)
+        values, vectors = np.linalg.eigh(covariances.numpy())
+        heights, widths = 2 * np.sqrt(values.clip(0) * -2 * math.log(0.05)).T  # they hold 95 %
+        angles = np.degrees(np.arctan2(vectors[:, 1, 1], vectors[:, 0, 1]))
         axis.add_collection(EllipseCollection(
-            *ellipse_axes(covariances_of(code.factors.double())), units="xy", facecolors="none",
-            offsets=code.centres, transOffset=axis.transData, edgecolors=COLOURS[0], lw=0.6))
+            widths, heights, angles, units="xy", offsets=code.centres, facecolors="none",
+            transOffset=axis.transData, edgecolors=COLOURS[0], lw=0.6))
         axis.set(title=f"{name}: {len(code.centres)} components", xlabel="mu")
     low, high = np.quantile(points, [0.001, 0.999], axis=0)
     (left, bottom), (right, top) = low - 0.1 * (high - low), high + 0.1 * (high - low)
@@ -1056,13 +1058,6 @@ def plot_plane(plt, path, points, codes):
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
                   markerscale=6, frameon=False)
     common.save_figure(plt, figure, path)
-
-
-def ellipse_axes(covariances, level=0.95):
-    """Widths, heights, angles (degrees) [K] of the ellipses that hold `level` of each Gaussian."""
-    values, vectors = np.linalg.eigh(covariances[:, [0, 1, 1, 2]].numpy().reshape(-1, 2, 2))
-    sides = 2 * np.sqrt(values.clip(0) * -2 * math.log1p(-level))
-    return sides[:, 1], sides[:, 0], np.degrees(np.arctan2(vectors[:, 1, 1], vectors[:, 0, 1]))
 
 
 def plot_weights(plt, path, mu, drawn, curve, probs, labels):
@@ -1114,26 +1109,23 @@ def load_sets(args) -> dict:
             "predict": data.predict_set(args, train_set) if args.predict else None}
 
 
-def rest_of(shared) -> dict:
-    """The state that is not shared: batch norm, biases, layers left out."""
-    return {name: value.cpu() for name, value in shared.net.state_dict().items()
-            if name not in shared.layout.shapes}
-
-
-def export(path, shared, args, train_set) -> int:
-    """Write the compressed network, its code as it is now and what is not shared; its bytes."""
+def export(path, shared, args, train_set) -> dict:
+    """Write the compressed network, its code as it is now and what is not shared; its `storage`."""
     narrow = {"outliers": torch.int32, "ellipse": torch.int32, "labels": torch.int16,
               "ellipse_second": torch.int16}
     code = {name: value.detach().to(narrow.get(name, torch.float32)).cpu()
             for name, value in shared.code()._asdict().items()}
+    rest = {name: value.cpu() for name, value in shared.net.state_dict().items()
+            if name not in shared.layout.shapes}
     config = {key: getattr(args, key) for key in ("dataset", "model", "width", "depth",
                                                   "keep_layers", "draw", "blend")}
     config["transform_input"] = getattr(shared.net, "transform_input", None)  # GoogLeNet's
     content = common.to_bytes({
         "format": FORMAT, "config": config, "num_classes": train_set.num_classes,
-        "shape": list(train_set.shape), "code": code, "rest": rest_of(shared)})
+        "shape": list(train_set.shape), "code": code, "rest": rest})
     common.write(path, content)
-    return len(content)
+    rest_bytes = sum(value.numel() * value.element_size() for value in rest.values())
+    return {**storage(Code(**code), rest_bytes), "bytes_file": len(content)}
 
 
 def load_shared(args) -> tuple:
@@ -1160,14 +1152,20 @@ def load_shared(args) -> tuple:
         raise UserError(f"--load {args.load}: {why}") from None
 
 
-def run_seed(sets, run, args) -> tuple:
-    """All stages up to --stage of one seed: (rows, numbers by layer, the last network)."""
+def start_network(train_set, args) -> tuple:
+    """The network as initialised, or pretrained, and its layout."""
     common.seed_all(args.seed)
-    train_set, stop = sets["train"], args.stage
     net = make_network(args, train_set.num_classes, train_set.shape)
     layout = Layout(net, args.keep_layers)
     if 2 * args.k0 > layout.size:
         raise UserError(f"--k0 {args.k0}: the network has only {layout.size} weights to share")
+    return net, layout
+
+
+def run_seed(sets, run, args) -> tuple:
+    """All stages up to --stage of one seed: (rows, numbers by layer, the last network)."""
+    train_set, stop = sets["train"], args.stage
+    net, layout = start_network(train_set, args)
     common.say(f"{len(layout.sizes)} layers with {layout.size:,} weights are shared; kept whole: "
                f"{', '.join(layout.rest) or 'nothing'}")
     if not args.model.startswith("torchvision/"):
@@ -1195,12 +1193,10 @@ def run_seed(sets, run, args) -> tuple:
         error = (field.mu - mean_weights(shared.code())).detach().square()
         numbers |= {**state["numbers"], "quantisation_rms": {
             name: part.mean().sqrt().item() for name, part in layout.split(error).items()}}
-        outliers = layout.split((shared.labels < 0).double())
+        outliers = layout.split((shared.labels < 0).float())
         numbers["outlier_share"] = {name: part.mean().item() for name, part in outliers.items()}
         for path in filter(None, (run.dir / f"seed{args.seed}-compressed.pt", args.export)):
-            size = export(path, shared, args, train_set)
-        rest = sum(t.numel() * t.element_size() for t in rest_of(shared).values())
-        more[0] |= {**storage(shared.code(), rest), "bytes_file": size}
+            more[0].update(export(path, shared, args, train_set))
         if args.plot and (plt := common.pyplot()):
             draw_pictures(plt, run.dir, shared, field, codes, prediction, sets["test"].labels, args)
     return rows, numbers, shared
@@ -1215,6 +1211,8 @@ def main(argv=None) -> list:
                         f"{args.dataset} has not")
     if args.export and common.is_main():
         common.check_writable(args.export)
+    if not args.load:  # refuse what cannot work before the run's directory has its options
+        common.main_first(lambda: start_network(sets["train"], args))
     width, depth = f"-w{args.width:g}", f"-{args.depth}" * (args.model == "wide_resnet")
     run = common.Run(args, "gbnn2d", f"loaded-{Path(args.load).stem}" if args.load else (
         f"{data.set_name(args.dataset)}-{args.model}{depth}{width}-seed{args.seed}"))

@@ -675,18 +675,21 @@ def test_eval_and_load_repeat_the_story(story):
 
 
 def test_the_last_stage_learns(tmp_path):
-    """What the published trainer cannot: the loss of the shared network falls; batch norm's
-    statistics stay as stage det left them."""
-    rows = by_method(gbnn2d.main(options(
-        tmp_path, "--model", "resnet18", "--width", "0.05", "--epochs", "3", "--limit-steps", "15",
-        "--final-epochs", "4", "--tau-d", "2e-2", "--ood")))
+    """What the published trainer cannot: the loss of the shared network falls."""
+    rows = by_method(gbnn2d.main(options(tmp_path, "--epochs", "4", "--limit-steps", "15", "--ood",
+                                         "--final-epochs", "8", "--tau-d", "2e-2", "--mc", "1")))
     assert rows["final"]["nll"] < rows["merged"]["nll"]
-    states = [torch.load(tmp_path / f"gbnn2d/run/seed1-{s}.pt", weights_only=True)["net"]
-              for s in ("det", "stoch", "final")]
-    for key, value in states[0].items():
-        if "running" in key:
-            assert all(torch.equal(value, state[f"net.{key}"]) for state in states[1:])
-    assert states[2]["shift"].abs().max() > 1e-3
+    assert state_of(tmp_path, "run", "final")["net"]["shift"].abs().max() > 1e-3
+
+
+def own_folder(folder, classes=4, images=12):
+    """Images of `classes` greys in train and test."""
+    rng = np.random.default_rng(0)
+    for k, split, i in itertools.product(range(classes), ("train", "test"), range(images)):
+        place = folder / "own" / split / f"c{k}"
+        place.mkdir(parents=True, exist_ok=True)
+        grey = rng.integers(60 * k, 60 * k + 60, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(grey).save(place / f"{i}.png")
 
 
 def child(folder, *argv, processes=1):
@@ -708,7 +711,10 @@ def state_of(folder, name, stage):
 
 
 def test_two_processes_equal_one_and_a_killed_run_goes_on_bit_equal(tmp_path):
-    more = ["--model", "resnet18", "--width", "0.02", "-b", "20", "--ood"]
+    """And batch norm's statistics stay as stage det left them."""
+    own_folder(tmp_path)
+    more = ["--dataset", f"folder:{tmp_path / 'own'}", "--model", "resnet18", "--width", "0.02",
+            "-b", "20", "--ood", "--mc", "1", "--epochs", "1", "--workers", "0"]
     one, two = (child(tmp_path, *options(tmp_path, *more, "--name", str(n)), processes=n)
                 for n in (1, 2))
     killed = child(tmp_path, *options(tmp_path, *more, "--name", "killed"))
@@ -721,11 +727,14 @@ def test_two_processes_equal_one_and_a_killed_run_goes_on_bit_equal(tmp_path):
     for process in (one, two, again):
         out = process.communicate(timeout=300)[0]
         assert process.returncode == 0, out[-3000:]
+    det = state_of(tmp_path, "1", "det")["net"]
     for stage in ("det", "stoch", "final"):
         first, second, third = (state_of(tmp_path, n, stage)["net"] for n in ("1", "2", "killed"))
         for key, value in first.items():
             assert torch.equal(value, third[key]), (stage, key)
             torch.testing.assert_close(value, second[key], rtol=1e-7, atol=1e-7)
+            if "running" in key:
+                assert torch.equal(value, det[key.removeprefix("net.")]) and value.any()
     a, b = (state_of(tmp_path, n, "gmm") for n in ("1", "2"))
     assert torch.equal(a["merged"]["labels"], b["merged"]["labels"])
 
@@ -784,17 +793,20 @@ def test_files_that_are_no_exports(story, tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_pretrained_networks_with_auxiliary_outputs(tmp_path):
-    """GoogLeNet from a state dict is stage det: its two other heads are left out."""
-    net = torchvision.models.googlenet(weights=None, num_classes=10, init_weights=False)
+def test_pretrained_networks(tmp_path):
+    """A state dict is stage det; GoogLeNet's two other heads are left out."""
+    net = torchvision.models.googlenet(weights=None, num_classes=4, init_weights=False)
     torch.save(net.state_dict(), tmp_path / "net.pt")
-    for k, name in itertools.product(range(10), ("train", "test")):
-        place = tmp_path / "own" / name / f"c{k}"
-        place.mkdir(parents=True)
-        Image.fromarray(np.full((32, 32, 3), 25 * k, np.uint8)).save(place / "a.png")
+    net = gbnn2d.torchvision_network("googlenet", str(tmp_path / "net.pt"), 4, (3, 32, 32))
+    assert net.train()(torch.zeros(2, 3, 32, 32)).shape == (2, 4)
+    assert not any("aux" in name for name in gbnn2d.Layout(net).shapes)
+    own_folder(tmp_path)
+    name = "shufflenet_v2_x0_5"
+    net = getattr(torchvision.models, name)(weights=None, num_classes=4)
+    torch.save(net.state_dict(), tmp_path / "net.pt")
     rows = gbnn2d.main(options(
-        tmp_path, "--model", "torchvision/googlenet", "--weights", str(tmp_path / "net.pt"),
-        "--dataset", f"folder:{tmp_path / 'own'}", "--ood", "-b", "5", "--mc", "1", "--limit-steps",
-        "1", "--final-epochs", "1", "--workers", "0"))
-    assert [*by_method(rows)] == METHODS
+        tmp_path, "--model", f"torchvision/{name}", "--weights", str(tmp_path / "net.pt"),
+        "--dataset", f"folder:{tmp_path / 'own'}", "--ood", "-b", "8", "--mc", "1", "--limit-steps",
+        "1", "--final-epochs", "1", "--workers", "0", "--tau-w", "1"))
+    assert [*by_method(rows)] == METHODS and by_method(rows)["final"]["weights"] == 337_936
     assert not (tmp_path / "gbnn2d/run/seed1-det.pt").exists()
