@@ -28,25 +28,29 @@ Differs from the published code (github.com/yandex-research/proxy-dirichlet-dist
   - The published reverse KL counts the target's smoothing twice: its optimum has precision beta_0 +
     2 K. That is kept (--rkl-target published); --rkl-target paper has beta_0 + K.
   - Values and gradients are right where the textbook form is noise; nothing is added inside
-    logarithms and gamma functions (there: 2^-23); teachers' statistics are float64 and RMI >= 0
-    (there, identical members give negative precisions).
+    logarithms and gamma functions (there: 2^-23); nothing is changed in place (there: the precision
+    that is logged); teachers' statistics are float64 and RMI >= 0 (there, identical members give
+    negative precisions). --temperature is EnD2's; the published code has none.
   - An ensemble's proxy is scored with the number of classes (there: the number of members), EPKL is
     a mean over pairs (there: a sum), RMI = EPKL - MI (there: the sum less MI).
   - A softmax network has no MI, EPKL, RMI (there: those of Dir(exp(z)), whose scale is arbitrary).
   - PRR shares ties and is null without errors (there: order of rows, division by zero); ECE has 15
     bins (a, b] (there: 10, [a, b)); metrics are over all processes, on all examples.
   - One rule of learning rates: --lr 0.1 is per 256 images, as the published --learning_rate: the
-    rate is --lr x batch / 256, and is printed. Batches are global (there: a GPU's).
+    rate is --lr x batch / 256, and is printed. Batches are global (there: a GPU's). Students have
+    no AdamW; --opt adam is Adam, with the schedule.
   - Statistics of batch norm are of the global batch (there: of each GPU's 256 images).
-  - The step schedule never has a milestone before the second epoch (there: one epoch at 0.001 lr).
-  - Images are resized in proportion (--resize square: as published, both sides to 256); those of
-    ImageNet-C are not enlarged and cropped again.
+  - The step schedule has no milestone before the second epoch (there: one epoch is at 0.001 lr).
+  - Images are resized in proportion, by Pillow (--resize square: both sides to 256, as published
+    with OpenCV); those of ImageNet-C are not enlarged and cropped again. Means over corruptions are
+    ours (there: none).
   - MIMO's members are averaged as probabilities (there: logits), and measured as an ensemble.
-  - The last network counts (there: for students the last one or the best on a part of val).
+  - The last network counts (there: the last one, or the best on a part of val).
 """
 
 import argparse
 import hashlib
+import itertools
 import math
 import re
 import sys
@@ -82,10 +86,10 @@ PRESETS = {
     **{name: dict(model="resnet18", batch_size=128, mimo_batch_size=256, lr=0.2, weight_decay=5e-4,
                   ood=ood, shift="published")
        for name, ood in (("cifar10", ["svhn", "cifar100"]), ("cifar100", ["svhn"]))},
-    "numbers": dict(model="convnet", width=0.25, members=5, epochs=8, other_epochs=2,
-                    base_epochs=3, mimo_epochs=8, batch_size=128, mimo_batch_size=256, lr=6e-3,
+    "numbers": dict(model="convnet", width=0.25, members=5, epochs=10, other_epochs=2,
+                    base_epochs=5, mimo_epochs=8, batch_size=128, mimo_batch_size=256, lr=6e-3,
                     opt="adam", schedule="cosine", warm_up=0.2, losses=list(LOSSES),
-                    augment=False, cache_teachers=True, noise=3, shift="computed",
+                    augment=False, cache_teachers=True, noise=4, shift="computed",
                     shift_examples=100,
                     ood=["numbers_letters", "numbers_ambiguous"]),
 }
@@ -100,7 +104,7 @@ def parse_args(argv=None):
     add = parser.group("data")
     add("--limit-train", type=at_least(1), metavar="N", help="train on N images, evenly spaced")
     add("--noise", type=between(0, 5, int), metavar="SEVERITY", help="Gaussian noise of this "
-        "severity on all images, for sets in memory (numbers: 3, else it is too easy; paper: 0)")
+        "severity on all images, for sets in memory (numbers: 4, else it is too easy; paper: 0)")
     add = parser.group("network")
     add("--model", choices=["convnet", "resnet18", "resnet50"],
         help="resnets have a 3x3 stem for images up to 64 pixels (paper: resnet50)")
@@ -114,7 +118,7 @@ def parse_args(argv=None):
     add("--warm-up", type=between(0, 0.9), help="share of the steps with a rising learning rate")
     add("--augment", action=flag, help="crop and flip (published: on; embedded sets: off)")
     add("--label-smoothing", type=between(0, 0.999), default=0.0, help="of members and MIMO (0)")
-    add = parser.group("story")
+    add = parser.group("evaluation")
     add("--method", choices=["all", "base", "mimo", "distill"], default="all",
         help="all: members, students, table, what is done is kept; base: the member of --seed; "
         "mimo: such a network; distill: a student of --loss, from members that exist")
@@ -129,8 +133,6 @@ def parse_args(argv=None):
     add("--mimo-path", metavar="FILE", help="with --eval: a MIMO network from such a file")
     add("--logits", nargs="+", default=[], metavar="NPZ", help="evaluate saved logits, no network: "
         "files of --predict, the first in-distribution, with labels; the others are OOD sets")
-    add("--cache-teachers", action=flag, help="compute the members' statistics of every training "
-        "image once: for views that do not change (--no-augment)")
     add = parser.group("members")
     add("--base-epochs", type=at_least(0), help="of a member (paper: 120); --epochs: a student's, "
         "or those of the one network that --method base or mimo trains, as --lr, --batch-size")
@@ -165,7 +167,10 @@ def parse_args(argv=None):
     add("--shift-examples", type=at_least(0), metavar="N", help="test images a corruption; 0: all")
     add("--resize", choices=["side", "square"], default="side", help="image files, but for "
         "training: the shorter side to 256, or both (published); then the centre")
-    parser.group("run")("--unreadable", choices=["refuse", "skip"], default="refuse", help="image "
+    add = parser.group("run")
+    add("--cache-teachers", action=flag, help="compute the members' statistics of every training "
+        "image once: for views that do not change (--no-augment)")
+    add("--unreadable", choices=["refuse", "skip"], default="refuse", help="image "
         "files that do not decode: end at the first, or leave them out and name them on stderr "
         "(skip reads every file of the streamed folders once, before anything else)")
     return check_args(parser, parser.parse(argv))
@@ -186,10 +191,12 @@ def check_args(parser, args):
             args.ensemble_paths and args.method in ("base", "mimo"),
         "--student-path and --mimo-path are evaluated, not trained; add --eval":
             (args.student_path or args.mimo_path) and not args.eval,
+        "--device mps has no float64, which the losses need; use --device cpu":
+            args.device.type == "mps",
         f"--members {args.members}: an ensemble has at least 2":
             args.members < 2 and args.method in ("all", "distill") and not args.eval,
         "--cache-teachers: augmented views change with every epoch; add --no-augment":
-            args.cache_teachers and args.augment,
+            args.cache_teachers and args.augment and not args.eval,
         "--temperature goes with --anneal-epochs and --no-cache-teachers":
             args.temperature > 1 and (args.cache_teachers or not args.anneal_epochs),
         "--mimo-batch-size is below --mimo-members x --batch-repetitions":
@@ -670,7 +677,7 @@ def train(net, train_set, args, run, teachers=None):
             (rows.sum() * common.world_size() / size).backward()
             optimiser.step()
             totals += torch.stack([rows.detach().double().sum(), right.sum().double(),
-                                   totals.new_tensor(len(rows))])
+                                   totals.new_full((), len(rows))])
         loss, right, count = common.all_reduce(totals)
         run.log(loss / count, accuracy=right / count, lr=optimiser.param_groups[0]["lr"],
                 examples=min(steps * images, len(train_set)))
@@ -710,7 +717,8 @@ def passes(models, dataset, args):
     """Yield (index [b], {"members" [b, M, K], "student_<loss>" [b, K], "mimo" [b, E, K]: logits},
     labels [b]) of this process's part of a set, in eval mode, un-augmented."""
     if isinstance(dataset, SavedSet):
-        for rows in torch.arange(len(dataset.labels)).split(512):
+        own = torch.arange(len(dataset.labels)).tensor_split(common.world_size())[common.rank()]
+        for rows in own.split(512):
             yield rows, {k: z[rows] for k, z in dataset.logits.items()}, dataset.labels[rows]
         return
     members, mimo = models.members, models.mimo
@@ -772,7 +780,11 @@ def score(models, dataset, args, classes=None) -> dict:
             rows.setdefault(name, []).append(columns_of(outputs, labels).cpu())
         index.append(at.cpu())
     gathered = common.gather_rows(torch.cat(index), *map(torch.cat, rows.values()))
-    return dict(zip(rows, gathered or ()))
+    found = dict(zip(rows, gathered or ()))
+    if lost := [ROWS[row] for row, own in found.items() if own[:, 0].isnan().any()]:
+        raise UserError(f"{lost[0]}: logits on {dataset.name} are not finite, it has diverged; "
+                        "train it again with a lower --lr")
+    return found
 
 
 def predictive_metrics(columns) -> dict:
@@ -811,7 +823,7 @@ def rank_correlations(student, ensemble) -> dict:
 
 
 @torch.no_grad()
-def milliseconds(models, shape, args, batch_size=256) -> dict:
+def milliseconds(models, shape, batch_size, args) -> dict:
     """Time of a prediction by row of the table, ms an example, in batches; the shortest of five."""
     nets = {"single": models.members[:1], "ensemble": models.members,
             "mimo": [models.mimo] if models.mimo else [],
@@ -832,7 +844,8 @@ def milliseconds(models, shape, args, batch_size=256) -> dict:
 def evaluate(models, sets, args):
     """(rows of the report, {row of the table: columns} of the test set): each model on the test
     set, against each OOD set (and on it, where its labels mean something), on corrupted sets."""
-    seconds = milliseconds(models, sets.test.shape, args) if models.members else {}
+    seconds = {} if args.logits else milliseconds(
+        models, sets.test.shape, min(256, len(sets.test)), args)
     test, rows, name = score(models, sets.test, args), [], sets.test.name
     for row, own in test.items():
         values = predictive_metrics(own) | {"ms_per_example": seconds.get(row)}
@@ -859,14 +872,14 @@ def evaluate(models, sets, args):
 def shift_rows(models, sets, args) -> list:
     """Rows of each corruption and severity, and means over the kinds at each severity and over all;
     of the 15 kinds that published tables average, too."""
-    name, kinds = f"{args.dataset}_c", []
-    if args.shift == "published" and name in data.CORRUPTED:
-        kinds = data.corruption_kinds(name, args.data_dir)
-        name = data.corrupted_name(name, kinds)
-    elif args.shift == "computed":
-        name, kinds = f"{args.dataset}_computed", [*data.CORRUPTIONS]
-    rows, found = [], {}
-    for kind, severity, dataset in shifted_sets(sets, kinds, args):
+    rows, found, (name, kinds) = [], {}, sets.shift
+    for kind, severity in itertools.product(kinds, SEVERITIES):
+        if args.shift == "computed":
+            some = data.evenly(sets.test, args.shift_examples or None)
+            dataset = data.corrupted(some, kind, severity)
+        else:
+            dataset = data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir)
+            dataset = prepared(data.match(dataset, sets.test), args, 1)
         for row, own in score(models, dataset, args).items():
             values = found.setdefault(row, {})[kind, severity] = predictive_metrics(own)
             rows.append({"method": ROWS[row], "seed": args.seed, "n": len(own),
@@ -921,6 +934,7 @@ class Sets(NamedTuple):
     test: object = None
     ood: dict = {}            # {name: (set, the test set's classes [n] that its folders name)}
     predicted: object = None  # of --predict
+    shift: tuple = ("", ())   # name of the corrupted test set, its kinds
 
 
 def load_sets(args) -> Sets:
@@ -935,8 +949,16 @@ def load_sets(args) -> Sets:
                                              limit=args.limit_train)
     test = data.load(args.dataset, "test", **options)
     like = train or test
-    if args.shift == "computed" and isinstance(test, data.StreamedSet):
-        raise UserError("--shift computed is for sets in memory; add --shift none or published")
+    shift = f"{args.dataset}_c", []
+    if args.shift == "computed":
+        if isinstance(test, data.StreamedSet):
+            raise UserError("--shift computed is for sets in memory; use --shift none or published")
+        shift = f"{test.name}_computed", [*data.CORRUPTIONS]
+    elif args.shift == "published" and shift[0] in data.CORRUPTED:
+        kinds = data.corruption_kinds(shift[0], args.data_dir)
+        shift = data.corrupted_name(shift[0], kinds), kinds
+    if "shift" in args.explicit and args.shift != "none" and not shift[1]:
+        raise UserError(f"--shift published: {shift[0]} is not there; use --shift none or computed")
     if args.cache_teachers and train is not None:
         cache_form(train, args.losses)
     ood = {}
@@ -946,7 +968,7 @@ def load_sets(args) -> Sets:
         ood[name] = prepared(own, args, i), torch.tensor(classes) if whole else None
     predicted = args.predict and prepared(data.predict_set(args, like), args, 1)
     return Sets(train and prepared(train, args, 0), prepared(data.match(test, like), args, 1), ood,
-                predicted)
+                predicted, shift)
 
 
 def prepared(dataset, args, seed):
@@ -988,19 +1010,6 @@ def saved_set(path) -> SavedSet:
                     logits, float(head["offset"]))
 
 
-def shifted_sets(sets, kinds, args):
-    """Yield (kind, severity, set) of --shift."""
-    if args.shift == "computed":
-        some = data.evenly(sets.test, args.shift_examples or None)
-    for kind in kinds:
-        for severity in SEVERITIES:
-            if args.shift == "computed":
-                yield kind, severity, data.corrupted(some, kind, severity)
-            else:
-                own = data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir)
-                yield kind, severity, prepared(data.match(own, sets.test), args, 1)
-
-
 def run_name(args) -> str:
     width = f"-w{args.width:g}" * (args.width != 1)
     return args.name or f"{data.set_name(args.dataset)}-{args.model}{width}"
@@ -1008,7 +1017,7 @@ def run_name(args) -> str:
 
 def network_args(args, kind, seed, **more):
     """The options that shape one network of `kind`, with --epochs, --lr, --batch-size its own."""
-    others = {title for other, title in OWN.items() if other != kind} | {"story"}
+    others = {title for other, title in OWN.items() if other != kind}
     own = {k: v for k, v in vars(args).items() if args.groups.get(k) not in others}
     for key in ("epochs", "lr", "batch_size"):
         if (value := own.pop(f"{kind}_{key}", None)) is not None:
@@ -1022,56 +1031,32 @@ def network_args(args, kind, seed, **more):
     return argparse.Namespace(**{**own, **more, "seed": seed, "groups": groups, "name": None})
 
 
-def new_network(args, sets):
-    """Of `network_args`, on the device, initialised by its seed."""
-    common.seed_all(args.seed, [*OWN].index(args.kind))
-    net = make_network(args.model, sets.test.num_classes, sets.test.shape, args.width,
-                       getattr(args, "mimo_members", 1))
-    return net.to(args.device, memory_format=torch.channels_last)
-
-
-def finish(args, name, sets, teachers=None, training=True):
-    """Train the network of `network_args`, unless its last epoch is there; or only read it."""
-    net = new_network(args, sets)
-    if training:
-        train(net, sets.train, args, common.Run(args, "proxy_distill", name), teachers)
-        return net.eval().requires_grad_(False)
-    path = Path(args.out_dir, "proxy_distill", name, "network.pt")
-    if not path.is_file():
-        raise UserError(f"no {path}; train first (the same command without --eval)")
-    found = load_weights(net, path)
-    # how it was trained is its own affair: another batch size or rate here changes nothing
-    here = common.plain(common.options(args, without=("training", "evaluation", "run")))
-    differ = [f"{k} {found['config'].get(k)} there, {v} now" for k, v in here.items()
-              if found["config"].get(k) != v]
-    if found["epoch"] < args.epochs or differ:
-        raise UserError(f"{path} has {found['epoch']} of {args.epochs} epochs{', ' * bool(differ)}"
-                        f"{'; '.join(differ)}; finish it first, with the same options")
-    return net.eval().requires_grad_(False)
-
-
-def from_file(path, args, sets, kind):
-    """(network, the options that its file has) of ours, torchvision's or Lightning's."""
-    net = new_network(network_args(args, kind, args.seed, loss=args.loss), sets)
-    found = load_weights(net, path)
-    return net.eval().requires_grad_(False), found.get("hyper_parameters", found.get("config", {}))
-
-
-def members_of(args, sets, training) -> list:
-    """The M members: from --ensemble-paths, or of seeds from --seed on."""
-    if args.ensemble_paths:
-        return [from_file(path, args, sets, "base")[0] for path in args.ensemble_paths]
-    nets = []
-    for seed in range(args.seed, args.seed + args.members):
-        try:
-            nets.append(finish(network_args(args, "base", seed),
-                               f"{run_name(args)}-base-seed{seed}", sets, training=training))
-        except UserError as error:
-            if training:
-                raise
-            raise UserError(f"a member is missing: {error}; train it with --method base --seed "
-                            f"{seed}") from None
-    return nets
+def network(args, sets, kind, seed, path=None, training=False, teachers=None, **more):
+    """(network, its options): trained, where its last epoch is not there yet; or read, from `path`
+    (ours, torchvision's, Lightning's) or from its own run, which must be complete."""
+    own = network_args(args, kind, seed, **more)
+    common.seed_all(seed, [*OWN].index(kind))
+    net = make_network(args.model, sets.test.num_classes, sets.test.shape, own.width,
+                       args.mimo_members if kind == "mimo" else 1)
+    net = net.to(args.device, memory_format=torch.channels_last)
+    name = f"{run_name(args)}-{f'student_{own.loss}' if kind == 'distill' else kind}-seed{seed}"
+    if training and not path:
+        train(net, sets.train, own, common.Run(own, "proxy_distill", name), teachers)
+        return net.eval().requires_grad_(False), vars(own)
+    own_path = Path(args.out_dir, "proxy_distill", name, "network.pt")
+    if not path and not own_path.is_file():
+        raise UserError(f"no {own_path}; train first: --method base --seed {seed}" if kind == "base"
+                        else f"no {own_path}; train first (the same command without --eval)")
+    found = load_weights(net, path or own_path)
+    config = found.get("hyper_parameters", found.get("config", {}))
+    if not path:  # how it was trained is its own affair: another batch size changes nothing here
+        here = common.plain(common.options(own, without=("training", "evaluation", "run")))
+        differ = [f"{k} {config.get(k)} there, {v} now" for k, v in here.items()
+                  if config.get(k) != v]
+        differ += [f"{found['epoch']} of {own.epochs} epochs"] * (found["epoch"] < own.epochs)
+        if differ:
+            raise UserError(f"{own_path}: {'; '.join(differ)}; finish it first, with these options")
+    return net.eval().requires_grad_(False), config
 
 
 def digest(values) -> str:
@@ -1089,36 +1074,32 @@ def students_of(args, members, sets, run) -> dict:
     whose = digest(value for net in members for value in net.state_dict().values())
     if args.cache_teachers and losses and not args.eval:
         teachers.fill_cache(sets.train, losses, whose, run)
-    return {loss: finish(network_args(args, "distill", args.seed, loss=loss, ensemble=whose),
-                         f"{run_name(args)}-student_{loss}-seed{args.seed}", sets, teachers,
-                         not args.eval) for loss in losses}
+    return {loss: network(args, sets, "distill", args.seed, None, not args.eval, teachers,
+                          loss=loss, ensemble=whose)[0] for loss in losses}
 
 
 def networks_of(args, sets, run) -> Models:
-    """The networks of --method and this seed, trained or read; or those of files."""
+    """The networks of --method and this seed, trained or read; with --eval those of files alone, if
+    there are any."""
     if args.logits:
         return Models(offset=sets.test.offset)
-    if args.eval and (args.ensemble_paths or args.student_path or args.mimo_path):
-        members = members_of(args, sets, False) if args.ensemble_paths else []
-        models = Models(members, {}, args.model_offset, None)
-        if args.student_path:
-            net, own = from_file(args.student_path, args, sets, "distill")
-            models = models._replace(
-                students={own.get("loss_type", own.get("loss", args.loss)): net},
-                offset=float(own.get("model_offset", args.model_offset)))
-        return models._replace(mimo=args.mimo_path and from_file(
-            args.mimo_path, args, sets, "mimo")[0])
-
-    def network(kind):
-        return finish(network_args(args, kind, args.seed),
-                      f"{run_name(args)}-{kind}-seed{args.seed}", sets, training=not args.eval)
-
-    members = [network("base")] if args.method == "base" else []
-    if args.method in ("all", "distill"):
-        members = members_of(args, sets, args.method == "all" and not args.eval)
-    students = students_of(args, members, sets, run) if len(members) > 1 else {}
-    both = args.method == "mimo" or args.method == "all" and args.mimo
-    return Models(members, students, args.model_offset, network("mimo") if both else None)
+    paths = args.ensemble_paths, args.student_path, args.mimo_path
+    files = args.eval and any(paths)
+    members, students, mimo, offset = [], {}, None, args.model_offset
+    if args.ensemble_paths or args.method != "mimo" and not files:
+        seeds = range(args.seed, args.seed + (1 if args.method == "base" else args.members))
+        members = [network(args, sets, "base", seed, path, args.method != "distill" and
+                           not args.eval)[0]
+                   for seed, path in zip(seeds, args.ensemble_paths or [None] * len(seeds))]
+    if args.student_path:
+        net, own = network(args, sets, "distill", args.seed, args.student_path, loss=args.loss)
+        students = {own.get("loss_type", own.get("loss", args.loss)): net}
+        offset = float(own.get("model_offset", offset))
+    elif args.method in ("all", "distill") and not files:
+        students = students_of(args, members, sets, run)
+    if args.mimo_path or not files and args.method in ("mimo", *["all"] * args.mimo):
+        mimo, _ = network(args, sets, "mimo", args.seed, args.mimo_path, not args.eval)
+    return Models(members, students, offset, mimo)
 
 
 def predict(models, dataset, run, args):
@@ -1133,8 +1114,9 @@ def predict(models, dataset, run, args):
     labels, logits = rows[0], {name: z.float() for name, z in zip(names, rows[1:])}
     common.save_arrays(run.dir / f"logits_{dataset.name}.npz", names=names, labels=labels,
                        offset=models.offset, **logits)
-    parts = [outputs_of(own, models.offset) for _, own, _ in passes(
-        models, SavedSet(dataset.name, labels, logits, models.offset), args)]
+    with common.alone():
+        saved = passes(models, SavedSet(dataset.name, labels, logits, models.offset), args)
+        parts = [outputs_of(own, models.offset) for _, own, _ in saved]
     best = [row for row in ("single", "mimo", "ensemble", *(f"student_{loss}" for loss in LOSSES))
             if row in parts[0]][-1]
     own = [part[best] for part in parts]
@@ -1148,7 +1130,8 @@ def main(argv=None) -> list:
     args = parse_args(argv)
     sets = load_sets(args)
     what = f"student_{args.loss}" if args.method == "distill" else args.method
-    name = args.name or f"{run_name(args)}-{'logits' if args.logits else what}-seed{args.seed}"
+    name = f"{run_name(args)}-results-{'logits' if args.logits else what}-seed{args.seed}"
+    name = args.name if args.name and args.method == "all" else name
     # --eval: networks may be there, trained one by one, where this directory is not yet
     exists = Path(args.out_dir, "proxy_distill", name).is_dir()
     run = common.Run(common.with_options(args, name=None, eval=args.eval and exists),

@@ -5,10 +5,8 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -388,7 +386,8 @@ def test_known_ensembles_and_dirichlets():
     certain = pd.ensemble_outputs(pd.ensemble_statistics(200 * torch.eye(5, 30)[:, None])).measures
     assert certain["epistemic"].item() == pytest.approx(math.log(5), abs=1e-6)
     # each of 5 members has 12 on a class of its own, 0 on the other 999: a bad fit
-    e, names = pd.ensemble_statistics(12 * torch.eye(5, 1000)[:, None]), ("epistemic", "rmi", "epkl")
+    names = "epistemic", "rmi", "epkl"
+    e = pd.ensemble_statistics(12 * torch.eye(5, 1000)[:, None])
     own, proxy = (out.measures for out in (pd.ensemble_outputs(e), pd.proxy_outputs(e)))
     np.testing.assert_allclose([own[n].item() for n in names], [1.60, 7.94, 9.54], atol=6e-3)
     np.testing.assert_allclose([proxy[n].item() for n in names], [0.076, 15.81, 15.88], atol=6e-3)
@@ -532,7 +531,8 @@ def save_as_lightning(path, net, style, **options):
                 *LIGHTNING)}
     attributes = type("AttributeDict", (dict,), {"__module__": LIGHTNING[0]})
     callback = type("ModelCheckpoint", (), {"__module__": LIGHTNING[1]})
-    modules[LIGHTNING[0]].AttributeDict, modules[LIGHTNING[1]].ModelCheckpoint = attributes, callback
+    modules[LIGHTNING[0]].AttributeDict = attributes
+    modules[LIGHTNING[1]].ModelCheckpoint = callback
     state = {"epoch": 89, "global_step": 56250, "pytorch-lightning_version": f"{style}.3",
              "state_dict": {f"model.{k}": v for k, v in net.state_dict().items()},
              "callbacks": {callback if style == "1.4" else "ModelCheckpoint{'monitor': 'val_acc1'}":
@@ -634,7 +634,7 @@ def test_metrics_are_scikit_learns_and_torchmetrics():
 def test_confidences_on_the_edge_of_a_bin_are_in_it():
     """Bins (a, b] of 1/15, as linspace has them: .6 and .2 close theirs, 1.0 is in the last."""
     own = torch.zeros(4, len(pd.COLUMNS)).double()
-    own[:, pd.COLUMNS.index("top_prob")] = torch.tensor([0.6, 0.59, 0.61, 1.0]).double()
+    own[:, pd.COLUMNS.index("top_prob")] = torch.tensor([0.6, 0.59, 0.61, 1.0], dtype=torch.float64)
     own[:, pd.COLUMNS.index("correct")] = torch.tensor([1.0, 1.0, 0.0, 1.0])
     right = (abs(2 - 1.19) + 0.61 + 0.0) / 4
     assert pd.predictive_metrics(own)["ece15"] == pytest.approx(right)
@@ -677,3 +677,354 @@ def test_a_subset_of_classes_is_that_of_its_logits():
         for measure, value in whole[name].measures.items():
             assert torch.equal(own[name].measures[measure], value)
     assert {*pd.outputs_of({"members": logits["members"][:, :1]}, 1.0)} == {"single"}
+
+
+# ---- Runs ---------------------------------------------------------------------------------------
+
+
+def write_images(folder, count, rng, tint=(0, 0, 0), size=32):
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(count):
+        pixels = rng.integers(0, 120, (size, size, 3)) + np.array(tint)
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png", compress_level=1)
+
+
+@pytest.fixture(scope="module")
+def own_data(tmp_path_factory):
+    """PATH of a folder: data set of 4 classes, 37 training and 22 test images, and PATH/../odd."""
+    root, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    for c, count in enumerate((10, 9, 9, 9)):
+        tint = 60 * np.array([c & 1, c & 2, 1])
+        write_images(root / f"own/train/{c}", count, rng, tint)
+        write_images(root / f"own/test/{c}", 6 if c < 2 else 5, rng, tint)
+    write_images(root / "odd", 9, rng)
+    return root
+
+
+@pytest.fixture
+def small(own_data, tmp_path):
+    """Options of the whole story in a second or two."""
+    return [*f"--dataset folder:{own_data}/own --ood folder:{own_data}/odd --model convnet --width "
+            ".1 --members 2 --base-epochs 2 --epochs 2 --mimo-epochs 2 --batch-size 16 "
+            "--mimo-batch-size 32 --lr .5 --no-augment --cache-teachers --noise 1 --shift none "
+            f"--device cpu --no-plot --out-dir {tmp_path}/runs --name run --losses".split(),
+            *pd.LOSSES]
+
+
+def folder(options, what=""):
+    out, name = (options[options.index(o) + 1] for o in ("--out-dir", "--name"))
+    return Path(out) / "proxy_distill" / f"{name}{what}"
+
+
+def renamed(options, name):
+    options = list(options)
+    options[options.index("--name") + 1] = name
+    return options
+
+
+def weights_of(path):
+    return torch.load(path / "network.pt", weights_only=True)["net"]
+
+
+def assert_equal_weights(a, b):
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def timeless(rows):
+    return [{k: v for k, v in row.items() if k != "ms_per_example"} for row in rows]
+
+
+def test_the_story_its_evaluation_and_its_saved_logits(small, own_data, capsys, monkeypatch):
+    some = dict(itertools.islice(data.CORRUPTIONS.items(), 2))
+    monkeypatch.setattr(data, "CORRUPTIONS", some)
+    options = [o for o in small if o != "--no-plot"]
+    options[options.index("none")] = "computed"
+    options += ["--shift-examples", "4", "--mimo", "--predict", f"folder:{own_data}/own/test"]
+    rows, root = pd.main(options), folder(small)
+    said, table = capsys.readouterr().out.split("\n\n", 1)
+    assert "learning rate 0.03125 = --lr 0.5 x 16 / 256" in said
+    assert "learning rate 0.0625 = --lr 0.5 x 32 / 256" in said
+    assert max(map(len, table.splitlines())) <= 120
+    with Image.open(root / "story.png") as image:
+        assert image.width > 500 and len(set(image.convert("L").resize((64, 32)).tobytes())) > 10
+    assert timeless(json.loads((root / "results.json").read_text())["rows"]) == timeless(rows)
+    by = {(row["method"], row["set"], row.get("against")): row for row in rows}
+    for method in pd.ROWS.values():
+        plain, against = by[method, "own", None], by[method, "own", "odd"]
+        soft = method in ("single network", "EnD (forward KL)")  # a softmax has no epistemic one
+        assert ("auroc_epistemic" in against) == ("prr_epistemic" in plain) == (not soft)
+        assert {"accuracy", "nll", "brier", "ece15", "prr_total"} <= plain.keys()
+        assert {"auroc_total", "fpr95_confidence"} <= against.keys() and plain["n"] == 22
+        assert by[method, "own_computed mean of 2 kinds 5", None].keys() >= {"nll", "accuracy"}
+    assert by["ensemble", "own", None]["nll"] == by["its proxy", "own", None]["nll"]
+    kept = {p: p.read_bytes() for p in root.parent.rglob("network.pt")}
+    assert len(kept) == 7
+    for more in (["--eval", "--batch-size", "7", "--augment", "--no-cache-teachers"], []):
+        again = pd.main([*options, *more, "--no-plot"])
+        for a, b in zip(timeless(again), timeless(rows)):
+            assert a.keys() == b.keys()
+            assert all(v == b[k] or v == pytest.approx(b[k], rel=1e-3, abs=1e-4)
+                       for k, v in a.items()), (a, b)
+    assert kept == {p: p.read_bytes() for p in kept}
+    lines = (root / "predictions.csv").read_text().splitlines()
+    assert len(lines) == 23 and {"confidence", "total", "aleatoric", "epistemic", "epkl"} <= {
+        *lines[0].split(",")}
+    saved = str(next(root.glob("logits_*.npz")))
+    again = pd.main(["--logits", saved, "--out-dir", str(root.parent), "--device", "cpu"])
+    assert {row["method"] for row in again} == {*pd.ROWS.values()}
+    for row in again:
+        right = by[row["method"], "own", None]
+        assert all(v == right[k] or v == pytest.approx(right[k], abs=1e-5)
+                   for k, v in row.items() if k not in ("set", "ms_per_example")), row
+
+
+@pytest.mark.parametrize("method", ["base", "mimo", "distill"])
+def test_killed_and_resumed_equals_uninterrupted(small, monkeypatch, method):
+    if method == "distill":
+        for name, seed in itertools.product(("run", "calm"), "12"):
+            pd.main([*renamed(small, name), "--method", "base", "--seed", seed])
+    small = [*small, "--method", method, "--epochs", "3"]
+    pd.main(renamed(small, "calm"))
+    what = "-student_rkl_proxy-seed1" if method == "distill" else f"-{method}-seed1"
+    real, calls = pd.batch_loss, []
+
+    def killed(*rest):
+        calls.append(1)
+        if len(calls) == (12 if method == "mimo" else 7):  # in the second epoch or the third
+            raise KeyboardInterrupt
+        return real(*rest)
+
+    monkeypatch.setattr(pd, "batch_loss", killed)
+    with pytest.raises(KeyboardInterrupt):
+        pd.main(small)
+    assert torch.load(folder(small, what) / "network.pt", weights_only=True)["epoch"] in (1, 2)
+    pd.main(small)
+    assert_equal_weights(*(weights_of(folder(renamed(small, n), what)) for n in ("run", "calm")))
+
+
+def test_two_processes_equal_one(small):
+    """All of it: members, the cache of the teachers, students, MIMO's shuffled rows, evaluation."""
+    losses = small.index("--losses")
+    small = [*small[:losses], "--opt", "sgd", "--lr", ".1", "--mimo", "--losses", "rkl_proxy",
+             "dirichlet_likelihood"]
+    one, two = (pd.main(renamed(small, "one")), renamed(small, "two"))
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
+                           "--master_port", str(29600 + os.getpid() % 300),
+                           str(REPO / "proxy_distill.py"), *two], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for what in ("base-seed1", "base-seed2", "mimo-seed1", "student_rkl_proxy-seed1",
+                 "student_dirichlet_likelihood-seed1"):
+        a, b = (weights_of(folder(renamed(small, name), f"-{what}")) for name in ("one", "two"))
+        for key, value in a.items():
+            difference = (value.double() - b[key].double()).abs().max()
+            assert difference < 1e-4 * max(1.0, value.abs().max()), (what, key)
+    other = json.loads((folder(two) / "results.json").read_text())["rows"]
+    for a, b in zip(one, other, strict=True):
+        assert a["method"] == b["method"] and a["n"] == b["n"]
+        assert b.get("nll", 0) == pytest.approx(a.get("nll", 0), abs=1e-3)
+    cached = [torch.load(next(folder(renamed(small, name)).glob("teachers-*.pt")),
+                         weights_only=True) for name in ("one", "two")]
+    assert len(cached[1]["rmi"]) == 37 and (cached[1]["log_probs"].exp().sum(1) > 0.99).all()
+    np.testing.assert_allclose(cached[0]["log_probs"], cached[1]["log_probs"], atol=1e-3)
+
+
+def test_cached_teachers_are_the_members_and_a_damaged_cache_is_refused(small):
+    losses = small.index("--losses")
+    small = [*small[:losses], "--losses", "rkl_proxy"]
+    cached = pd.main(small)
+    online = pd.main([*renamed(small, "online"), "--no-cache-teachers"])
+    for a, b in zip(cached, online, strict=True):
+        assert b.get("nll", 0) == pytest.approx(a.get("nll", 0), rel=1e-4)
+    path = next(folder(small).glob("teachers-*.pt"))
+    path.write_bytes(path.read_bytes()[:-2000])  # it was filled up with zeros and believed
+    with pytest.raises(UserError, match="damaged"):
+        pd.main([*small[:losses], "--losses", "forward_kl"])
+    huge = type("Huge", (), {"num_classes": 1000, "__len__": lambda self: 1_281_167})()
+    both, dtype = pd.cache_form(huge, ["rkl_proxy", "forward_kl"])
+    assert dtype == torch.float16 and not both  # 2.6 GB
+    with pytest.raises(UserError, match="5.1 GB"):
+        pd.cache_form(huge, ["dirichlet_likelihood"])
+
+
+def test_teachers_are_left_alone(small):
+    """No gradient and no batch statistics reach the members; a student belongs to its ensemble."""
+    for seed in "12":
+        pd.main([*small, "--method", "base", "--seed", seed])
+    paths = [folder(small, f"-base-seed{s}") / "network.pt" for s in "12"]
+    before = [p.read_bytes() for p in paths]
+    student = [*small, "--method", "distill", "--batch-size", "12", "--no-cache-teachers"]
+    pd.main(student)  # with another batch size than its members had
+    assert before == [p.read_bytes() for p in paths]
+    pd.main([*small, "--method", "base", "--lr", "2", "--fresh"])
+    with pytest.raises(UserError, match="ensemble"):
+        pd.main(student)
+
+
+def test_published_files_are_evaluated_and_teach(small, tmp_path):
+    """Lightning's files of the same weights: the same rows, the same student."""
+    losses = small.index("--losses")
+    small = [*small[:losses], "--mimo", "--losses", "rkl_proxy"]
+    rows, paths = pd.main(small), {}
+    for what, mimo in (("base-seed1", 1), ("base-seed2", 1), ("student_rkl_proxy-seed1", 1),
+                       ("mimo-seed1", 2)):
+        net = network("convnet", 4, 32, mimo, 3, 0.1)
+        net.load_state_dict(weights_of(folder(small, f"-{what}")))
+        paths[what] = str(tmp_path / f"{what}.ckpt")
+        save_as_lightning(Path(paths[what]), net, "1.5", loss_type="rkl_proxy", model_offset=1.0)
+    members = ["--ensemble-paths", paths["base-seed1"], paths["base-seed2"]]
+    again = pd.main([*renamed(small, "files"), "--eval", *members, "--student-path",
+                     paths["student_rkl_proxy-seed1"], "--mimo-path", paths["mimo-seed1"]])
+    key = lambda row: (row["method"], row.get("against") or "")
+    assert timeless(sorted(again, key=key)) == timeless(sorted(rows, key=key))
+    alone = pd.main([*renamed(small, "alone"), "--eval", "--student-path",
+                     paths["student_rkl_proxy-seed1"]])
+    assert {row["method"] for row in alone} == {"proxy, reverse KL"}
+    pd.main([*renamed(small, "taught"), *members])
+    assert_equal_weights(*(weights_of(folder(renamed(small, n), "-student_rkl_proxy-seed1"))
+                           for n in ("run", "taught")))
+
+
+def test_the_loss_that_is_trained_is_logged_and_checked(small, monkeypatch, capsys):
+    losses = small.index("--losses")
+    small = [*small[:losses], "--losses", "rkl_proxy", "--epochs", "1"]
+    monkeypatch.setattr(pd, "distillation_loss", lambda z, *_: 0 * z.double().sum(-1) + 7.25)
+    pd.main(small)
+    assert "loss 7.25 " in capsys.readouterr().out
+    monkeypatch.setattr(pd, "distillation_loss", lambda z, *_: math.nan * z.double().sum(-1))
+    with pytest.raises(UserError, match="loss nan"):
+        pd.main([*small, "--fresh"])
+
+
+def test_a_network_that_diverged_is_not_evaluated(small):
+    pd.main([*small, "--method", "base"])
+    path = folder(small, "-base-seed1") / "network.pt"
+    state = torch.load(path, weights_only=True)
+    state["net"]["fc.weight"] *= math.inf
+    torch.save(state, path)
+    with pytest.raises(UserError, match="single network.*diverged"):
+        pd.main([*small, "--method", "base", "--eval"])
+
+
+@pytest.mark.parametrize("more", [
+    "--losses rkl_proxy --rkl-target paper --max-precision 1e4 --student-width .2",
+    "--lr .01 --losses dirichlet_likelihood --temperature 5 --anneal-epochs 2 --no-cache-teachers",
+    "--losses proxy --model-offset 0 --target-offset 0 --opt sgd --lr 1e-3 --schedule cosine",
+    "--losses forward_kl --model resnet18 --width 0.05 --amp bf16 --label-smoothing 0.1 --augment "
+    "--no-cache-teachers --runs 2"])
+def test_options(small, more):
+    rows = pd.main([*small, "--base-epochs", "1", "--epochs", "1", *more.split()])
+    assert all(math.isfinite(v) for row in rows for v in row.values() if isinstance(v, float))
+    if "--runs" in more:  # members of its own in each run
+        assert {row["seed"] for row in rows} == {1, 3}
+
+
+def test_runs_of_one_kind_have_the_next_seeds(small, capsys):
+    rows = pd.main([*small, "--method", "base", "--runs", "2", "--epochs", "1"])
+    assert {row["seed"] for row in rows} == {1, 2} and "\nseed 2\n" in capsys.readouterr().out
+    assert [p.parent.name for p in sorted(folder(small).parent.rglob("network.pt"))] == [
+        "run-base-seed1", "run-base-seed2"]
+
+
+WNIDS = ["n01", "n02", "n03"]
+
+
+@pytest.fixture(scope="module")
+def imagenet(tmp_path_factory):
+    """A --data-dir like ImageNet's: 3 classes; A, O and R with a part of them; of C fog whole, snow
+    without severity 3, and a folder that is no corruption."""
+    root, rng = tmp_path_factory.mktemp("imagenet"), np.random.default_rng(0)
+    for where, count, classes in (("imagenet/train", 6, WNIDS), ("imagenet/val", 4, WNIDS),
+                                  ("imagenet-a", 3, WNIDS[1:2]), ("imagenet-r", 3, WNIDS[:2]),
+                                  ("imagenet-o", 4, WNIDS[2:])):
+        for c in classes:
+            tint = 60 * np.array([c == n for n in WNIDS])
+            write_images(root / where / c, count, rng, tint, 48)
+    for kind, severity in itertools.product(("fog", "snow"), range(1, 6)):
+        if (kind, severity) != ("snow", 3):
+            for c in WNIDS:
+                write_images(root / f"imagenet-c/{kind}/{severity}/{c}", 1, rng, size=48)
+    (root / "imagenet-c/notes/1").mkdir(parents=True)
+    return root
+
+
+def test_streamed_folders(imagenet, tmp_path, capsys):
+    options = (f"--dataset imagenet --data-dir {imagenet} --out-dir {tmp_path}/runs --name run "
+               "--model convnet --width .05 --members 2 --base-epochs 1 --epochs 1 --batch-size 9 "
+               "--lr .1 --workers 0 --losses rkl_proxy --no-mimo --device cpu --no-plot").split()
+    rows = pd.main(options)
+    by = {(row["method"], row["set"], row.get("against")): row for row in rows}
+    for method in ("single network", "its proxy + 1", "proxy, reverse KL"):
+        assert by[method, "imagenet", None]["n"] == 12
+        for name, n in (("a", 3), ("r", 6)):
+            assert by[method, f"imagenet_{name}", None]["n"] == n
+            assert by[method, "imagenet, its classes", f"imagenet_{name}"]["n"] == 4 * n // 3
+        assert (method, "imagenet_o", None) not in by  # its labels mean nothing
+        assert by[method, "imagenet", "imagenet_o"]["n"] == 12
+    shifts = {name for _, name, _ in by if "_c" in name}  # a part is never reported as the whole
+    assert "imagenet_c_1of15 fog 5" in shifts and not any("snow" in s for s in shifts)
+    assert "imagenet_c_1of15 mean of 1 kinds" in shifts and "notes" in capsys.readouterr().out
+    again = pd.main([*options, "--eval", "--shift", "none"])
+    assert timeless(again) == timeless([r for r in rows if "_c" not in r["set"]])
+    square = pd.main([*options, "--eval", "--resize", "square", "--shift", "none"])
+    assert len(square) == len(again)  # square images: the same
+    broken = imagenet / "imagenet/val/n02/3.png"
+    whole = broken.read_bytes()
+    broken.write_bytes(b"not an image")
+    try:
+        with pytest.raises(UserError, match=str(broken)):
+            pd.main([*options, "--eval", "--shift", "none"])
+        left = pd.main([*options, "--eval", "--shift", "none", "--unreadable", "skip"])
+        assert left[0]["n"] == 11 and f"{broken}: unreadable, skipped" in capsys.readouterr().err
+    finally:
+        broken.write_bytes(whole)
+    for more, said in (("--shift computed", "in memory"), ("--noise 2", "streamed")):
+        with pytest.raises(UserError, match=said):  # before anything is trained
+            pd.main([*renamed(options, "refused"), *more.split()])
+    assert not list(tmp_path.glob("runs/proxy_distill/refused*/*.pt"))
+
+
+@pytest.mark.parametrize("argv, said", [
+    ("--members 1", "--members"), ("--loss nothing", "--loss"), ("--model nothing", "--model"),
+    ("--augment", "--no-augment"), ("--temperature 5", "--anneal-epochs"), ("--runs 0", "--runs"),
+    ("--repetition-probability 2", "--repetition-probability"), ("--dataset no", "--dataset"),
+    ("--workers -1", "--workers"), ("--max-precision 0", "--max-precision"),
+    ("--student-width 0", "--student-width"), ("--ood nothing", "nothing"),
+    ("--ensemble-paths nowhere.pt nowhere.pt", "nowhere.pt"), ("--eval", "train"),
+    ("--method base --ensemble-paths nowhere.pt", "nowhere.pt"),
+    ("--method base --ensemble-paths {file}", "--ensemble-paths"),
+    ("--student-path {file}", "--eval"), ("--method distill", "--method base --seed 1"),
+    ("--mimo-batch-size 3", "--mimo-batch-size"), ("--logits {file}", "npz"),
+    ("--eval --student-path {file}", "plain tensors")])
+def test_misuse_is_one_line(small, tmp_path, argv, said):
+    file = tmp_path / "file"
+    file.write_text("no network")
+    with pytest.raises(UserError, match=re.escape(said)) as error:
+        pd.main([*small, *argv.format(file=file).split()])
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_one_rule_of_learning_rates_and_the_published_settings(tmp_path, monkeypatch):
+    """--learning_rate 0.1 is .8 for a batch of 2,048, as in the published command, and 1.6 for
+    MIMO's 4,096 rows, of 1,024 images."""
+    args = pd.parse_args(["--dataset", "imagenet", "--learning_rate", "0.1", "--device", "cpu"])
+    found = {kind: pd.network_args(args, kind, 1, loss="rkl_proxy") for kind in pd.OWN}
+    assert {kind: (own.lr * own.batch_size / 256, own.epochs) for kind, own in found.items()} == {
+        "base": (pytest.approx(0.8), 120), "mimo": (pytest.approx(1.6), 150),
+        "distill": (pytest.approx(0.8), 90)}
+    mimo = found["mimo"]
+    assert mimo.batch_size // (mimo.mimo_members * mimo.batch_repetitions) == 1024
+    assert (args.weight_decay, args.model_offset, args.target_offset) == (1e-4, 1, 1)
+    assert args.loss == "rkl_proxy" and args.members == 10 and args.mimo
+    own = pd.parse_args(["--method", "mimo", "--lr", ".2", "--batch-size", "512", "--epochs", "3"])
+    own = pd.network_args(own, "mimo", 1)
+    assert (own.lr, own.batch_size, own.epochs) == (0.2, 512, 3)
+    monkeypatch.chdir(tmp_path)
+    for name in ("seed0.ckpt", "seed1.ckpt", "student.ckpt"):
+        Path(name).touch()
+    usage = re.search(r"Usage:\n(.*?)\n\n", pd.__doc__, re.S)[1].replace("\\\n", " ")
+    commands = [re.search(r"proxy_distill\.py([^#]*)", line)[1].split()
+                for line in usage.splitlines()]
+    assert len(commands) == 4
+    for command in commands:
+        pd.parse_args([*command, "--device", "cpu"])
