@@ -83,13 +83,15 @@ IVON = dict(ivon_lr=98.0, ivon_hess_init=0.01, ivon_ess=1e6, ivon_betas=[0.9, 0.
 PRESETS = {
     # paper: 30 members of seeds 1-30, 30 ensembles of each K, 200 samples in total; published
     # settings throughout
-    "": dict(model="wrn_16_4", norm="frn", dropout=0.0, epochs=100, batch_size=128, lr=0.1,
-             weight_decay=5e-4, opt="sgd", augment=False, members=30, ensembles=[1, 2, 5, 10, 20],
-             combinations=30, samples=200, val_samples=100, num_val=2000, swag_epochs=100,
-             methods=["map", "swa", "swag", "llla", "la_nf"], swag_lrs=SWAG_LRS, structure="full",
-             dropouts=[0.05, 0.1, 0.2], ivon_epochs=200, ivon_lr=0.2, ivon_hess_init=0.5,
-             ivon_betas=[0.9, 0.99999], flow_layers=10, flow_epochs=20, y_var=4e-4, target="u0",
-             eval_batch_size=2048, ood=[]),
+    "": dict(model="wrn_16_4", depth=None, width=1.0, norm="frn", dropout=0.0, epochs=100,
+             batch_size=128, lr=0.1, weight_decay=5e-4, opt="sgd", augment=False, y_var=4e-4,
+             members=30, ensembles=[1, 2, 5, 10, 20], combinations=30, samples=200,
+             val_samples=100, num_val=2000, methods=["map", "swa", "swag", "llla", "la_nf"],
+             swag_epochs=100, swag_lrs=SWAG_LRS, swag_weight_decay=None, structure="full",
+             flow_layers=10, flow_epochs=20, dropouts=[0.05, 0.1, 0.2], ivon_epochs=200,
+             ivon_lr=0.2, ivon_hess_init=0.5, ivon_betas=[0.9, 0.99999], ivon_ess=None,
+             ivon_clip=None, target="u0", eval_batch_size=2048, limit_train=None, limit_test=None,
+             ood=[]),
     "cifar10": dict(ood=["svhn+cifar100"], augment=True),
     "cifar100": dict(ood=["svhn+cifar10"], augment=True),
     "sst2": dict(model="bert_256_4", dropout=0.5, batch_size=64, lr=5e-3, weight_decay=3e-3),
@@ -97,12 +99,11 @@ PRESETS = {
                 swag_lrs=MOLECULE_LRS),
     "mnist": dict(ood=["fashion_mnist"]),
     "fashion_mnist": dict(ood=["mnist"]),
-    "glyphs": dict(depth=10, width=0.25, epochs=6, batch_size=32, lr=0.2, weight_decay=1e-4,
-                   members=3, ensembles=[1, 3], combinations=3, samples=12, val_samples=12,
-                   methods=list(METHODS), num_val=500, limit_train=3000, swag_epochs=6,
-                   swag_lrs=[0.03, 0.01], dropouts=[0.1], ivon_epochs=6, ivon_clip=5e-3,
-                   flow_epochs=5, ood=["glyphs_letters"], limit_test=1000, eval_batch_size=100,
-                   **IVON),
+    "glyphs": dict(depth=10, width=0.25, epochs=40, batch_size=32, weight_decay=1e-4, members=5,
+                   ensembles=[1, 5], combinations=5, samples=20, val_samples=10, num_val=500,
+                   limit_train=1000, swag_epochs=8, swag_lrs=[0.03, 0.01], dropouts=[0.1],
+                   ivon_epochs=20, ivon_clip=5e-3, flow_epochs=5, ood=["glyphs_letters"],
+                   limit_test=1000, eval_batch_size=100, **IVON),
     "reviews": dict(model="bert_256_4", depth=2, width=0.25, dropout=0.1, epochs=8, batch_size=64,
                     lr=2e-3, weight_decay=0.01, opt="adamw", members=3, ensembles=[1, 3],
                     combinations=3, samples=20, val_samples=20, methods=list(METHODS),
@@ -274,7 +275,8 @@ class FRN(nn.Module):
     def forward(self, x):
         scale = self.gamma * (widen(x).square().mean((2, 3), keepdim=True) + 1e-6).rsqrt()
         # a relu between two shifts: its backward pass reads memory half as often as maximum's
-        return F.relu(x * scale.to(x.dtype) + (self.beta - self.tau)) + self.tau
+        shifted = x * scale.to(x.dtype) + (self.beta - self.tau).to(x.dtype)
+        return F.relu(shifted) + self.tau.to(x.dtype)
 
 
 def norm_unit(channels, norm):
@@ -472,15 +474,15 @@ def swag_samples(mean, variance, deviations, diagonal_noise, low_rank_noise, sca
     """[S, P]: mean + sqrt(scale / 2) [sqrt(d) z_1 + D^T z_2 / sqrt(R - 1)].
 
     z_1 [S, P] and z_2 [S, R] standard normal, independent. Their covariance is
-    scale (diag(d) / 2 + D^T D / (2 (R - 1))), about that of the iterates. With one of the two noises
+    scale (diag(d) / 2 + D^T D / (2 (R - 1))), about that of the iterates. With one of the noises
     None the other's part has all of it: scale diag(d), or scale D^T D / (R - 1).
     """
-    parts = [noise is not None for noise in (diagonal_noise, low_rank_noise)]
-    spread = diagonal_noise * variance.sqrt() if parts[0] else mean.new_zeros(
-        len(low_rank_noise), len(mean))
-    if parts[1]:
-        spread.addmm_(low_rank_noise, deviations, alpha=1 / math.sqrt(len(deviations) - 1))
-    return spread.mul_(math.sqrt(scale / sum(parts))).add_(mean)
+    terms = []
+    if diagonal_noise is not None:
+        terms.append(diagonal_noise.to(mean) * variance.sqrt())
+    if low_rank_noise is not None:
+        terms.append(low_rank_noise.to(mean) @ deviations / math.sqrt(len(deviations) - 1))
+    return mean + math.sqrt(scale / len(terms)) * sum(terms)
 
 
 def ivon_deviation(hessian, noise, ess, weight_decay) -> Tensor:
@@ -666,13 +668,17 @@ def full_spectrum(blocks, dtype) -> Spectrum:
 
 
 def laplace_samples(theta, spectrum, delta, noise) -> Tensor:
-    """[S, P] from N(theta, (H + delta I)^-1), noise [S, P] standard normal.
+    """[S, P] from N(theta, (H + delta I)^-1), noise [S, P] standard normal, by the symmetric root
+    Q (values + delta)^-1/2 Q^T: whatever signs the eigenvectors have.
 
     NaN where H + delta I is not positive definite (molecules).
     """
     scale = (spectrum.values + delta).to(noise)
-    moved = noise * torch.where(scale > 0, scale, torch.nan).rsqrt()
-    return theta + (moved if spectrum.basis is None else moved @ spectrum.basis.to(noise).T)
+    root = torch.where(scale > 0, scale, torch.nan).rsqrt()
+    if spectrum.basis is None:
+        return theta + noise * root
+    basis = spectrum.basis.to(noise)
+    return theta + (noise @ basis * root) @ basis.T
 
 
 # Published grids: 10^-4 ... 10^4 in steps of 10^0.4; LA-NF's 15.
@@ -1689,10 +1695,9 @@ def write_predictions(study):
         whole = ensemble_mixture(members, [1] * k if method in ("map", "swa") else
                                  draws[args.samples])
         total = torch.special.entr(whole.log_probs.exp()).sum(1)
-        common.write_predictions(
-            path, list(getattr(dataset, "files", ())) or None, whole.log_probs,
-            dataset.labels if (dataset.labels >= 0).all() else None, total=total,
-            aleatoric=whole.entropy, epistemic=(total - whole.entropy).clamp_min(0))
+        common.write_predictions(path, dataset, whole.log_probs, total=total,
+                                 aleatoric=whole.entropy,
+                                 epistemic=(total - whole.entropy).clamp_min(0))
 
 
 # ---- Plots --------------------------------------------------------------------------------------
