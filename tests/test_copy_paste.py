@@ -150,8 +150,11 @@ def test_gbnn2d_merges_the_closest_pair_until_none_is_close(method):
     k, tau = 12, 0.9
     covariances = method.covariances_of(0.2 * double(k, 3) + torch.tensor([.5, 0, .5]))
     mixture = method.Mixture(double(k).softmax(0), double(k, 2), covariances)
-    merged, _, number = method.merge_mixture(mixture, torch.zeros(k), tau, tau_v=math.inf)
     parts = [[w, c, s, {i}] for i, (w, c, s) in enumerate(zip(*(t.numpy() for t in mixture)))]
+    _, c, s = mixture
+    close(method.wasserstein(c[0], s[0], c[1:], s[1:]),
+          [naive_w2(*parts[0][1:3], *p[1:3]) for p in parts[1:]])
+    merged, _, number = method.merge_mixture(mixture, torch.zeros(k), tau, tau_v=math.inf)
     while True:
         w2, i, j = min((naive_w2(*parts[i][1:3], *parts[j][1:3]), i, j)
                        for j in range(len(parts)) for i in range(j))
