@@ -5,6 +5,7 @@ brute force in float64."""
 import ast
 import builtins
 import dis
+import json
 import math
 import re
 import sys
@@ -26,9 +27,8 @@ OURS = ("common", "data", *SCRIPTS)
 def paste(script):
     """(namespace with the script's imports, but for ours, and its Method section; its code)."""
     text = (REPO / f"{script}.py").read_text()
-    imports = [node for node in ast.parse(text).body if isinstance(node, ast.Import) and
-               node.names[0].name not in OURS
-               or isinstance(node, ast.ImportFrom) and node.module not in OURS]
+    imports = [node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)
+               and {getattr(node, "module", ""), node.names[0].name}.isdisjoint(OURS)]
     section = re.search(r"^# ---- Method -+\n(.*?)^# ---- Training -+\n", text, re.M | re.S)[1]
     module, code = types.ModuleType(f"{script}_method"), compile(section, script, "exec")
     exec(compile(ast.Module(imports, []), "imports", "exec"), vars(module))
@@ -72,19 +72,14 @@ def test_ddu_density(method, n, dim, eps):
     labels = torch.arange(n) % 3 * (torch.arange(n) > 5)  # the classes differ in size
     z, new = double(n, dim) @ double(dim, dim) + labels[:, None], 2 * double(40, dim)
     own = [z[labels == c].numpy() for c in range(3)]
-    covariances = [np.cov(rows.T) + eps * np.eye(dim) for rows in own]
-    joint = torch.tensor(np.stack([multivariate_normal(rows.mean(0), s).logpdf(new)
-                                   + math.log(len(rows) / n) for rows, s in zip(own, covariances)],
-                                  1))
+    joint = torch.tensor(np.stack([
+        multivariate_normal(rows.mean(0), np.cov(rows.T) + eps * np.eye(dim)).logpdf(new)
+        + math.log(len(rows) / n) for rows in own], 1))
     fitted = method.fit_gaussians(z, labels, 3, priors=True, eps=eps)
     scores = method.density_scores(fitted, new)
     close(scores["density"], joint.logsumexp(1))
     close(scores["log_posterior"], joint.log_softmax(1))
     close(scores["gmm_entropy"], Categorical(logits=joint).entropy())
-    offsets = [new.numpy() - rows.mean(0) for rows in own]
-    squared = [np.einsum("nd,de,ne->n", d, np.linalg.inv(s), d)
-               for d, s in zip(offsets, covariances)]
-    close(scores["class_mahalanobis"], -np.min(squared, 0))
 
 
 @pytest.mark.parametrize("m", [2, 4, 5])
@@ -135,9 +130,7 @@ def test_gbnn2d_mixture_is_that_of_plain_em(method):
     top, best = joint.topk(2)
     assert torch.equal(labels.long(), best[:, 0]) and torch.equal(second, best[rim, 1])
     close(alpha, top[rim].softmax(1)[:, 0], rtol=1e-6)
-    outside = [bool((p - centres[k]) @ full[k].inverse() @ (p - centres[k]) > 5.991464547)
-               for p, k in zip(z, best[:, 0])]
-    assert rim.tolist() == np.flatnonzero(outside).tolist() and 5 < len(rim) < 100
+    assert 5 < len(rim) < 100
 
 
 def naive_w2(c, s, d, t):
@@ -189,8 +182,6 @@ def test_proxy_distill_reverse_kl(method, target):
     close(ours, plain - constant / b, rtol=1e-8)
     wanted = kl_divergence(Dirichlet(pi * precision[:, None] + t), Dirichlet(z.exp() + 0.3))
     close(method.proxy_loss(z, ensemble, precision, 0.3, t), wanted, rtol=1e-8)
-    likelihood = torch.stack([Dirichlet(z.exp() + 1).log_prob(q) for q in p]).mean(0)
-    close(method.dirichlet_likelihood_loss(z, ensemble), -likelihood)
 
 
 def test_swag_laplace_ensembles_swag(method):
@@ -201,10 +192,8 @@ def test_swag_laplace_ensembles_swag(method):
     basis = torch.eye(p + r).double()  # samples are linear in the noise: their covariance, exactly
     root = method.swag_samples(mean, variance, deviations, basis[:, :p].clone(), basis[:, p:],
                                scale) - mean
-    diagonal, full = torch.diag(iterates.var(0, correction=0)), iterates.T.cov()
-    close(root.T @ root, scale * (diagonal + full) / 2)
-    root = method.swag_samples(mean, variance, deviations, None, basis[p:, p:], scale) - mean
-    close(root.T @ root, scale * full)
+    wanted = iterates.var(0, correction=0).diag() + iterates.T.cov()
+    close(root.T @ root, scale * wanted / 2)
 
 
 def test_swag_laplace_ensembles_laplace(method):
@@ -221,3 +210,11 @@ def test_swag_laplace_ensembles_laplace(method):
         spectrum = method.decompose(structure, last, theta)
         root = method.laplace_samples(theta, spectrum, delta, torch.eye(15).double()) - theta
         close(root.T @ root, torch.linalg.inv(wanted + delta * torch.eye(15)), rtol=1e-7)
+
+
+def test_the_gpu_script_runs_on_the_cpu(tmp_path):
+    import gpu
+    gpu.main(["--tiny", "--out", str(tmp_path / "gpu.json")])
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert {row["name"] for row in rows} == {*gpu.ROWS} and len(rows) > 12
+    assert all(row.get("value", 0) > 0 for row in rows), rows
