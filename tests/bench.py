@@ -3,8 +3,7 @@
   python tests/bench.py [NAME ...] [--small]
 
 Not a test: it asserts nothing. Each figure is the best of several rounds, ours and the peer's in
-turn, since whatever else a machine does only adds time. Quote a ratio with the hardware beside it.
---small only shows that a row runs.
+turn, since whatever else a machine does only adds time. --small only shows that a row runs.
 """
 
 import argparse

@@ -27,8 +27,8 @@ OURS = ("common", "data", *SCRIPTS)
 def paste(script):
     """(namespace with the script's imports, but for ours, and its Method section; its code)."""
     text = (REPO / f"{script}.py").read_text()
-    imports = [node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)
-               and {getattr(node, "module", ""), node.names[0].name}.isdisjoint(OURS)]
+    imports = [n for n in ast.parse(text).body if isinstance(n, (ast.Import, ast.ImportFrom))
+               and {getattr(n, "module", ""), n.names[0].name}.isdisjoint(OURS)]
     section = re.search(r"^# ---- Method -+\n(.*?)^# ---- Training -+\n", text, re.M | re.S)[1]
     module, code = types.ModuleType(f"{script}_method"), compile(section, script, "exec")
     exec(compile(ast.Module(imports, []), "imports", "exec"), vars(module))
