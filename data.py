@@ -11,16 +11,14 @@
 
 Small sets are an `ImageSet`: uint8 tensors that the `Loader` keeps on the device, where it crops,
 flips and normalises whole batches. Folders too large for memory are a `StreamedSet`, decoded in
-worker processes. Sentences are a `TextSet` and molecules a `MoleculeSet`: rows of any length, laid
-one after the other. `DATASETS`, `TEXTS` and `MOLECULES` list the names. What the user can mend
-raises `common.UserError`, in one line.
+worker processes. Sentences are a `TextSet`, molecules a `MoleculeSet`. `DATASETS`, `TEXTS` and
+`MOLECULES` list the names. What the user can mend raises `common.UserError`, in one line.
 """
 import io
 import math
 import os
 import re
 import unicodedata
-import zipfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -42,53 +40,20 @@ from torchvision.transforms import functional as TF
 import common
 from common import UserError
 
-DATASETS = {
-    "glyphs": "embedded: digits 0-9 in a warped font, 28x28x1; 10,000 train, 2,000 test",
-    "glyphs_ambiguous": "embedded: blends of two digits, label distribution known; 10,000 / 2,000",
-    "dirty_glyphs": "embedded: 8,000 rows of glyphs, 8,000 of glyphs_ambiguous; 4,000 test",
-    "glyphs_letters": "embedded, OOD: letters that do not look like digits; 10,000 / 2,000",
-    "numbers": "embedded: the numbers 000-999, 1000 classes, 28x28x1; 30,000 / 5,000",
-    "numbers_letters": "embedded, OOD: three letters as numbers has digits; 30,000 / 5,000",
-    "numbers_ambiguous": "embedded: blends of two numbers, label distribution known; 5,000 / 2,000",
-    "mnist": "MNIST, 60,000 / 10,000",
-    "fashion_mnist": "Fashion-MNIST, 60,000 / 10,000",
-    "kmnist": "Kuzushiji-MNIST, 60,000 / 10,000",
-    "ambiguous_mnist": "Ambiguous-MNIST, 60,000 / 60,000, each image ten times, labels sampled",
-    "dirty_mnist": "MNIST and Ambiguous-MNIST, 120,000 / 70,000",
-    "cifar10": "CIFAR-10, 50,000 / 10,000",
-    "cifar100": "CIFAR-100, 50,000 / 10,000",
-    "svhn": "Street View House Numbers, cropped digits, 73,257 / 26,032",
-    "tiny_imagenet": "TinyImageNet, 64x64x3, 100,000 / 10,000 (test is the labelled val folder)",
-    "imagenet": "ImageNet-1k, streamed from imagenet/{train,val}/<class>/ (test is val)",
-    "imagenet_a": "ImageNet-A, streamed from imagenet-a/<class>/, test only",
-    "imagenet_o": "ImageNet-O, streamed from imagenet-o/<class>/, test only",
-    "imagenet_r": "ImageNet-R, streamed from imagenet-r/<class>/, test only",
-    "folder:PATH": "your images: PATH/train/<class>/* and PATH/test/<class>/* (or val); as OOD "
-                   "data or to predict, any folder of images",
-}
-TEXTS = {
-    "reviews": "embedded: sentences of praise or blame, 2 classes; 6,000 / 500 val / 1,000 test",
-    "reviews_finance": "embedded, OOD: neutral headlines, in reviews' vocabulary; as many",
-    "sst2": "SST-2, 67,349 / 872 / 1,821 (other splits where GLUE's test labels are withheld)",
-}
-MOLECULES = {
-    "clusters": "embedded: 4-10 atoms under a pair potential; 4,000 / 500 val / 1,000 test",
-    "clusters_large": "embedded, OOD: 11-16 atoms under the same potential; as many",
-    "qm9": "QM9, 110,000 / 10,000 / 10,831, or as large a share of the molecules that are there",
-}
+# ---- Sources -------------------------------------------------------------------------------------
 
 
 class Source(NamedTuple):
     place: str              # what is read, below data_dir
     site: str               # where its publisher has it
     num_classes: int = 0    # 0: as many as there are class folders
-    mean: tuple = ()        # per channel, of training pixels in [0,1]; (): no published value is
-    std: tuple = ()         # known to us, computed
+    mean: tuple = ()        # per channel, of training pixels in [0,1]; (): computed, as no
+    std: tuple = ()         # published value is known to us
 
 
-IMAGENET = (0, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # of any other files, too
-# Published on 0..255 (FoRDE).
-TINY_IMAGENET = (0, tuple(x / 255 for x in (122.4786, 114.2755, 101.3963)),
+HENDRYCKS, ZENODO = "https://github.com/hendrycks/", "https://zenodo.org/records/"
+IMAGENET = (0, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # users' folders have these, too
+TINY_IMAGENET = (0, tuple(x / 255 for x in (122.4786, 114.2755, 101.3963)),  # published on 0..255
                  tuple(x / 255 for x in (70.4924, 68.5679, 71.8127)))
 SOURCES = {
     "mnist": Source("MNIST/raw", "https://ossci-datasets.s3.amazonaws.com/mnist",
@@ -96,34 +61,55 @@ SOURCES = {
     "fashion_mnist": Source("FashionMNIST/raw", "https://github.com/zalandoresearch/fashion-mnist",
                             10, (0.2860,), (0.3530,)),
     "kmnist": Source("KMNIST/raw", "http://codh.rois.ac.jp/kmnist", 10),
-    "ambiguous_mnist": Source(
-        "AmbiguousMNIST",
-        "https://github.com/BlackHC/ddu_dirty_mnist/releases/download/data-v1.0.0",
-        10, (0.1307,), (0.3081,)),
     "cifar10": Source("cifar-10-batches-py", "https://www.cs.toronto.edu/~kriz/cifar.html",
                       10, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
     "cifar100": Source("cifar-100-python", "https://www.cs.toronto.edu/~kriz/cifar.html",
                        100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     "svhn": Source("{}_32x32.mat", "http://ufldl.stanford.edu/housenumbers",
                    10, (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
+    "ambiguous_mnist": Source(
+        "AmbiguousMNIST",
+        "https://github.com/BlackHC/ddu_dirty_mnist/releases/download/data-v1.0.0",
+        10, (0.1307,), (0.3081,)),
     "tiny_imagenet": Source("tiny-imagenet-200", "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
                             *TINY_IMAGENET),
-    "imagenet": Source("imagenet", "https://www.image-net.org (and sort the val images into class "
-                                   "folders)", *IMAGENET),
-    "imagenet_a": Source("imagenet-a", "https://github.com/hendrycks/natural-adv-examples",
-                         *IMAGENET),
-    "imagenet_o": Source("imagenet-o", "https://github.com/hendrycks/natural-adv-examples",
-                         *IMAGENET),
-    "imagenet_r": Source("imagenet-r", "https://github.com/hendrycks/imagenet-r", *IMAGENET),
-    "cifar10_c": Source("CIFAR-10-C", "https://zenodo.org/records/2535967"),
-    "cifar100_c": Source("CIFAR-100-C", "https://zenodo.org/records/3555552"),
-    "tiny_imagenet_c": Source("Tiny-ImageNet-C", "https://zenodo.org/records/2536630",
-                              *TINY_IMAGENET),
-    "imagenet_c": Source("imagenet-c", "https://zenodo.org/records/2235448", *IMAGENET),
+    "imagenet": Source("imagenet", "https://www.image-net.org (sort val into class folders)",
+                       *IMAGENET),
+    "imagenet_a": Source("imagenet-a", HENDRYCKS + "natural-adv-examples", *IMAGENET),
+    "imagenet_o": Source("imagenet-o", HENDRYCKS + "natural-adv-examples", *IMAGENET),
+    "imagenet_r": Source("imagenet-r", HENDRYCKS + "imagenet-r", *IMAGENET),
+    "cifar10_c": Source("CIFAR-10-C", ZENODO + "2535967"),
+    "cifar100_c": Source("CIFAR-100-C", ZENODO + "3555552"),
+    "tiny_imagenet_c": Source("Tiny-ImageNet-C", ZENODO + "2536630", *TINY_IMAGENET),
+    "imagenet_c": Source("imagenet-c", ZENODO + "2235448", *IMAGENET),
     "sst2": Source("SST-2", "https://dl.fbaipublicfiles.com/glue/data/SST-2.zip"),
-    "qm9": Source("QM9", "https://deepchemdata.s3-us-west-1.amazonaws.com/datasets/molnet_publish/"
-                         "qm9.zip"),
+    "qm9": Source(
+        "QM9", "https://deepchemdata.s3-us-west-1.amazonaws.com/datasets/molnet_publish/qm9.zip"),
 }
+TORCHVISION = {  # name: torchvision's class, rows of training and test
+    "mnist": (tv.MNIST, 60000, 10000), "fashion_mnist": (tv.FashionMNIST, 60000, 10000),
+    "kmnist": (tv.KMNIST, 60000, 10000), "cifar10": (tv.CIFAR10, 50000, 10000),
+    "cifar100": (tv.CIFAR100, 50000, 10000), "svhn": (tv.SVHN, 73257, 26032)}
+AMBIGUOUS_MNIST = {"amnist_samples.pt": "4f7865093b1d28e34019847fab917722",
+                   "amnist_labels.pt": "3bfc055a9f91a76d8d493e8b898c3c95"}  # their MD5
+
+DIGITS, LETTERS = "0123456789", "ACEFHKMNPRTUVWXY"  # no letter that a warped digit resembles
+NUMBERS = [f"{k:03d}" for k in range(1000)]
+WORDS = ["".join(LETTERS[4 * k // 16**place % 16] for place in (2, 1, 0)) for k in range(1000)]
+EMBEDDED = {  # 28x28x1: the classes' texts, font size, stroke widths, rows of training and test
+    "glyphs": (DIGITS, 52, (0, 1, 2, 3), 10000, 2000),
+    "glyphs_ambiguous": (DIGITS, 50, (0, 1), 5000, 2000),    # blends of two; training rows twice
+    "dirty_glyphs": (),                                      # 8,000 of each, all 4,000 of test
+    "glyphs_letters": (LETTERS, 50, (0, 1, 2, 3), 10000, 2000),
+    "numbers": (NUMBERS, 27, (0, 1), 30000, 5000),           # 1000 classes
+    "numbers_letters": (WORDS, 27, (0, 1), 30000, 5000),
+    "numbers_ambiguous": (NUMBERS, 27, (0, 1), 5000, 2000),
+}
+DATASETS = (*EMBEDDED, *TORCHVISION, "ambiguous_mnist", "dirty_mnist", "tiny_imagenet", "imagenet",
+            "imagenet_a", "imagenet_o", "imagenet_r", "folder:PATH")
+TEXTS = ("reviews", "reviews_finance", "sst2")
+MOLECULES = ("clusters", "clusters_large", "qm9")
+SPLITS = ("train", "val", "test", "ood")
 
 
 class Absent(UserError):
@@ -135,8 +121,8 @@ def _absent(name, path, why=""):
 
 
 def _damaged(name, path, why):
-    return UserError(f"{name}: {path} is damaged or incomplete ({why}); get it from "
-                     f"{SOURCES[name].site}")
+    site = SOURCES[name].site
+    return UserError(f"{name}: {path} is damaged or incomplete ({why}); get it from {site}")
 
 
 def _unreadable(path, error):
@@ -145,6 +131,11 @@ def _unreadable(path, error):
 
 def _one_line(error):
     return " ".join(str(error).split())[:150] or type(error).__name__
+
+
+def _choose_from(what, value, choices):
+    if value not in choices:
+        raise UserError(f"{what} {value!r} is unknown; choose from {', '.join(map(str, choices))}")
 
 
 def _generator(*key):
@@ -156,8 +147,47 @@ def _generator(*key):
 # ---- Sets ----------------------------------------------------------------------------------------
 
 
+class _Set:
+    """What all sets share. `rows`: the fields with an entry a row; `ragged`: those that hold the
+    entries of one row after those of the other, as many as the field `counts` says."""
+    rows, ragged, counts = ("labels",), (), None
+
+    def __post_init__(self):
+        rows = {key: len(getattr(self, key)) for key in self.rows if getattr(self, key) is not None}
+        long = [len(getattr(self, key)) - int(getattr(self, self.counts).sum())
+                for key in self.ragged]
+        if {*rows.values()} - {0} - {len(self)} or any(long):
+            raise UserError(f"{self.name}: fields of different lengths: {rows}, {long}")
+        if len(self) and not self.labels.is_floating_point():
+            low, high = (int(end) for end in self.labels.aminmax())
+            if low < -1 or high >= self.num_classes:
+                raise UserError(f"{self.name}: labels from {low} to {high}; expected 0 to "
+                                f"{self.num_classes - 1}")
+
+    def __len__(self):
+        return len(self.labels)
+
+    def select(self, index):
+        """The rows `index` (a slice, integers [n] or a mask [N]) as a new set."""
+        index = torch.arange(len(self))[index]
+        entries = _ragged(getattr(self, self.counts), index) if self.ragged else None
+        changed = {key: getattr(self, key)[entries] for key in self.ragged}
+        for key in self.rows:
+            own = getattr(self, key)
+            changed[key] = own[index] if isinstance(own, Tensor) else own and tuple(
+                own[row] for row in index.tolist())
+        return replace(self, **changed)
+
+
+def _ragged(counts, index):
+    """int64: where the entries of rows `index` lie, of rows of `counts` entries in turn."""
+    own = counts[index]
+    shift = (counts.cumsum(0) - counts)[index] - (own.cumsum(0) - own)
+    return torch.arange(int(own.sum())) + shift.repeat_interleave(own)
+
+
 @dataclass(frozen=True, eq=False)
-class ImageSet:
+class ImageSet(_Set):
     """N images in memory. mean, std: per channel, of pixels in [0,1], over the training set.
 
     images       uint8 [N,C,H,W], or float32 where the source is not 8-bit (then in [0,1], unless
@@ -179,19 +209,7 @@ class ImageSet:
     classes: tuple = ()
     files: tuple = ()
 
-    def __post_init__(self):
-        rows = [len(t) for t in (self.labels, self.label_probs, self.groups) if t is not None]
-        if self.images.ndim != 4 or set(rows) != {len(self.images)}:
-            raise UserError(f"{self.name}: images {tuple(self.images.shape)}, and {rows} labels, "
-                            "probabilities or groups; expected [N,C,H,W] and N of each")
-        if len(self.labels) and not self.labels.is_floating_point():
-            low, high = (int(end) for end in self.labels.aminmax())
-            if low < -1 or high >= self.num_classes:
-                raise UserError(f"{self.name}: labels from {low} to {high}; expected 0 to "
-                                f"{self.num_classes - 1}")
-
-    def __len__(self):
-        return len(self.images)
+    rows = ("images", "labels", "label_probs", "groups", "files")
 
     @property
     def shape(self):
@@ -203,28 +221,20 @@ class ImageSet:
         """Whether rows are vectors (features, points) and no pictures."""
         return self.shape[1:] == (1, 1)
 
-    def select(self, index):
-        """The rows `index` (a slice, integers [n] or a mask [N]) as a new set."""
-        rows = _rows(len(self), index)
-        fields = {key: getattr(self, key) for key in ("images", "labels", "label_probs", "groups")}
-        files = tuple(self.files[row] for row in rows.tolist()) if self.files else ()
-        return replace(self, files=files,
-                       **{key: t[rows] for key, t in fields.items() if t is not None})
-
 
 @dataclass(frozen=True, eq=False)
-class StreamedSet:
+class StreamedSet(_Set):
     """N image files, decoded as they are read, to RGB uint8 [3,S,S].
 
-    labels   int64 [N]; no image is decoded
     shape    (3, S, S): of the centre crop
     resize   to what the shorter side is resized before, or [height, width]
     classes  the class folders' names in label order, by which a model of 1000 classes finds the
              200 that ImageNet-A, -O and -R have
+    root     the folder below which `files` are named
     expect   the (width, height) that every file must have, if any
     """
     name: str
-    paths: list
+    paths: tuple
     labels: Tensor
     num_classes: int
     mean: tuple
@@ -235,27 +245,19 @@ class StreamedSet:
     root: str = ""
     expect: tuple | None = None
 
-    is_features = False
-
-    def __len__(self):
-        return len(self.paths)
+    rows, is_features = ("paths", "labels"), False
 
     @property
     def files(self):
         """Paths below the set's folder, with slashes."""
         return tuple(os.path.relpath(path, self.root).replace(os.sep, "/") for path in self.paths)
 
-    def select(self, index):
-        """The files `index` (a slice, integers [n] or a mask [N]) as a new set."""
-        rows = _rows(len(self), index)
-        return replace(self, paths=[self.paths[i] for i in rows.tolist()], labels=self.labels[rows])
-
     def open(self, row):
         """File `row` as an RGB PIL image; UserError where it cannot be read."""
         path = self.paths[row]
-        try:  # a member of a zip archive is read whole, so that its checksum is compared
-            with Image.open(path if isinstance(path, str) else io.BytesIO(path.read_bytes())) as im:
-                image = im.convert("RGB")
+        try:
+            with Image.open(path) as file:
+                image = file.convert("RGB")
         except Exception as error:  # Pillow's readers raise many types, few of them documented
             raise _unreadable(path, error) from None
         if self.expect and image.size != self.expect:
@@ -280,43 +282,70 @@ class StreamedSet:
         """bool [n]: whether files `rows` [n] cannot be decoded. Each is read once, by threads."""
         def fails(row):
             try:
-                self.open(row)
+                return self.open(row) is None
             except UserError:
                 return True
-            return False
 
-        with ThreadPoolExecutor() as pool:  # in parts: every waiting task takes memory
-            found = [torch.tensor(list(pool.map(fails, part.tolist())), dtype=torch.bool)
-                     for part in rows.split(4096)]
-        return torch.cat(found)
+        with ThreadPoolExecutor() as pool:
+            return torch.tensor([*pool.map(fails, rows.tolist())], dtype=torch.bool)
 
     def in_memory(self):
         """An ImageSet of all files, decoded by a thread pool."""
         images = torch.empty(len(self), *self.shape, dtype=torch.uint8)
-
-        def put(row):
-            images[row] = self.read(row)
-
         with ThreadPoolExecutor() as pool:  # Pillow decodes without holding the interpreter's lock
-            for _ in pool.map(put, range(len(self))):
-                pass
+            for row, image in enumerate(pool.map(self.read, range(len(self)))):
+                images[row] = image
         return ImageSet(self.name, images, self.labels, self.num_classes, self.mean, self.std,
                         classes=self.classes, files=self.files if self.root else ())
+
+
+@dataclass(frozen=True, eq=False)
+class TextSet(_Set):
+    """N sentences in memory, each `[CLS] ... [SEP]`.
+
+    tokens   int32 [T], ids below len(vocab), one sentence after the other
+    lengths  int64 [N], tokens of each sentence
+    labels   int64 [N], in 0..num_classes-1, or -1 where unknown
+    vocab    the word piece of each id; 0 is "[PAD]", which no sentence holds
+    """
+    name: str
+    tokens: Tensor
+    lengths: Tensor
+    labels: Tensor
+    num_classes: int
+    vocab: tuple
+
+    rows, ragged, counts = ("lengths", "labels"), ("tokens",), "lengths"
+
+
+@dataclass(frozen=True, eq=False)
+class MoleculeSet(_Set):
+    """N molecules in memory, the atoms of one after those of the other.
+
+    numbers     int64 [A], atomic numbers, in 1..100
+    positions   float64 [A,3], ångström
+    sizes       int64 [N], atoms of each molecule
+    labels      float64 [N], the target: energies in eV (float32 would be a meV off at QM9's)
+    references  float64 [101], the target of a free atom by atomic number, eV; zeros where the
+                target is no total energy
+    """
+    name: str
+    numbers: Tensor
+    positions: Tensor
+    sizes: Tensor
+    labels: Tensor
+    references: Tensor
+
+    rows, ragged, counts = ("sizes", "labels"), ("numbers", "positions"), "sizes"
 
 
 def evenly(dataset, limit):
     """At most `limit` rows of any set, evenly spaced; all with None."""
     n = len(dataset)
+    if limit is not None and limit < 1:
+        raise UserError(f"limit {limit}: expected at least 1")
     return dataset if limit is None or limit >= n else dataset.select(
         torch.arange(limit) * n // limit)
-
-
-def _rows(n, index):
-    """int64: the row numbers of n rows that `index` selects."""
-    if not isinstance(index, slice):
-        index = torch.as_tensor(index)
-        index = index.long() if not len(index) else index  # an empty list comes as floats
-    return torch.arange(n)[index]
 
 
 def _unit(images):
@@ -338,7 +367,6 @@ def _statistics(grey):
 
 # ---- Loading -------------------------------------------------------------------------------------
 
-SPLITS = ("train", "val", "test", "ood")
 SMALL = 64  # files of up to so many pixels a side are decoded once, and kept in memory
 
 
@@ -347,72 +375,54 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
     """One of `DATASETS` as an ImageSet or a StreamedSet; all processes must call it together.
 
     split            "train", "val": parts of the published training set (see train_val_split), or
-                     a folder's own if it has all three; "test": the published test set; "ood":
-                     the same, but of a folder all images at any depth, as one class
+                     a folder's own if it has all three; "test"; "ood": test, but of a folder all
+                     images at any depth, as one class
     seed             chooses the split, and nothing else
     val_fraction     share of the training set that is "val", in [0,1); with 0 all is "train"
     published_split  "ddu": split rows even where some share an image, as DDU's code does: that
                      leaks; "forde": as many of each class (see stratified_split)
     noise            std, in normalised units, of Gaussian noise added once and not clipped, the
-                     same for every seed; the images become float32 (Dirty-MNIST: 0 the DDU code,
-                     0.05 the data package)
+                     same for every seed; images become float32 (Dirty-MNIST: DDU's code 0, the
+                     data package 0.05)
     image_size       side of the square images read from files (a folder's: 32 unless given)
     limit            keep this many rows, evenly spaced
-    Absent sets are downloaded where their publisher allows it. Raises UserError for unknown names
-    and values, absent (`Absent`), damaged and ill-shaped files.
+    Absent sets are downloaded where possible. Raises UserError for unknown names and values, absent
+    (`Absent`), damaged and ill-shaped files.
     """
-    if split not in SPLITS:
-        raise UserError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")
-    if published_split not in (None, "ddu", "forde"):
-        raise UserError(f"published_split {published_split!r} is unknown; choose ddu or forde")
-    if not 0 <= val_fraction < 1 or noise < 0 or limit is not None and limit < 1:
-        raise UserError(f"val_fraction {val_fraction}, noise {noise}, limit {limit}: expected "
-                        "0 <= val_fraction < 1, noise >= 0, limit >= 1")
-    dataset, whole = _source(name, split, Path(data_dir), image_size)
+    _choose_from("split", split, SPLITS)
+    _choose_from("published_split", published_split, (None, "ddu", "forde"))
+    if not 0 <= val_fraction < 1 or noise < 0:
+        raise UserError(f"val_fraction {val_fraction}, noise {noise}: expected 0 <= val_fraction "
+                        "< 1, noise >= 0")
+    training, cut = split in ("train", "val"), split in ("train", "val")
+    if name.startswith("folder:"):
+        dataset, cut = _folder(name, split, image_size or 32)
+    else:
+        _choose_from("dataset", name, DATASETS)
+        read = (_embedded if name in EMBEDDED else _torchvision if name in TORCHVISION else
+                _ambiguous_mnist if name.endswith("mnist") else
+                _tiny_imagenet if name == "tiny_imagenet" else _imagenet)
+        dataset = read(name, training, Path(data_dir), image_size)
     if noise and isinstance(dataset, StreamedSet):
         raise UserError(f"{name}: noise is for sets in memory; leave it at 0")
     if noise:
-        added = torch.randn(dataset.images.shape, generator=_generator(1, split in SPLITS[:2]))
+        added = torch.randn(dataset.images.shape, generator=_generator(1, training))
         added *= noise * torch.tensor(dataset.std).view(-1, 1, 1)
         dataset = replace(dataset, images=added.add_(_unit(dataset.images)))
-    if not whole:
-        if published_split == "forde":
-            parts = stratified_split(dataset.labels, val_fraction)
-        else:
-            groups = None if published_split else getattr(dataset, "groups", None)
-            parts = train_val_split(len(dataset), seed, val_fraction, groups)
-        dataset = dataset.select(parts[SPLITS.index(split)])
-    dataset = evenly(dataset, limit)
+    if cut and published_split == "forde":
+        parts = stratified_split(dataset.labels, val_fraction)
+    elif cut:
+        groups = None if published_split else getattr(dataset, "groups", None)
+        parts = train_val_split(len(dataset), seed, val_fraction, groups)
+    dataset = evenly(dataset.select(parts[SPLITS.index(split)]) if cut else dataset, limit)
     files = name.startswith("folder:") or name == "tiny_imagenet"
     return dataset.in_memory() if files and dataset.shape[-1] <= SMALL else dataset
 
 
-def _source(name, split, data_dir, image_size):
-    """(the whole published training or test part, whether it is one that no split cuts)."""
-    training = split in ("train", "val")
-    if name.startswith("folder:"):
-        return _folder(Path(name.removeprefix("folder:")).expanduser(), split, image_size)
-    if name in EMBEDDED:
-        dataset = _embedded(name, training)
-    elif name in TORCHVISION:
-        dataset = _torchvision(name, training, data_dir)
-    elif name in ("ambiguous_mnist", "dirty_mnist"):
-        dataset = _ambiguous_mnist(name, training, data_dir)
-    elif name == "tiny_imagenet":
-        dataset = _tiny_imagenet(training, data_dir, image_size or 64)
-    elif name in ("imagenet", "imagenet_a", "imagenet_o", "imagenet_r"):
-        dataset = _imagenet(name, training, data_dir, image_size or 224)
-    else:
-        raise UserError(f"dataset {name!r} is unknown; choose from {', '.join(DATASETS)}")
-    return dataset, not training
-
-
 def train_val_split(n, seed, val_fraction=0.1, groups=None):
-    """The published split: a legacy NumPy shuffle of 0..n-1; its first floor(val_fraction n) are
-    validation. With groups (int64 [n]) it shuffles and counts the distinct groups instead.
-
-    Returns (train, val): int64 row numbers, each row in exactly one, each group too.
-    """
+    """(train, val): int64 row numbers, each row in exactly one. Published: a legacy NumPy shuffle
+    of 0..n-1, its first floor(val_fraction n) are validation. With groups (int64 [n]) it shuffles
+    and counts the distinct groups instead, and cuts none."""
     ids, member = np.unique(np.arange(n) if groups is None else groups.numpy(), return_inverse=True)
     order = list(range(len(ids)))
     np.random.RandomState(seed).shuffle(order)
@@ -424,30 +434,19 @@ def train_val_split(n, seed, val_fraction=0.1, groups=None):
 
 def stratified_split(labels, val_fraction=0.1, seed=88):
     """(train, val): int64 row numbers; floor(val_fraction n_c) of each class c are validation.
-
-    Published (FoRDE): scikit-learn's train_test_split with this seed; where val_fraction of each
-    class is a whole number, these are its very rows.
-    """
-    random, labels = np.random.RandomState(seed), labels.numpy()
-    train, val = [], []
-    for label in np.unique(labels):
-        rows = np.flatnonzero(labels == label)
+    Published (FoRDE): scikit-learn's train_test_split with this seed, whose very rows these are
+    where val_fraction of each class is a whole number."""
+    random, parts = np.random.RandomState(seed), ([], [])
+    for label in labels.unique():
+        rows = (labels == label).nonzero()[:, 0].numpy()
         rows = rows[random.permutation(len(rows))]
-        kept = len(rows) - math.floor(val_fraction * len(rows))
-        train.append(rows[:kept])
-        val.append(rows[kept:])
-    parts = np.concatenate(train), np.concatenate(val)
-    return tuple(torch.from_numpy(random.permutation(part)) for part in parts)
+        cut = len(rows) - math.floor(val_fraction * len(rows))
+        parts[0].append(rows[:cut])
+        parts[1].append(rows[cut:])
+    return tuple(torch.from_numpy(random.permutation(np.concatenate(part))) for part in parts)
 
 
 # ---- Published sets ------------------------------------------------------------------------------
-
-# name: torchvision's class, rows of training and test
-TORCHVISION = {"mnist": (tv.MNIST, 60000, 10000), "fashion_mnist": (tv.FashionMNIST, 60000, 10000),
-               "kmnist": (tv.KMNIST, 60000, 10000), "cifar10": (tv.CIFAR10, 50000, 10000),
-               "cifar100": (tv.CIFAR100, 50000, 10000), "svhn": (tv.SVHN, 73257, 26032)}
-AMBIGUOUS_MNIST = {"amnist_samples.pt": "4f7865093b1d28e34019847fab917722",
-                   "amnist_labels.pt": "3bfc055a9f91a76d8d493e8b898c3c95"}  # their MD5
 
 
 def _together(work):
@@ -465,44 +464,41 @@ def _together(work):
     return value
 
 
-def _torchvision(name, training, data_dir):
-    cls, *rows = TORCHVISION[name]
-    source, part = SOURCES[name], "train" if training else "test"
-    path = data_dir / source.place.format(part)
-    mean, std = source.mean, source.std
+def _torchvision(name, training, data_dir, _):
+    (cls, *rows), source = TORCHVISION[name], SOURCES[name]
+    part, mean, std = "train" if training else "test", source.mean, source.std
+    path, spare = data_dir / source.place.format(part), data_dir / "cifar100_test.npz"
 
     def read():
-        present = path.exists()
-        options = {"split": part} if name == "svhn" else {"train": training}
+        # a failed download leaves an empty folder
+        present = path.is_file() or path.is_dir() and any(path.iterdir())
+        if name == "cifar100" and not training and not present and spare.exists():
+            return *common.load_arrays(spare, ("images", "labels")).values(), ()
         try:
-            raw = cls(data_dir, download=not present, **options)
-            statistics = source[3:] if mean else _statistics(
-                raw.data if training else cls(data_dir, train=True).data)
+            raw = cls(data_dir, download=not present,
+                      **{"split": part} if name == "svhn" else {"train": training})
         except Exception as error:  # absent and cut files raise many types, few of them documented
             if present:
                 raise _damaged(name, path, _one_line(error)) from None
             why = f" and could not be downloaded ({_one_line(error)})"
             raise _absent(name, path, why) from None
-        labels = raw.labels if name == "svhn" else raw.targets
-        classes = DIGITS if name in ("mnist", "svhn") else raw.classes
-        return raw.data, labels, classes, statistics
+        return (raw.data, raw.labels if name == "svhn" else raw.targets,
+                DIGITS if name in ("mnist", "svhn") else raw.classes)
 
-    spare = data_dir / "cifar100_test.npz"  # its test images alone
-    if name == "cifar100" and not training and spare.exists() and not path.exists():
-        images, labels = common.load_arrays(path := spare, ("images", "labels")).values()
-        classes, (mean, std) = (), source[3:]
-    else:
-        images, labels, classes, (mean, std) = _together(read)
+    images, labels, classes = _together(read)
     images, labels = torch.as_tensor(images), torch.as_tensor(labels).to(torch.int64)
     if images.ndim == 3:
         images = images.unsqueeze(1)
     elif name != "svhn":
         images = images.permute(0, 3, 1, 2).contiguous()
-    shape = (rows[not training], len(mean), *[28 if len(mean) == 1 else 32] * 2)
-    if (tuple(images.shape), images.dtype, len(labels)) != (shape, torch.uint8, shape[0]):
+    n, shape = rows[not training], (1, 28, 28) if "mnist" in name else (3, 32, 32)
+    if (tuple(images.shape), images.dtype, len(labels)) != ((n, *shape), torch.uint8, n):
         raise _damaged(name, path, f"images {tuple(images.shape)}, {len(labels)} labels; expected "
-                                   f"{shape}")
+                                   f"{n} of {shape}")
     _check_labels(name, path, labels, source.num_classes)
+    if not mean:
+        pool = images if training else _torchvision(name, True, data_dir, _).images
+        mean, std = _statistics(pool)
     return ImageSet(name, images, labels, source.num_classes, mean, std, classes=tuple(classes))
 
 
@@ -512,16 +508,12 @@ def _check_labels(name, path, labels, num_classes):
         raise _damaged(name, path, f"labels from {low} to {high}, expected 0 to {num_classes - 1}")
 
 
-def _ambiguous_mnist(name, training, data_dir):
+def _ambiguous_mnist(name, training, data_dir, _):
     """Ambiguous-MNIST, each image ten times in a row with its sampled labels; after MNIST if
     `name` is dirty_mnist."""
     source = SOURCES["ambiguous_mnist"]
-    folder = data_dir / source.place
-    samples, votes = (_together(lambda file=file: _read_ambiguous(folder / file))
+    samples, votes = (_together(lambda file=file: _read_ambiguous(data_dir / source.place / file))
                       for file in AMBIGUOUS_MNIST)
-    if tuple(samples.shape) != (12000, 1, 28, 28) or tuple(votes.shape) != (12000, 10):
-        why = f"shapes {tuple(samples.shape)}, {tuple(votes.shape)}; expected 12000 of each"
-        raise _damaged("ambiguous_mnist", folder, why)
     half = slice(0, 6000) if training else slice(6000, 12000)
     samples, votes = samples[half].float(), votes[half].long()
     probs, tens = F.one_hot(votes, 10).float().mean(1), torch.arange(6000).repeat_interleave(10)
@@ -529,11 +521,12 @@ def _ambiguous_mnist(name, training, data_dir):
                          classes=tuple(DIGITS))
     if name == "ambiguous_mnist":
         return ambiguous
-    mnist = _torchvision("mnist", training, data_dir)
+    mnist = _torchvision("mnist", training, data_dir, None)
     return concat(name, replace(mnist, images=_unit(mnist.images)), ambiguous)
 
 
 def _read_ambiguous(path):
+    """float32 [12000,1,28,28] or int64 [12000,10], as the checksums have it."""
     name, md5 = "ambiguous_mnist", AMBIGUOUS_MNIST[path.name]
     if not path.exists():
         try:
@@ -562,49 +555,6 @@ def concat(name, clean, ambiguous):
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".webp", ".tif", ".tiff")
 
 
-def _folders_in(root):
-    return sorted(e.name for e in os.scandir(root) if e.is_dir()) if root.is_dir() else []
-
-
-def _is_image(name):
-    return name.lower().endswith(SUFFIXES) and not name.startswith(".")  # ._x.jpg: macOS's notes
-
-
-def _images_in(place):
-    """The images of a folder (paths), or at any depth of a zip archive, by file name."""
-    if place.is_dir():
-        return sorted(e.path for e in os.scandir(place) if _is_image(e.name))
-    if not place.exists():
-        return []
-    try:
-        archive = zipfile.ZipFile(place)
-    except Exception as error:  # damaged archives raise many types, few of them documented
-        raise _unreadable(place, error) from None
-    names = sorted((name.rsplit("/", 1)[-1], name) for name in archive.namelist())
-    return [zipfile.Path(archive, name) for file, name in names if _is_image(file)]
-
-
-def _class_folders(root, classes=None, place="{}"):
-    """(paths, labels int64) of the images in root/<place of each class>, a folder or a zip archive;
-    the classes are the folders, sorted, unless given."""
-    paths, counts = [], []
-    for name in classes or _folders_in(root):
-        files = _images_in(root / place.format(name))
-        if not files:
-            raise UserError(f"{root / place.format(name)}: no images in it; unpack the published "
-                            "archive again")
-        paths += files
-        counts.append(len(files))
-    return paths, torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-
-
-def _streamed(name, listing, stats, size, classes, root, expect=None):
-    """Small files are resized to their size; of larger ones the centre is cut, as of ImageNet."""
-    resize = size if size <= SMALL else round(size * 256 / 224)
-    return StreamedSet(name, *listing, max(1, len(classes)), *stats[-2:], (3, size, size), resize,
-                       tuple(classes), str(root), expect)
-
-
 def set_name(name):
     """A set's name as part of a file's: of folder:PATH and PATH.npz the last component, without its
     suffix; characters other than A-Z a-z 0-9 . _ - become "_"."""
@@ -614,19 +564,50 @@ def set_name(name):
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name).lstrip(".") or "folder"
 
 
-def _folder(root, split, image_size):
-    """A user's images: (the part that has the split, whether nothing more is to be split off)."""
-    name = set_name(f"folder:{root}")
+def _folders_in(root):
+    return sorted(e.name for e in os.scandir(root) if e.is_dir()) if root.is_dir() else []
+
+
+def _is_image(name):
+    return name.lower().endswith(SUFFIXES) and not name.startswith(".")  # ._x.jpg: macOS's notes
+
+
+def _class_folders(name, root, stats, size, classes=None, place="{}", **fields):
+    """A StreamedSet of the images in root/<place of each class>; the classes are the folders,
+    sorted, unless given. `fields` are the set's, if other than usual."""
+    classes, paths, counts = tuple(classes or _folders_in(root)), [], []
+    for folder in classes:
+        own = root / place.format(folder)
+        files = sorted(e.path for e in os.scandir(own) if _is_image(e.name)) if own.is_dir() else []
+        if not files:
+            raise UserError(f"{own}: no images in it; unpack the published archive again")
+        paths += files
+        counts.append(len(files))
+    labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    return _streamed(name, root, stats, size, tuple(paths), labels, classes, **fields)
+
+
+def _streamed(name, root, stats, size, paths, labels, classes, **fields):
+    resize = size if size <= SMALL else round(size * 256 / 224)  # of larger ones the centre is cut
+    return StreamedSet(**{**dict(
+        name=name, paths=paths, labels=labels, num_classes=max(1, len(classes)), mean=stats[-2],
+        std=stats[-1], shape=(3, size, size), resize=resize, classes=classes, root=str(root)),
+        **fields})
+
+
+def _folder(name, split, size):
+    """A user's images: (the part that has the split, whether it is to be cut in train and val)."""
+    root, name = Path(name.removeprefix("folder:")).expanduser(), set_name(name)
     if not root.is_dir():
         raise Absent(f"folder {root} is not there; write folder: and the path of a folder")
     if split == "ood":
-        found = sorted(os.path.join(place, file) for place, _, files in os.walk(root)
-                       for file in files if _is_image(file))
-        if not found:
+        paths = tuple(sorted(os.path.join(place, file) for place, _, files in os.walk(root)
+                             for file in files if _is_image(file)))
+        if not paths:
             raise UserError(f"folder {root}: no images ({' '.join(SUFFIXES)}) in it")
-        listing = found, torch.zeros(len(found), dtype=torch.int64)
-        return _streamed(name, listing, IMAGENET, image_size or 32, (), root), True
-    parts = {part: _folders_in(root / part) for part in ("train", "val", "test")}
+        labels = torch.zeros(len(paths), dtype=torch.int64)
+        return _streamed(name, root, IMAGENET, size, paths, labels, ()), False
+    parts = {part: _folders_in(root / part) for part in SPLITS[:3]}
     classes = parts["train"]
     if len(classes) < 2 or not (parts["test"] or parts["val"]):
         lacks = "train with two classes or more" if len(classes) < 2 else "test (or val)"
@@ -634,14 +615,13 @@ def _folder(root, split, image_size):
                         f"{root}/test/<class>/* (or val): a test set is never the training set")
     for part, own in parts.items():
         if own and own != classes:
-            odd = min({*own} ^ {*classes})
-            raise UserError(f"folder {root}: class {odd} is in train or in {part} alone; all parts "
-                            "need the same class folders")
-    place = {"train": "train", "val": "val", "test": "test" if parts["test"] else "val"}
-    own_val = bool(parts["test"] and parts["val"])
-    listing = _class_folders(root / ("train" if split == "val" and not own_val else place[split]))
-    dataset = _streamed(name, listing, IMAGENET, image_size or 32, classes, root)
-    return dataset, own_val or split == "test"
+            raise UserError(f"folder {root}: class {min({*own} ^ {*classes})} is in train or in "
+                            f"{part} alone; all parts need the same class folders")
+    three = bool(parts["test"] and parts["val"])
+    place = ("val" if three else "train") if split == "val" else (
+        "val" if split == "test" and not parts["test"] else split)
+    dataset = _class_folders(name, root / place, IMAGENET, size)
+    return dataset, split != "test" and not three
 
 
 def _imagenet(name, training, data_dir, size):
@@ -654,25 +634,24 @@ def _imagenet(name, training, data_dir, size):
         raise _absent(name, f"{folder}/<class>/*.JPEG")
     if folder.name == "val" and (known := _folders_in(root / "train")) and known != classes:
         raise UserError(f"{name}: the class folders of {root}/train and {folder} differ; mend them")
-    return _streamed(name, _class_folders(folder), SOURCES[name], size, classes, root)
+    return _class_folders(name, folder, SOURCES[name], size or 224)
 
 
-def _tiny_imagenet(training, data_dir, size):
+def _tiny_imagenet(name, training, data_dir, size):
     """The published layout: a class is its line in wnids.txt; test is the labelled val folder."""
-    name, classes = "tiny_imagenet", _wnids(data_dir)
-    root = data_dir / SOURCES[name].place
+    root, classes, size = data_dir / SOURCES[name].place, _wnids(data_dir), size or 64
     notes = root / "val" / "val_annotations.txt"
     if training:
-        listing = _class_folders(root / "train", classes, "{}/images")
-    elif notes.exists():
-        rows = [line.split("\t")[:2] for line in notes.read_text("utf-8").splitlines()]
-        if unknown := {wnid for _, wnid in rows} - {*classes}:
-            raise _damaged(name, notes, f"class {min(unknown)} is not in wnids.txt")
-        listing = ([str(notes.parent / "images" / file) for file, _ in rows],
-                   torch.tensor([classes.index(wnid) for _, wnid in rows]))
-    else:
+        return _class_folders(name, root / "train", SOURCES[name], size, classes, "{}/images",
+                              expect=(64, 64))
+    if not notes.exists():
         raise _absent(name, notes)
-    return _streamed(name, listing, SOURCES[name], size, classes, root, (64, 64))
+    rows = [line.split("\t")[:2] for line in notes.read_text("utf-8").splitlines()]
+    if unknown := {wnid for _, wnid in rows} - {*classes}:
+        raise _damaged(name, notes, f"class {min(unknown)} is not in wnids.txt")
+    paths = tuple(str(notes.parent / "images" / file) for file, _ in rows)
+    labels = torch.tensor([classes.index(wnid) for _, wnid in rows])
+    return _streamed(name, root, SOURCES[name], size, paths, labels, classes, expect=(64, 64))
 
 
 def _wnids(data_dir):
@@ -692,38 +671,33 @@ CORRUPTED = ("cifar10_c", "cifar100_c", "tiny_imagenet_c", "imagenet_c")
 SEVERITIES = (1, 2, 3, 4, 5)
 
 
-def _published_kinds(name):
-    """All that the published set has: the CIFAR ones have the extra kinds too."""
-    if name not in CORRUPTED:
-        raise UserError(f"corrupted set {name!r} is unknown; choose from {', '.join(CORRUPTED)}")
-    return CIFAR_C_KINDS if name.startswith("cifar") else CIFAR_C_KINDS[:15]
-
-
 def corruption_kinds(name, data_dir="data"):
     """The kinds of a set of CORRUPTED that are there in all five severities, as a list, in the
     order of CIFAR_C_KINDS; the main process prints a line on what is missing or no kind of it.
 
     Empty where there is nothing. Raises UserError for an unknown name.
     """
-    published, folder = _published_kinds(name), Path(data_dir, SOURCES[name].place)
-    present, missing = [], []
+    _choose_from("corrupted set", name, CORRUPTED)
+    folder, lacking = Path(data_dir, SOURCES[name].place), {}
     for kind in CIFAR_C_KINDS:
-        lacks = [] if (folder / f"{kind}.npy").exists() else [*SEVERITIES]
-        if not name.startswith("cifar"):
-            lacks = [s for s in SEVERITIES if not _folders_in(_severity(name, kind, s, data_dir))
-                     and not [*_severity(name, kind, s, data_dir).glob("*.zip")]]
-        if not lacks:
-            present.append(kind)
-        elif kind in published or len(lacks) < 5:
-            few = f" (severity {', '.join(map(str, lacks))})" if len(lacks) < 5 else ""
-            missing.append(kind + few)
-    stray = {*_folders_in(folder)} - {*CIFAR_C_KINDS}
+        lacking[kind] = [s for s in SEVERITIES if not (
+            (folder / f"{kind}.npy").exists() if name.startswith("cifar") else
+            _folders_in(_severity(name, kind, s, data_dir)))]
+    present = [kind for kind, lacks in lacking.items() if not lacks]
+    missing = [kind if len(lacks) == 5 else f"{kind} of severity {', '.join(map(str, lacks))}"
+               for kind, lacks in lacking.items() if lacks and (
+                   len(lacks) < 5 or kind in _published_kinds(name))]
+    stray = sorted({*_folders_in(folder)} - {*CIFAR_C_KINDS})
     if common.is_main() and stray:
-        print(f"{name}: no kind of corruption, ignored: {', '.join(sorted(stray))}", flush=True)
+        print(f"{name}: no kind of corruption, ignored: {', '.join(stray)}", flush=True)
     if common.is_main() and missing:
         what = f"{folder} lacks {', '.join(missing)}" if present else f"{folder} is not there"
         print(f"{name}: {what}; get it from {SOURCES[name].site}", flush=True)
     return present
+
+
+def _published_kinds(name):
+    return CIFAR_C_KINDS if name.startswith("cifar") else CIFAR_C_KINDS[:15]
 
 
 def corrupted_name(name, kinds):
@@ -734,67 +708,54 @@ def corrupted_name(name, kinds):
 
 
 def _severity(name, kind, severity, data_dir):
-    """The folder of a kind and severity of imagenet_c or tiny_imagenet_c."""
     joined = Path(data_dir, f"imagenet-c-{kind}-{severity}")
-    if name == "imagenet_c" and joined.is_dir():
-        return joined
-    return Path(data_dir, SOURCES[name].place, kind, str(severity))
+    whole = Path(data_dir, SOURCES[name].place, kind, str(severity))
+    return joined if name == "imagenet_c" and joined.is_dir() else whole
 
 
 def load_corrupted(name, kind, severity, data_dir="data"):
     """A test set under one corruption at severity 1..5; `corruption_kinds` lists what is there.
 
     cifar10_c, cifar100_c  CIFAR-10-C/<kind>.npy and labels.npy: 10,000 rows a severity
-    tiny_imagenet_c        Tiny-ImageNet-C/<kind>/<severity>/<class>/ or <class>.zip, in memory,
-                           any number of images a class, labels by wnids.txt
+    tiny_imagenet_c        Tiny-ImageNet-C/<kind>/<severity>/<class>/, in memory
     imagenet_c             imagenet-c/<kind>/<severity>/<class>/, or imagenet-c-<kind>-<severity>/
                            <class>/, a StreamedSet, 224x224, uncropped
     Raises UserError for unknown names and kinds, absent, damaged and ill-shaped files.
     """
-    _published_kinds(name)
-    _check_kind(kind, severity, CIFAR_C_KINDS)
+    _choose_from("corrupted set", name, CORRUPTED)
+    _choose_from("corruption", kind, CIFAR_C_KINDS)
+    _choose_from("severity", severity, SEVERITIES)
     title, source = f"{name}_{kind}_s{severity}", SOURCES[name]
-    if name.startswith("cifar"):
-        clean = SOURCES[name.removesuffix("_c")]
-        images, labels = _cifar_c(name, Path(data_dir, source.place), kind, severity)
-        return ImageSet(title, images, labels, *clean[2:])
     root = _severity(name, kind, severity, data_dir)
+    if name.startswith("cifar"):
+        clean, folder = SOURCES[name.removesuffix("_c")], Path(data_dir, source.place)
+        rows = slice(severity * 10000 - 10000, severity * 10000)
+        images = _npy(name, folder / f"{kind}.npy", (50000, 32, 32, 3), rows)
+        labels = _npy(name, folder / "labels.npy", (50000,), rows).long()
+        _check_labels(name, folder / "labels.npy", labels, clean.num_classes)
+        return ImageSet(title, images.permute(0, 3, 1, 2).contiguous(), labels, *clean[2:])
     if not root.is_dir():
         raise _absent(name, root)
-    if name == "imagenet_c":
-        known, classes = _folders_in(Path(data_dir, "imagenet", "val")), _folders_in(root)
-        if lacking := {*known} - {*classes}:
-            raise _damaged(name, root, f"no class folder {min(lacking)}, as imagenet/val has")
-        dataset = _streamed(title, _class_folders(root), source, 224, classes, root)
-        return replace(dataset, resize=224)
-    classes = _wnids(Path(data_dir))
-    zipped = any((root / f"{wnid}.zip").exists() for wnid in classes)
-    listing = _class_folders(root, classes, "{}.zip" if zipped else "{}")
-    return _streamed(title, listing, source, 64, classes, "", (64, 64)).in_memory()
+    if name == "tiny_imagenet_c":
+        return _class_folders(title, root, source, 64, _wnids(Path(data_dir)),
+                              expect=(64, 64)).in_memory()
+    if lacking := {*_folders_in(Path(data_dir, "imagenet", "val"))} - {*_folders_in(root)}:
+        raise _damaged(name, root, f"no class folder {min(lacking)}, as imagenet/val has")
+    return _class_folders(title, root, source, 224, resize=224)
 
 
-def _cifar_c(name, folder, kind, severity):
-    parts, rows = [], slice((severity - 1) * 10000, severity * 10000)
-    for file, shape in ((f"{kind}.npy", (50000, 32, 32, 3)), ("labels.npy", (50000,))):
-        if not (folder / file).exists():
-            raise _absent(name, folder / file)
-        try:
-            array = np.load(folder / file, mmap_mode="r", allow_pickle=False)
-        except (ValueError, OSError, EOFError) as error:
-            raise _damaged(name, folder / file, _one_line(error)) from None
-        if array.shape != shape or file != "labels.npy" and array.dtype != np.uint8:
-            why = f"{array.dtype} {array.shape}, expected {shape}, images as uint8"
-            raise _damaged(name, folder / file, why)
-        parts.append(torch.from_numpy(np.array(array[rows])))
-    _check_labels(name, folder / file, parts[1], SOURCES[name.removesuffix("_c")].num_classes)
-    return parts[0].permute(0, 3, 1, 2).contiguous(), parts[1].long()
-
-
-def _check_kind(kind, severity, kinds):
-    if kind not in kinds:
-        raise UserError(f"corruption {kind!r} is unknown; choose from {', '.join(kinds)}")
-    if severity not in SEVERITIES:
-        raise UserError(f"severity {severity!r} is unknown; choose 1, 2, 3, 4 or 5")
+def _npy(name, path, shape, rows):
+    """`rows` of an integer array of this shape."""
+    if not path.exists():
+        raise _absent(name, path)
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise _damaged(name, path, _one_line(error)) from None
+    if array.shape != shape or array.dtype.kind not in "iu" or len(shape) > 1 and (
+            array.dtype != np.uint8):
+        raise _damaged(name, path, f"{array.dtype} {array.shape}, expected {shape} of uint8")
+    return torch.from_numpy(np.array(array[rows]))
 
 
 def corrupt(images, kind, severity, seed=0):
@@ -803,7 +764,8 @@ def corrupt(images, kind, severity, seed=0):
     Same shape, dtype and device; a function of the arguments alone. The corruptions are ours:
     like those of CIFAR-10-C in kind, not comparable with them in number.
     """
-    _check_kind(kind, severity, CORRUPTIONS)
+    _choose_from("corruption", kind, CORRUPTIONS)
+    _choose_from("severity", severity, SEVERITIES)
     (apply, strengths), out = CORRUPTIONS[kind], torch.empty_like(images)
     generator = _generator(seed, list(CORRUPTIONS).index(kind))
     for start in range(0, len(images), 1000):
@@ -843,10 +805,6 @@ def _motion_blur(x, length, generator):
     return sum(_warp(x, shift=path * step) for step in steps) / len(steps)
 
 
-def _contrast(x, kept, _):
-    return x.mean((1, 2, 3), keepdim=True).lerp(x, kept)
-
-
 def _pixelate(x, kept, _):
     small = [max(1, round(kept * side)) for side in x.shape[-2:]]
     coarse = F.interpolate(x, small, mode="bilinear", antialias=True)
@@ -869,15 +827,6 @@ def _occlusion(x, side, generator):
         first = (u * (size - length + 1)).long()
         hidden.append((at >= first) & (at < first + length))
     return x.masked_fill((hidden[0][:, :, None] & hidden[1][:, None, :])[:, None], 0.5)
-
-
-def _rotation(x, degrees, generator):
-    sign = 1 - 2 * torch.randint(0, 2, (len(x),), generator=generator)
-    return _warp(x, angle=sign * math.radians(degrees))
-
-
-def _elastic(x, std, generator):
-    return _warp(x, bend=_smooth_field(len(x), std, x.shape[-2:], generator))
 
 
 def _smooth_field(n, std, size, generator):
@@ -912,12 +861,15 @@ CORRUPTIONS = {
     "gaussian_blur": (_gaussian_blur, (0.015, 0.022, 0.031, 0.042, 0.055)),    # std
     "motion_blur": (_motion_blur, (0.08, 0.13, 0.18, 0.24, 0.31)),             # length
     "brightness": (lambda x, added, _: x + added, (0.06, 0.12, 0.19, 0.27, 0.36)),
-    "contrast": (_contrast, (0.75, 0.55, 0.4, 0.27, 0.16)),                    # kept
+    "contrast": (lambda x, kept, _: x.mean((1, 2, 3), keepdim=True).lerp(x, kept),
+                 (0.75, 0.55, 0.4, 0.27, 0.16)),
     "pixelate": (_pixelate, (0.8, 0.65, 0.5, 0.4, 0.3)),                       # resolution kept
     "jpeg": (_jpeg, (60, 35, 20, 12, 6)),                                      # quality
     "occlusion": (_occlusion, (0.18, 0.27, 0.36, 0.45, 0.55)),                 # side of the square
-    "rotation": (_rotation, (8, 16, 25, 35, 46)),                              # degrees
-    "elastic": (_elastic, (0.04, 0.07, 0.10, 0.14, 0.19)),                     # displacement's std
+    "rotation": (lambda x, degrees, g: _warp(x, angle=math.radians(degrees) * (
+        1 - 2 * torch.randint(0, 2, (len(x),), generator=g))), (8, 16, 25, 35, 46)),
+    "elastic": (lambda x, std, g: _warp(x, bend=_smooth_field(len(x), std, x.shape[-2:], g)),
+                (0.04, 0.07, 0.10, 0.14, 0.19)),                # displacement's std
 }
 
 
@@ -926,20 +878,17 @@ CORRUPTIONS = {
 
 def match(dataset, like):
     """`dataset` with the channels (grey repeated, RGB to luma), size (antialiased bilinear), mean
-    and std of `like`: OOD data are always normalised with the in-distribution statistics.
-
-    A StreamedSet must have the shape already (UserError: load it with image_size). Features become
-    no images, images no features (UserError).
-    """
+    and std of `like`: OOD data are always normalised with the in-distribution statistics. Raises
+    UserError for files streamed in another shape, and for images with features."""
     (channels, *size), changed = like.shape, {}
-    if dataset.is_features != like.is_features or dataset.is_features and (
-            dataset.shape != like.shape):
+    same = dataset.shape == like.shape
+    if dataset.is_features != like.is_features or dataset.is_features and not same:
         raise UserError(f"{dataset.name} {dataset.shape} and {like.name} {like.shape}: images and "
                         "features cannot be compared, nor features of different numbers")
-    if dataset.shape != like.shape:
-        if isinstance(dataset, StreamedSet):
-            raise UserError(f"{dataset.name}: files streamed as {dataset.shape} cannot become "
-                            f"{like.shape}; load them with image_size={size[0]}")
+    if not same and isinstance(dataset, StreamedSet):
+        raise UserError(f"{dataset.name}: files streamed as {dataset.shape} cannot become "
+                        f"{like.shape}; load them with image_size={size[0]}")
+    if not same:
         images = torch.empty(len(dataset), *like.shape, dtype=dataset.images.dtype)
         for start in range(0, len(images), 1000):
             x = _unit(dataset.images[start:start + 1000])
@@ -961,8 +910,8 @@ def _other_set(name, args, like, labels):
     if isinstance(like, MoleculeSet):
         return load_molecules(name, "test", args.data_dir)
     streamed = isinstance(like, StreamedSet)
-    fits = streamed or name.startswith("folder:") or name.startswith("imagenet")
-    dataset = load(name, "ood", args.data_dir, image_size=like.shape[-1] if fits else None)
+    size = like.shape[-1] if streamed or name.startswith(("folder:", "imagenet")) else None
+    dataset = load(name, "ood", args.data_dir, image_size=size)
     if isinstance(dataset, StreamedSet) and not streamed:
         dataset = dataset.in_memory()
     return match(dataset, like)
@@ -971,21 +920,20 @@ def _other_set(name, args, like, labels):
 def ood_sets(args, like, taken=()):
     """{unique name: set} of `args.ood`, in the terms of the training set `like`.
 
-    A name is one of the sets that `like`'s kind has, `a+b` (both as one set), folder:PATH (all its
-    images), or, where `like` holds features, PATH.npz (its labels are ignored). A set that is
-    absent is left out, and the main process says so, unless it was asked for by name ("ood" in
-    args.explicit). Raises UserError for that, for two of one name, and for a name of `taken`, of
-    `like`, or train, val or test.
+    A name is one of the sets of `like`'s kind, `a+b` (both as one), folder:PATH (all its images),
+    or, where `like` holds features, PATH.npz (its labels are ignored). An absent set is left out,
+    and the main process says so, unless it was asked for by name ("ood" in args.explicit). Raises
+    UserError for that, and for names that are equal, in `taken`, `like`'s, train, val or test.
     """
     found, absent, used = {}, {}, {"train", "val", "test", like.name, *taken}
     for name in args.ood:
         if (title := set_name(name)) in used:
             raise UserError(f"--ood {name}: another set of this run is called {title}; rename one")
         used.add(title)
-        whole = name.startswith("folder:") or name.endswith(".npz")
+        file = name.startswith("folder:") or name.endswith(".npz")
         try:
-            parts = [_other_set(part, args, like, labels="ignored")
-                     for part in ([name] if whole else name.split("+"))]
+            parts = [_other_set(part, args, like, "ignored")
+                     for part in ([name] if file else name.split("+"))]
         except Absent as error:
             if "ood" in args.explicit:
                 raise
@@ -1007,17 +955,18 @@ def predict_set(args, like):
     """The set that `args.predict` names, as `ood_sets` reads it, with its labels in the terms of
     the training set `like`: by the names of the classes (of a folder's images: of the folders that
     they lie in); -1 where they are not known. `files` names the images of a folder."""
-    name = args.predict
-    dataset = _other_set(name, args, like, labels="optional")
+    name, folder = args.predict, args.predict.startswith("folder:")
+    dataset = _other_set(name, args, like, "optional")
     if isinstance(like, MoleculeSet) or like.name == name or name.endswith(".npz"):
         return dataset
-    names = [file.split("/")[-2:-1] for file in dataset.files] if ":" in name else [
-        [c] for c in getattr(dataset, "classes", ())]
     known = {c: label for label, c in enumerate(getattr(like, "classes", ()))}
-    labels = torch.tensor([known.get(*own, -1) if own else -1 for own in names])
-    if ":" not in name:
-        labels = labels[dataset.labels] if names else torch.full_like(dataset.labels, -1)
-    return replace(dataset, labels=labels, num_classes=like.num_classes)
+    if folder:
+        labels = [known.get(file.split("/")[-2] if "/" in file else None, -1)
+                  for file in dataset.files]
+    else:
+        own = getattr(dataset, "classes", ())
+        labels = [known.get(own[label], -1) if own else -1 for label in dataset.labels.tolist()]
+    return replace(dataset, labels=torch.tensor(labels), num_classes=like.num_classes)
 
 
 # ---- Features and toys ---------------------------------------------------------------------------
@@ -1050,28 +999,25 @@ def read_features(path, dim=None, labelled=False):
 
 
 def feature_set(path, like=None, labels="required"):
-    """Precomputed features, 'features' [N,D] and 'labels' [N] of an .npz file, as an ImageSet:
-    images float32 [N,D,1,1], named after the file.
+    """'features' [N,D] and 'labels' [N] of an .npz file as an ImageSet: images float32 [N,D,1,1].
 
     mean and std are each feature's over the file (1 where it is constant: the Loader divides by
-    std), and the labels are 0..num_classes-1; with `like`, a feature set, all three are its own.
-    labels: "required", "optional" (-1 where the file has none, or none of `like`'s) or "ignored"
-    (all 0: OOD data have other classes). Raises UserError for absent, damaged and ill-shaped files,
-    and what does not fit `like`.
+    std), or with `like`, a feature set, its own, and so is num_classes. labels: "required",
+    "optional" (-1 where the file has none, or none of `like`'s) or "ignored" (all 0: OOD data have
+    other classes). Raises UserError for absent, damaged and ill-shaped files, and misfits.
     """
     if like is not None and not like.is_features:
         raise UserError(f"{path}: features cannot be compared with {like.name}'s images "
                         f"{like.shape}")
     features = read_features(path, None if like is None else like.shape[0])
     own = torch.zeros(len(features), dtype=torch.int64)
-    if labels == "required":
-        features, own = read_features(path, None if like is None else like.shape[0], labelled=True)
-    elif labels == "optional":
+    if labels != "ignored":
         try:
             own = read_features(path, labelled=True)[1]
         except UserError:
+            if labels == "required":
+                raise
             own = own - 1
-        own = own.where(own < like.num_classes, -1)
     features = features.float()
     if not features.isfinite().all():
         raise UserError(f"{path}: 'features' exceed float32")
@@ -1079,11 +1025,12 @@ def feature_set(path, like=None, labels="required"):
         std, mean = torch.std_mean(features.double(), 0, correction=0)
         std[std == 0] = 1
         stats = int(own.max()) + 1, tuple(mean.tolist()), tuple(std.tolist())
-    elif own.max() < like.num_classes:
-        stats = like.num_classes, like.mean, like.std
     else:
-        raise UserError(f"{path}: label {own.max()} is not one of the {like.num_classes} classes "
-                        f"of {like.name}; give files of one labelling")
+        stats = like.num_classes, like.mean, like.std
+        if labels == "required" and own.max() >= like.num_classes:
+            raise UserError(f"{path}: label {own.max()} is not one of the {like.num_classes} "
+                            f"classes of {like.name}; give files of one labelling")
+        own = own.where(own < like.num_classes, -1)
     return ImageSet(set_name(str(path)), features[:, :, None, None], own, *stats)
 
 
@@ -1097,9 +1044,8 @@ def two_moons(n, noise=0.1, seed=0):
 
 
 def gaussian_ring(n_per_class, seed=42):
-    """Five Gaussians of unit variance, their centres at the angles 0, 72, ..., 288 degrees of a
-    circle of radius 5 (D'Angelo & Fortuin 2021), class 0 first:
-    (x float32 [5n,2], y int64 [5n]) for n_per_class = n."""
+    """(x float32 [5n,2], y int64 [5n]): n of each of five Gaussians of unit variance, centred at
+    0, 72, ..., 288 degrees of a circle of radius 5 (D'Angelo & Fortuin 2021), class 0 first."""
     y = torch.arange(5).repeat_interleave(n_per_class)
     angle = 2 * math.pi / 5 * y.double()
     x = torch.randn(len(y), 2, generator=_generator(seed), dtype=torch.float64)
@@ -1108,10 +1054,9 @@ def gaussian_ring(n_per_class, seed=42):
 
 
 def gapped_regression(n=60, seed=0):
-    """Regression with gaps, in the style of Izmailov et al. 2019: y = sin(x) + (x / 5)^2 and noise
-    of std 0.1, at x = 7 u with u uniform in three clusters, [-1,-0.6], [-0.1,0.25] and [0.6,1],
-    a third of the points (as nearly as n allows) each, in this order:
-    (x float32 [n], y float32 [n])."""
+    """(x float32 [n], y float32 [n]) in the style of Izmailov et al. 2019: y = sin(x) + (x / 5)^2
+    and noise of std 0.1, x = 7 u with u uniform in [-1,-0.6], [-0.1,0.25] and [0.6,1], in this
+    order, a third (as nearly as n allows) in each."""
     low, high = torch.tensor([[-1, -0.1, 0.6], [-0.6, 0.25, 1]], dtype=torch.float64)
     cluster, generator = torch.arange(n) * 3 // n, _generator(seed)
     u = torch.rand(n, generator=generator, dtype=torch.float64)
@@ -1123,29 +1068,19 @@ def gapped_regression(n=60, seed=0):
 # ---- Batches -------------------------------------------------------------------------------------
 
 
-class Batch(NamedTuple):
-    images: Tensor      # float32 [B,C,H,W], normalised, on the device
-    labels: Tensor      # int64 [B], on the device
-    index: Tensor       # int64 [B], rows of the set, on the device
-    global_size: int    # images in this batch over all processes
-
-
 class _Batches:
-    """What both loaders share: the order of an epoch, a function of (seed, epoch) alone, and how
-    batches of global size are cut: in contiguous near-equal pieces, as np.array_split does, of
-    which this process gets the one of its rank (with no rows, if a last batch has fewer than there
-    are processes). The last, partial batch is kept."""
+    """What both loaders share. `batch_size` is global: each batch is cut into contiguous near-equal
+    pieces, as np.array_split does, of which this process gets the one of its rank (without rows, if
+    the last batch has fewer than there are processes); with `whole` all. No row is left out."""
 
     def __init__(self, dataset, batch_size, device, seed, shuffle, whole):
         self.rank, self.world_size = (0, 1) if whole else (common.rank(), common.world_size())
-        if batch_size < 1 or not len(dataset):
-            raise UserError(f"{dataset.name}: batch_size {batch_size}, {len(dataset)} rows: "
-                            "expected at least 1 of each")
-        if (most := min(batch_size, len(dataset))) < self.world_size:
-            raise UserError(f"{dataset.name}: batches of {most} cannot be shared by "
-                            f"{self.world_size} processes; start {most} at most")
+        most = min(batch_size, len(dataset))
+        if most < 1 or most < self.world_size:
+            raise UserError(f"{dataset.name}: {len(dataset)} rows in batches of {batch_size} are "
+                            f"too few for {self.world_size} processes")
         self.dataset, self.batch_size, self.device = dataset, batch_size, torch.device(device)
-        self.seed, self.shuffle = seed, shuffle
+        self.seed, self.shuffle, self.labels = seed, shuffle, dataset.labels.to(self.device)
 
     def __len__(self):
         """Batches in an epoch, over all processes."""
@@ -1157,24 +1092,26 @@ class _Batches:
         return generator, (torch.randperm(n, generator=generator) if self.shuffle else
                            torch.arange(n))
 
-    def _pieces(self, batches):
-        """[(start of the batch, first, last, global size)]: this rank's part is first:last."""
-        pieces = []
-        for batch in batches:
-            begin = batch * self.batch_size
-            size = min(self.batch_size, len(self.dataset) - begin)
-            share, longer = divmod(size, self.world_size)
-            first = begin + self.rank * share + min(self.rank, longer)
-            pieces.append((begin, first, first + share + (self.rank < longer), size))
-        return pieces
+    def _piece(self, batch):
+        """(start of the batch, first, last, its global size): this rank's part is first:last."""
+        begin = batch * self.batch_size
+        size = min(self.batch_size, len(self.dataset) - begin)
+        share, longer = divmod(size, self.world_size)
+        first = begin + self.rank * share + min(self.rank, longer)
+        return begin, first, first + share + (self.rank < longer), size
+
+
+class Batch(NamedTuple):
+    images: Tensor      # float32 [B,C,H,W], normalised, on the device
+    labels: Tensor      # int64 [B], on the device
+    index: Tensor       # int64 [B], rows of the set, on the device
+    global_size: int    # images in this batch over all processes
 
 
 class Loader(_Batches):
     """Batches of an ImageSet or a StreamedSet, in an order that depends on (seed, epoch) alone.
 
-    `batch_size` is global: of each batch this process gets its share (see _Batches), with `whole`
-    all of it. Together the shares are, bit for bit, the batch of one process, augmentation
-    included.
+    Together the processes' shares are, bit for bit, the batch of one process, augmented as it is.
 
     augment    "none"; "crop_flip": pad with 4 black pixels, random crop, random flip (files:
                random resized crop and flip); "reflect_crop_flip": the border is mirrored instead
@@ -1185,19 +1122,18 @@ class Loader(_Batches):
                  workers=0, channels_last=False, whole=False):
         super().__init__(dataset, batch_size, device, seed, shuffle, whole)
         self.streamed = isinstance(dataset, StreamedSet)
-        known = ("none", "crop_flip", "reflect_crop_flip")[:2 if self.streamed else 3]
-        if augment not in known:
-            raise UserError(f"augment {augment!r} is unknown; choose from {', '.join(known)}")
+        _choose_from("augment", augment,
+                     ("none", "crop_flip", "reflect_crop_flip")[:2 if self.streamed else 3])
         if augment != "none" and dataset.is_features:
             raise UserError(f"{dataset.name}: {augment} would destroy features; augment images")
-        self.augment, self.workers, self.labels = augment, workers, dataset.labels.to(self.device)
+        self.augment, self.workers = augment, workers
         self.format = torch.channels_last if channels_last else torch.contiguous_format
         white = 255 if self.streamed or dataset.images.dtype == torch.uint8 else 1
         stats = torch.tensor([dataset.mean, dataset.std], dtype=torch.float64)
         mean, std = (stats * white).view(2, -1, 1, 1)
         self.shift, self.scale = mean.float().to(self.device), (1 / std).float().to(self.device)
         if not self.streamed:
-            self._place(dataset.images.to(self.device))
+            self._place(dataset.images)
 
     def _place(self, images):
         """Lay the padded images out so that every crop lies in one contiguous run of memory.
@@ -1206,27 +1142,21 @@ class Loader(_Batches):
         rows S apart and its channels a padded channel apart. `runs` views every run as a row.
         """
         self.pad = 0 if self.augment == "none" else 4
-        if self.augment == "crop_flip":
-            images = F.pad(images, [self.pad] * 4)
-        elif self.augment == "reflect_crop_flip":
-            for axis in (2, 3):
-                images = images.index_select(axis, self._mirror(images.shape[axis]))
-        images = images.contiguous()
+        if self.pad:
+            border = [(0, 0), (0, 0), (self.pad, self.pad), (self.pad, self.pad)]
+            mode = "constant" if self.augment == "crop_flip" else "reflect"
+            images = torch.from_numpy(np.pad(images.cpu().numpy(), border, mode))
+        images = images.to(self.device).contiguous()
         _, channels, height, self.row = images.shape
         self.image = channels * height * self.row
         run = self.image - 2 * self.pad * (self.row + 1)
         self.strides = (run, height * self.row, self.row, 1)
         self.runs = images.view(-1).as_strided((images.numel() - run + 1, run), (1, 1))
 
-    def _mirror(self, side):
-        """Pixel numbers of a padded side, mirrored at both borders (which are not repeated)."""
-        at = torch.arange(-self.pad, side + self.pad, device=self.device).abs()
-        return torch.where(at >= side, 2 * (side - 1) - at, at)
-
     def epoch(self, epoch=0, start=0):
         """Iterate over the batches of `epoch` from number `start` on; earlier ones cost nothing."""
         generator, order = self._order(epoch)
-        pieces = self._pieces(range(start, len(self)))
+        pieces = [self._piece(batch) for batch in range(start, len(self))]
         return (self._stream if self.streamed else self._gather)(order, pieces, generator, epoch)
 
     def _gather(self, order, pieces, generator, _):
@@ -1274,25 +1204,11 @@ class _Files(Dataset):
         return self.dataset.read(row, self.key and _generator(*self.key, row).initial_seed())
 
 
-# ---- Embedded sets -------------------------------------------------------------------------------
-
-DIGITS, LETTERS = "0123456789", "ACEFHKMNPRTUVWXY"  # no letter that a warped digit resembles
-NUMBERS = [f"{k:03d}" for k in range(1000)]
-WORDS = ["".join(LETTERS[4 * k // 16**place % 16] for place in (2, 1, 0)) for k in range(1000)]
-EMBEDDED = {  # name: the classes' texts, font size, stroke widths, rows of training and test
-    "glyphs": (DIGITS, 52, (0, 1, 2, 3), 10000, 2000),
-    "glyphs_ambiguous": (DIGITS, 50, (0, 1), 5000, 2000),
-    "dirty_glyphs": (),
-    "glyphs_letters": (LETTERS, 50, (0, 1, 2, 3), 10000, 2000),
-    "numbers": (NUMBERS, 27, (0, 1), 30000, 5000),
-    "numbers_letters": (WORDS, 27, (0, 1), 30000, 5000),
-    "numbers_ambiguous": (NUMBERS, 27, (0, 1), 5000, 2000),
-}
-SMALL_PRINT = dict(tilt=7.0, shear=0.15, scale=(0.95, 1.05), shift=0.06, bend=0.02)  # of numbers
+# ---- Embedded images -----------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=None)
-def _embedded(name, training):
+def _embedded(name, training, *_):
     """The training pool or the test part of an embedded set; nothing else changes what it holds."""
     if name == "dirty_glyphs":
         clean, ambiguous = (_embedded(part, training) for part in ("glyphs", "glyphs_ambiguous"))
@@ -1300,15 +1216,12 @@ def _embedded(name, training):
     else:
         texts, font_size, strokes, *rows = EMBEDDED[name]
         generator = _generator(2102, list(EMBEDDED).index(name), training)
-        draw = _blends if name.endswith("ambiguous") else _texts
-        images, labels, *rest = draw(name, rows[not training], generator,
-                                     _templates(texts, font_size, strokes), training)
-        dataset = ImageSet(name, images, labels, len(texts), (0.0,), (1.0,), *rest,
+        draw = _blends if name.endswith("ambiguous") else _prints
+        parts = draw(name, rows[not training], generator, _templates(texts, font_size, strokes),
+                     2 if training else 1)
+        dataset = ImageSet(name, *parts[:2], len(texts), (0.0,), (1.0,), *parts[2:],
                            classes=tuple(texts))
-    if not training:
-        pool = _embedded(name, True)
-        return replace(dataset, mean=pool.mean, std=pool.std)
-    mean, std = _statistics(dataset.images)
+    mean, std = _statistics((dataset if training else _embedded(name, True)).images)
     return replace(dataset, mean=mean, std=std)
 
 
@@ -1346,6 +1259,9 @@ def _draw(templates, labels, generator, tilt=15.0, shear=0.25, scale=(0.8, 1.1),
     return torch.cat(out)
 
 
+SMALL_PRINT = dict(tilt=7.0, shear=0.15, scale=(0.95, 1.05), shift=0.06, bend=0.02)  # of numbers
+
+
 def _print(ink, generator):
     """uint8 [N,1,28,28]: ink in a random grey on a random ground, with pixel noise."""
     low, high, noise = torch.rand(3, len(ink), 1, 1, 1, generator=generator)
@@ -1354,35 +1270,31 @@ def _print(ink, generator):
     return x.clamp_(0, 1).mul_(255).round_().byte()
 
 
-def _balanced(n, classes, generator):
-    """int64 [n]: every class as often, in random order."""
-    return torch.randperm(n, generator=generator) % classes
-
-
-def _texts(name, n, generator, templates, _):
-    labels = _balanced(n, templates.shape[1], generator)
+def _prints(name, n, generator, templates, _):
+    """(images, labels): every class as often, in random order."""
+    labels = torch.randperm(n, generator=generator) % templates.shape[1]
     ink = _draw(templates, labels, generator, **SMALL_PRINT if "numbers" in name else {})
     return _print(ink, generator), labels
 
 
-def _blends(name, n, generator, templates, training):
+def _blends(name, n, generator, templates, times):
     """Two texts over each other, the first with the share w (.35-.65) of the ink: the label is the
     first with probability w. Digits lie a little apart, and their training pool has each twice."""
     digits, k = name == "glyphs_ambiguous", templates.shape[1]
-    first = _balanced(n, k, generator)
+    first = torch.randperm(n, generator=generator) % k
     second = (first + torch.randint(1, k, (n,), generator=generator)) % k
     style, apart = SMALL_PRINT, 0.0
     if digits:
         angle = 2 * math.pi * torch.rand(n, generator=generator)
-        style, apart = dict(tilt=10.0, shear=0.15, scale=(0.75, 0.95), shift=0.0, bend=0.03), (
-            0.25 * torch.stack([angle.cos(), angle.sin()], 1))
+        style = dict(tilt=10.0, shear=0.15, scale=(0.75, 0.95), shift=0.0, bend=0.03)
+        apart = 0.25 * torch.stack([angle.cos(), angle.sin()], 1)
     w = 0.35 + 0.3 * torch.rand(n, 1, generator=generator)
     share = w[:, :, None, None]
     a, b = (_draw(templates, label, generator, **style, apart=offset)
             for label, offset in ((first, apart), (second, -apart)))
     ink = ((share * a + (1 - share) * b) / torch.maximum(share, 1 - share)).clamp_(0, 1)
     probs = torch.zeros(n, k).scatter_(1, first[:, None], w).scatter_(1, second[:, None], 1 - w)
-    rows = torch.arange(n).repeat_interleave(2 if digits and training else 1)
+    rows = torch.arange(n).repeat_interleave(times if digits else 1)
     if digits:  # they draw their labels after the print's noise, numbers before it
         images, u = _print(ink, generator), torch.rand(len(rows), generator=generator)
     else:
@@ -1394,110 +1306,29 @@ def _blends(name, n, generator, templates, training):
 # ---- Texts and molecules -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class TextSet:
-    """N sentences in memory, one after the other, each `[CLS] ... [SEP]`.
-
-    tokens   int32 [T], ids below len(vocab); T is the sum of `lengths`
-    lengths  int64 [N], tokens of each sentence, with [CLS] and [SEP]
-    labels   int64 [N], in 0..num_classes-1, or -1 where unknown
-    vocab    the word piece of each id; 0 is "[PAD]", which no sentence holds
-    """
-    name: str
-    tokens: Tensor
-    lengths: Tensor
-    labels: Tensor
-    num_classes: int
-    vocab: tuple
-
-    def __post_init__(self):
-        if len(self.tokens) != int(self.lengths.sum()) or len(self.lengths) != len(self.labels):
-            raise UserError(f"{self.name}: {len(self.tokens)} tokens, {len(self.lengths)} lengths "
-                            f"that sum to {int(self.lengths.sum())}, {len(self.labels)} labels")
-
-    def __len__(self):
-        return len(self.labels)
-
-    def select(self, index):
-        """The sentences `index` (a slice, integers [n] or a mask [N]) as a new set."""
-        rows = _rows(len(self), index)
-        return replace(self, tokens=self.tokens[_ragged(self.lengths, rows)],
-                       lengths=self.lengths[rows], labels=self.labels[rows])
-
-
-@dataclass(frozen=True, eq=False)
-class MoleculeSet:
-    """N molecules in memory, the atoms of one after those of the other.
-
-    numbers     int64 [A], atomic numbers, in 1..100; A is the sum of `sizes`
-    positions   float64 [A,3], ångström
-    sizes       int64 [N], atoms of each molecule
-    labels      float64 [N], the target: energies in eV (float32 would be a meV off at QM9's)
-    references  float64 [101], the target of a free atom by atomic number, eV; zeros where the
-                target is no total energy
-    """
-    name: str
-    numbers: Tensor
-    positions: Tensor
-    sizes: Tensor
-    labels: Tensor
-    references: Tensor
-
-    def __post_init__(self):
-        atoms, shapes = len(self.numbers), (tuple(self.positions.shape), len(self.references))
-        if int(self.sizes.sum()) != atoms or len(self.sizes) != len(self.labels) or shapes != (
-                (atoms, 3), 101):
-            raise UserError(f"{self.name}: {atoms} numbers, positions {shapes[0]}, sizes that sum "
-                            f"to {int(self.sizes.sum())}, {len(self.sizes)} sizes, "
-                            f"{len(self.labels)} labels, {shapes[1]} references")
-
-    def __len__(self):
-        return len(self.labels)
-
-    def select(self, index):
-        """The molecules `index` (a slice, integers [n] or a mask [N]) as a new set."""
-        rows = _rows(len(self), index)
-        atoms = _ragged(self.sizes, rows)
-        return replace(self, numbers=self.numbers[atoms], positions=self.positions[atoms],
-                       sizes=self.sizes[rows], labels=self.labels[rows])
-
-
-def _ragged(sizes, rows, total=None, starts=None):
-    """int64 [total]: where the entries of `rows` lie, if rows of `sizes` entries lie one after
-    the other. A `total` given beforehand (and `starts`) spares a wait for the device."""
-    starts, counts = sizes.cumsum(0) - sizes if starts is None else starts, sizes[rows]
-    shift = starts[rows] - (counts.cumsum(0) - counts)
-    total = int(counts.sum()) if total is None else total
-    return torch.arange(total, device=sizes.device) + shift.repeat_interleave(
-        counts, output_size=total)
-
-
 def load_text(name, split, data_dir="data", *, vocab_file=None, like=None, limit=None):
     """One of `TEXTS` as a TextSet; its splits are fixed.
 
     split       "train", "val", "test"; those of sst2: see sst2_has_test_labels
     vocab_file  BERT's vocab.txt, a word piece a line; by default sst2 has the `vocabulary` of its
-                training sentences (embedded sets keep their own)
+                training sentences, and reviews and reviews_finance that of both: as BERT's does,
+                it knows words that training lacks, so that length does not give OOD data away
     like        a TextSet whose vocabulary is used instead: that of the model's training set
     limit       keep this many sentences, evenly spaced
     Raises UserError for unknown names and values, absent and damaged files.
     """
-    _check_part(name, split, limit, TEXTS)
-    folder = Path(data_dir) / SOURCES["sst2"].place
-    if name == "sst2":
-        sentences, labels = _sst2(folder, split)
-    else:
-        sentences, labels = _embedded_text(name)
-        part = _part(split, 6000)
-        sentences, labels = sentences[part], labels[part]
+    _choose_from("dataset", name, TEXTS)
+    _choose_from("split", split, SPLITS[:3])
+    read = lambda name, split: _embedded_text(name, split) if name != "sst2" else _sst2(
+        Path(data_dir) / SOURCES["sst2"].place, split)
+    sentences, labels = read(name, split)
     if like is not None:
         vocab = like.vocab
-    elif name != "sst2":
-        vocab = _embedded_vocabulary()
     elif vocab_file is not None:
         vocab = read_vocabulary(vocab_file)
     else:
-        vocab = vocabulary(sentences if split == "train" else _sst2(folder, "train")[0])
+        sets = ("sst2",) if name == "sst2" else TEXTS[:2]
+        vocab = vocabulary([sentence for own in sets for sentence in read(own, "train")[0]])
     return evenly(TextSet(name, *tokenise(sentences, vocab), labels, 2, vocab), limit)
 
 
@@ -1510,35 +1341,21 @@ def load_molecules(name, split, data_dir="data", *, target="u0", limit=None):
     limit   keep this many molecules, evenly spaced
     Raises UserError for unknown names and values, absent and damaged files.
     """
-    _check_part(name, split, limit, MOLECULES)
-    if name == "qm9":
-        dataset = _qm9(Path(data_dir) / SOURCES["qm9"].place, target)
-        order = torch.from_numpy(np.random.default_rng(0).permutation(len(dataset)))
-        ends = [round(rows / QM9_MOLECULES * len(dataset)) for rows in (0, 110000, 120000,
-                                                                        QM9_MOLECULES)]
-        part = SPLITS.index(split)
-        return evenly(dataset.select(order[ends[part]:ends[part + 1]]), limit)
-    if target != "u0":
-        raise UserError(f"{name}: target {target!r} is unknown; its one target is u0")
-    return evenly(_embedded_molecules(name).select(_part(split, 4000)), limit)
-
-
-def _check_part(name, split, limit, names):
-    if name not in names:
-        raise UserError(f"dataset {name!r} is unknown; choose from {', '.join(names)}")
-    if split not in SPLITS[:3]:
-        raise UserError(f"split {split!r} is unknown; choose train, val or test")
-    if limit is not None and limit < 1:
-        raise UserError(f"limit {limit}: expected limit >= 1")
+    _choose_from("dataset", name, MOLECULES)
+    _choose_from("split", split, SPLITS[:3])
+    _choose_from("target", target, QM9_TARGETS if name == "qm9" else ("u0",))
+    if name != "qm9":
+        return evenly(_embedded_molecules(name).select(_part(split, 4000)), limit)
+    dataset, part = _qm9(Path(data_dir) / SOURCES["qm9"].place, target), SPLITS.index(split)
+    order = torch.from_numpy(np.random.default_rng(0).permutation(len(dataset)))
+    ends = [round(rows / QM9_MOLECULES * len(dataset)) for rows in (0, 110000, 120000)]
+    return evenly(dataset.select(order[slice(*[*ends, None][part:part + 2])]), limit)
 
 
 def _part(split, training):
     """The rows of an embedded set's train, val (500) or test (1000)."""
     return {"train": slice(training), "val": slice(training, training + 500),
             "test": slice(training + 500, training + 1500)}[split]
-
-
-# ---- Batches of texts and molecules --------------------------------------------------------------
 
 
 class TextBatch(NamedTuple):
@@ -1571,8 +1388,6 @@ class MoleculeBatch(NamedTuple):
 class SequenceLoader(_Batches):
     """Batches of a TextSet or a MoleculeSet, in an order that depends on (seed, epoch) alone.
 
-    `batch_size` is global: of each batch this process gets its share, with `whole` all of it.
-
     Sentences of like length share batches, padded to the longest of the global batch. Shuffled,
     each 50 batches are sorted by length and the batches then permuted, so that the partial one may
     come anywhere; else all sentences are sorted. cutoff (ångström): of the edges of molecules,
@@ -1582,65 +1397,44 @@ class SequenceLoader(_Batches):
     def __init__(self, dataset, batch_size, device="cpu", *, seed=0, shuffle=False, cutoff=5.0,
                  whole=False):
         super().__init__(dataset, batch_size, device, seed, shuffle, whole)
-        self.text, self.labels = isinstance(dataset, TextSet), dataset.labels.to(self.device)
-        self._place_texts() if self.text else self._place_molecules(cutoff)
-
-    def _place_texts(self):
-        longest = int(self.dataset.lengths.max())
-        real = torch.arange(longest) < self.dataset.lengths[:, None]
-        table = torch.zeros(real.shape, dtype=torch.int32)
-        self.table = table.masked_scatter_(real, self.dataset.tokens).to(self.device)
-
-    def _place_molecules(self, cutoff):
-        sources, targets, self.edges = find_edges(self.dataset, cutoff)
-        self.bonds = torch.stack([sources, targets]).to(self.device)
-        self.numbers = self.dataset.numbers.to(self.device)
-        self.positions = self.dataset.positions.float().to(self.device)
-        sizes = torch.stack([self.dataset.sizes, self.edges])
-        self.counts, self.starts = (t.to(self.device) for t in (sizes, sizes.cumsum(1) - sizes))
+        if isinstance(dataset, MoleculeSet):
+            self.sources, self.targets, self.edges = find_edges(dataset, cutoff)
 
     def epoch(self, epoch=0, start=0):
         """Iterate over the batches of `epoch` from number `start` on; earlier ones cost nothing."""
-        generator, order = self._order(epoch)
-        batches = torch.arange(len(self))
-        if self.text:
-            chunk = torch.arange(len(order)) // (
-                50 * self.batch_size if self.shuffle else len(order))
+        (generator, order), batches = self._order(epoch), torch.arange(len(self))
+        text, n = isinstance(self.dataset, TextSet), len(self.dataset)
+        if text:
+            chunk = torch.arange(n) // (50 * self.batch_size if self.shuffle else n)
             key = chunk * (int(self.dataset.lengths.max()) + 1) + self.dataset.lengths[order]
             order = order[key.argsort(stable=True)]
             if self.shuffle:
                 batches = torch.randperm(len(self), generator=generator)
-        pieces = self._pieces(batches[start:].tolist())
-        return (self._texts if self.text else self._molecules)(order, pieces)
+        for batch in batches[start:].tolist():
+            begin, first, last, size = self._piece(batch)
+            index, whole = order[first:last], order[begin:begin + size]
+            make = self._tokens if text else self._molecules
+            parts = make(self.dataset.select(index), index, whole, order[begin:first])
+            index = index.to(self.device, non_blocking=True)
+            yield (TextBatch if text else MoleculeBatch)(parts, self.labels[index], index, size)
 
-    def _texts(self, order, pieces):
-        lengths = F.pad(self.dataset.lengths[order], (0, -len(order) % self.batch_size))
-        longest = lengths.view(-1, self.batch_size).amax(1).tolist()
-        order = order.to(self.device)
-        for begin, first, last, size in pieces:
-            index = order[first:last]
-            tokens = self.table[index, :longest[begin // self.batch_size]].long()
-            yield TextBatch(tokens, self.labels[index], index, size)
+    def _tokens(self, part, _, whole, __):
+        """int64 [b,L]: the sentences of `part`, as long as the longest of `whole`."""
+        real = torch.arange(int(self.dataset.lengths[whole].max())) < part.lengths[:, None]
+        tokens = torch.zeros(real.shape, dtype=torch.int64)
+        return tokens.masked_scatter_(real, part.tokens.long()).to(self.device, non_blocking=True)
 
-    def _molecules(self, order, pieces):
-        ends = torch.stack([self.dataset.sizes, self.edges])[:, order].cumsum(1)
-        ends, order = F.pad(ends, (1, 0)).tolist(), order.to(self.device)
-        for begin, first, last, size in pieces:
-            index = order[first:last]
-            atoms, edges = (end[last] - end[first] for end in ends)
-            where = ((end[first] - end[begin], end[begin + size] - end[begin]) for end in ends)
-            graph = Molecules(*self._graph(index, atoms, edges), *where)
-            yield MoleculeBatch(graph, self.labels[index], index, size)
-
-    def _graph(self, index, atoms, edges):
-        """The molecules `index`, of so many atoms and edges in all."""
-        (sizes, bonds), (first_atom, first_bond) = self.counts, self.starts
-        at = _ragged(sizes, index, atoms, first_atom)
-        counts, row = sizes[index], torch.arange(len(index), device=self.device)
-        shift = (counts.cumsum(0) - counts).repeat_interleave(bonds[index], output_size=edges)
-        sources, targets = self.bonds[:, _ragged(bonds, index, edges, first_bond)] + shift
-        return (self.numbers[at], self.positions[at],
-                row.repeat_interleave(counts, output_size=atoms), sources, targets, len(index))
+    def _molecules(self, part, index, whole, before):
+        """The graph of `part`, the rows `index` of `whole`, which come after the rows `before`."""
+        at, first = _ragged(self.edges, index), part.sizes.cumsum(0) - part.sizes
+        shift = first.repeat_interleave(self.edges[index])
+        tensors = (part.numbers, part.positions.float(),
+                   torch.arange(len(index)).repeat_interleave(part.sizes),
+                   self.sources[at] + shift, self.targets[at] + shift)
+        where = ((int(counts[before].sum()), int(counts[whole].sum()))
+                 for counts in (self.dataset.sizes, self.edges))
+        return Molecules(*(t.to(self.device, non_blocking=True) for t in tensors), len(index),
+                         *where)
 
 
 def find_edges(dataset, cutoff=5.0):
@@ -1660,40 +1454,47 @@ def find_edges(dataset, cutoff=5.0):
     return tuple(torch.cat(part) for part in zip(*found))
 
 
-# ---- Texts: files and word pieces ----------------------------------------------------------------
+# ---- Word pieces ---------------------------------------------------------------------------------
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CJK = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F))
 
 
 def sst2_has_test_labels(data_dir="data"):
-    """Whether SST-2/test.tsv is labelled (header sentence<TAB>label): the splits depend on it.
-
-    With labels: train.tsv 67,349, dev.tsv 872, test.tsv 1,821, as published. GLUE withholds them
-    (header index<TAB>sentence); then test is dev.tsv, val is 2,000 rows of train.tsv (the first of
-    torch.randperm under seed 0; of short files a tenth) and train the others. train.tsv has phrases
-    of its sentences as rows of their own, so that this val shares sentences with train: it is
-    easier than test, and what is fitted on it is too confident.
-    """
+    """Whether SST-2/test.tsv is labelled; then its splits are as published. GLUE withholds the
+    labels; then test is dev.tsv, and val 2,000 rows of train.tsv (of short files a tenth), which
+    has phrases of its sentences as rows: this val is easier than test, and what is fitted on it too
+    confident."""
     path = Path(data_dir) / SOURCES["sst2"].place / "test.tsv"
     header = _read_lines("sst2", path)[0]
     if header not in ("sentence\tlabel", "index\tsentence"):
-        raise UserError(f"{path}: header {header[:80]!r}; expected 'sentence<TAB>label', or "
-                        "'index<TAB>sentence' where the labels are withheld")
+        raise _damaged("sst2", path, f"header {header[:80]!r}, expected 'sentence<TAB>label', or "
+                                     "'index<TAB>sentence' where the labels are withheld")
     return header == "sentence\tlabel"
 
 
 def _sst2(folder, split):
-    """(sentences, labels int64 [N])."""
+    """(sentences, labels int64 [N]) of sentence<TAB>label rows, without quoting."""
     labelled = sst2_has_test_labels(folder.parent)
+    files = {"train": "train.tsv", "val": "dev.tsv" if labelled else "train.tsv",
+             "test": "test.tsv" if labelled else "dev.tsv"}
+    path = folder / files[split]
+    header, *lines = _read_lines("sst2", path)
+    rows = [line.split("\t") for line in lines]
+    if header != "sentence\tlabel" or not rows:
+        raise _damaged("sst2", path, f"header {header[:80]!r}, {len(rows)} rows; expected "
+                                     "'sentence<TAB>label' and rows")
+    for number, row in enumerate(rows, 2):
+        if len(row) != 2 or not row[0].strip() or row[1] not in ("0", "1"):
+            raise UserError(f"{path}, line {number}: {lines[number - 2][:80]!r}; expected "
+                            "sentence<TAB>label, label 0 or 1")
+    sentences, labels = [row[0] for row in rows], torch.tensor([int(row[1]) for row in rows])
     if labelled or split == "test":
-        files = {"train": "train", "val": "dev", "test": "test" if labelled else "dev"}
-        return _read_sst2(folder / f"{files[split]}.tsv")
-    sentences, labels = _read_sst2(folder / "train.tsv")
+        return sentences, labels
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     n_val = min(2000, len(labels) // 10)
-    rows = order[:n_val] if split == "val" else order[n_val:].sort()[0]
-    return [sentences[row] for row in rows.tolist()], labels[rows]
+    keep = order[:n_val] if split == "val" else order[n_val:].sort()[0]
+    return [sentences[row] for row in keep.tolist()], labels[keep]
 
 
 def _read_lines(name, path, end="\n"):
@@ -1707,33 +1508,13 @@ def _read_lines(name, path, end="\n"):
     return text.replace("\r\n", "\n").removesuffix("\n").split(end)
 
 
-def _read_sst2(path):
-    """(sentences, labels int64 [N]) of sentence<TAB>label rows, without quoting."""
-    header, *lines = _read_lines("sst2", path)
-    if header != "sentence\tlabel":
-        raise UserError(f"{path}: header {header[:80]!r}; expected 'sentence<TAB>label'")
-    rows = [line.split("\t") for line in lines]
-    for number, row in enumerate(rows, 2):
-        if len(row) != 2 or not row[0].strip() or row[1] not in ("0", "1"):
-            raise UserError(f"{path}, line {number}: {lines[number - 2][:80]!r}; expected "
-                            "sentence<TAB>label, label 0 or 1")
-    if not rows:
-        raise _damaged("sst2", path, "no rows")
-    sentences, labels = zip(*rows)
-    return sentences, torch.tensor([int(label) for label in labels])
-
-
 def read_vocabulary(path):
     """A vocab.txt (a word piece a line, line number = id, [PAD] first) as a tuple."""
-    try:
-        vocab = tuple(_read_lines("sst2", Path(path)))
-    except Absent:
-        raise UserError(f"no file {path}; get BERT's vocab.txt from "
-                        "https://huggingface.co/bert-base-uncased") from None
-    missing = [token for token in SPECIAL[:4] if token not in vocab]
-    if missing or vocab[0] != SPECIAL[0]:
-        what = f"{', '.join(missing)} missing" if missing else "[PAD] is not its first line"
-        raise UserError(f"{path}: {what}; expected BERT's vocab.txt, a word piece a line")
+    path = Path(path)
+    vocab = tuple(_read_lines("sst2", path)) if path.exists() else ()
+    if vocab[:1] != SPECIAL[:1] or {*SPECIAL[:4]} - {*vocab}:
+        raise UserError(f"{path}: expected BERT's vocab.txt, a word piece a line, [PAD] first, "
+                        f"with {', '.join(SPECIAL[1:4])}")
     return vocab
 
 
@@ -1751,14 +1532,11 @@ def vocabulary(sentences, size=30522):
 def tokenise(sentences, vocab, max_length=268):
     """BERT's uncased WordPiece: (tokens int32 [T], lengths int64 [N]), each `[CLS] ... [SEP]`.
 
-    Lower case, no accents, punctuation and CJK characters alone; each word is cut from the left
-    into the longest pieces that `vocab` has. A word that cannot be, or of more than 100
-    characters, is [UNK]. Sentences keep their first max_length - 2 pieces. "[SEP]" in a text is
-    three words, as in the original code, not a special token.
+    Each word is cut from the left into the longest pieces that `vocab` has; one that cannot be, or
+    of more than 100 characters, is [UNK]. Sentences keep their first max_length - 2 pieces.
     """
-    table = {piece: number for number, piece in enumerate(vocab)}
+    table, tokens, lengths = {piece: number for number, piece in enumerate(vocab)}, [], []
     cut = lru_cache(maxsize=None)(lambda word: _word_pieces(word, table))  # each word once
-    tokens, lengths = [], []
     for sentence in sentences:
         ids = [number for word in _words(sentence) for number in cut(word)][:max_length - 2]
         tokens += [table["[CLS]"], *ids, table["[SEP]"]]
@@ -1774,21 +1552,17 @@ class _Characters(dict):
         cjk = any(low <= code <= high for low, high in CJK)
         # all ASCII signs count as punctuation, "$" and "^" too
         sign = kind[0] == "P" or c.isascii() and c.isprintable() and not c.isalnum()
+        self[code] = f" {c} " if cjk or sign else c
         if c in "\t\n\r" or kind == "Zs":
             self[code] = " "
         elif c == "\ufffd" or kind[0] == "C" or kind == "Mn":  # control characters, accents
             self[code] = ""
-        else:
-            self[code] = f" {c} " if cjk or sign else c
         return self[code]
 
 
-_CHARACTERS = _Characters()
-
-
-def _words(text):
+def _words(text, characters=_Characters()):
     """The words of a text, in lower case and without accents; punctuation and CJK alone."""
-    return unicodedata.normalize("NFD", text.lower()).translate(_CHARACTERS).split()
+    return unicodedata.normalize("NFD", text.lower()).translate(characters).split()
 
 
 def _word_pieces(word, table):
@@ -1796,10 +1570,9 @@ def _word_pieces(word, table):
     ids, start = [], 0
     while start < len(word) <= 100:
         mark = "##" if start else ""
-        for end in range(len(word), start, -1):
-            if mark + word[start:end] in table:
-                break
-        else:
+        end = next((end for end in range(len(word), start, -1) if mark + word[start:end] in table),
+                   None)
+        if end is None:
             return [table["[UNK]"]]
         ids.append(table[mark + word[start:end]])
         start = end
@@ -1817,10 +1590,9 @@ QM9_ATOMS = {  # free atoms of QM9_ELEMENTS, hartree, as published
     "h298": (-0.497912, -37.844411, -54.581501, -75.062219, -99.716370),
     "g298": (-0.510927, -37.861317, -54.598897, -75.079532, -99.733544)}
 QM9_TARGETS = {  # name: factor to our unit. Energies in eV; others as published
-    "A": 1, "B": 1, "C": 1, "mu": 1, "alpha": 1, "homo": HARTREE_EV, "lumo": HARTREE_EV,
-    "gap": HARTREE_EV, "r2": 1, "zpve": HARTREE_EV, "u0": HARTREE_EV, "u298": HARTREE_EV,
-    "h298": HARTREE_EV, "g298": HARTREE_EV, "cv": 1, "u0_atom": KCAL_MOL_EV,
-    "u298_atom": KCAL_MOL_EV, "h298_atom": KCAL_MOL_EV, "g298_atom": KCAL_MOL_EV}
+    **dict.fromkeys(("A", "B", "C", "mu", "alpha", "r2", "cv"), 1),
+    **dict.fromkeys(("homo", "lumo", "gap", "zpve", *QM9_ATOMS), HARTREE_EV),
+    **dict.fromkeys((f"{energy}_atom" for energy in QM9_ATOMS), KCAL_MOL_EV)}
 
 
 def atom_references(target="u0"):
@@ -1835,14 +1607,13 @@ def atom_references(target="u0"):
 def _qm9(folder, target):
     """All molecules that are there, in the order of their numbers, as a MoleculeSet: of the
     published gdb9.sdf (with gdb9.sdf.csv and uncharacterized.txt), else of qm9_subset.npz."""
-    if target not in QM9_TARGETS:
-        raise UserError(f"target {target!r} is unknown; choose from {', '.join(QM9_TARGETS)}")
     places = [folder / "gdb9.sdf", folder / "raw" / "gdb9.sdf", folder / "qm9_subset.npz"]
     path = next((place for place in places if place.exists()), None)
     if path is None:
         raise _absent("qm9", places[0], " (with gdb9.sdf.csv, uncharacterized.txt)")
-    stamps = tuple(file.stat().st_mtime_ns for file in (path, path.parent))
-    numbers, positions, sizes, columns = _read_qm9(path, stamps)
+    numbers, positions, sizes, columns = _read_qm9(path, path.stat().st_mtime_ns)
+    if lacking := {*QM9_TARGETS} - {*columns}:
+        raise _damaged("qm9", path, f"no targets {', '.join(sorted(lacking))}")
     values = torch.from_numpy(np.ascontiguousarray(columns[target])) * QM9_TARGETS[target]
     known = torch.tensor(list(QM9_ELEMENTS.values()))
     if len(strange := numbers[torch.isin(numbers, known, invert=True)]):
@@ -1860,13 +1631,11 @@ def _read_qm9(path, _):
     else:
         names = ("N", "Z", "R", "targets", "target_names")
         sizes, numbers, positions, targets, names = common.load_arrays(path, names).values()
-        columns, atoms = dict(zip(names.tolist(), targets.T)), int(sizes.sum())
-        shapes = (sizes.shape, numbers.shape, positions.shape, targets.shape)
-        if shapes != ((len(sizes),), (atoms,), (atoms, 3), (len(sizes), len(names))):
-            why = f"N, Z, R and targets have the shapes {shapes} for {atoms} atoms"
-            raise _damaged("qm9", path, why)
-    if lacking := {*QM9_TARGETS} - {*columns}:
-        raise _damaged("qm9", path, f"no targets {', '.join(sorted(lacking))}")
+        columns, shape = dict(zip(names.tolist(), targets.T)), (int(sizes.sum()), 3)
+        if positions.shape != shape or numbers.shape != shape[:1] or (
+                targets.shape != (*sizes.shape, len(names))):
+            raise _damaged("qm9", path, f"Z {numbers.shape}, R {positions.shape}, targets "
+                                        f"{targets.shape} for {shape[0]} atoms of N")
     return (torch.as_tensor(numbers).long(), torch.as_tensor(positions).double().view(-1, 3),
             torch.as_tensor(sizes).long(), columns)
 
@@ -1883,22 +1652,20 @@ def _read_sdf(path):
     if len(blocks) != len(rows) or len(kept) > QM9_MOLECULES:
         raise _damaged("qm9", path, f"{len(blocks)} molecules, {len(rows)} rows in {table.name}, "
                                     f"{len(omitted)} in uncharacterized.txt")
-    numbers, positions, sizes = [], [], []
+    numbers, positions, sizes, columns = [], [], [], []
     for row in kept:
         try:
-            lines = blocks[row].removesuffix("$$$$").split("\n")
+            lines = blocks[row].split("\n")
             atoms = [lines[4 + k].split() for k in range(int(lines[3][:3]))]
             numbers += [QM9_ELEMENTS[atom[3]] for atom in atoms]
             positions += [float(x) for atom in atoms for x in atom[:3]]
             sizes.append(len(atoms))
+            columns.append([float(value) for value in rows[row][1:]])
+            if len(columns[-1]) != len(header) - 1:
+                raise ValueError(f"{len(rows[row])} fields in {table.name}")
         except (ValueError, IndexError, KeyError) as error:
             raise _damaged("qm9", path, f"molecule {row + 1}: {_one_line(error)}") from None
-    try:
-        columns = {name: np.array([float(rows[row][column]) for row in kept])
-                   for column, name in enumerate(header) if name in QM9_TARGETS}
-    except (ValueError, IndexError) as error:
-        raise _damaged("qm9", table, _one_line(error)) from None
-    return numbers, np.array(positions), sizes, columns
+    return numbers, np.array(positions), sizes, dict(zip(header[1:], np.array(columns).T))
 
 
 # atomic number: depth (eV), covalent radius (ångström), electronegativity
@@ -1916,10 +1683,9 @@ def pair_energy(numbers, positions):
     numbers    int64 [...,n]: 1, 6, 7, 8; 0 is no atom
     positions  float64 [...,n,3], ångström
     """
-    depth, radius, pull = torch.zeros(3, 101, dtype=torch.float64)
-    for z, values in PAIR_TERMS.items():
-        depth[z], radius[z], pull[z] = values
-    depth, radius, pull = (t[numbers] for t in (depth, radius, pull))
+    terms = torch.zeros(101, 3, dtype=torch.float64)
+    terms[list(PAIR_TERMS)] = torch.tensor(list(PAIR_TERMS.values()), dtype=torch.float64)
+    depth, radius, pull = terms[numbers].unbind(-1)
     well = (depth[..., None] * depth[..., None, :]).sqrt()
     well = well * (1 + 0.2 * (pull[..., None] - pull[..., None, :]).abs())
     apart = positions[..., None, :] - positions[..., None, :, :]
@@ -2049,25 +1815,15 @@ def _reviews(n, generator):
             if keep and len(pair[0].split()) <= 30]
 
 
-def _headlines(n, generator):
-    columns = [_choose(options, n, generator)[0]
-               for options in (COMPANIES, REPORTS, FIGURES, CONTEXTS, TIMES)]
-    return [(" ".join(filter(None, row)), 0) for row in zip(*columns)]
-
-
 @lru_cache(maxsize=None)
-def _embedded_text(name):
-    """(sentences, labels int64): 7,500 different rows."""
-    draw = _reviews if name == "reviews" else _headlines
-    rows = list(dict(draw(13000, _generator(2104, len(name)))).items())[:7500]
-    sentences, labels = zip(*rows)
+def _embedded_text(name, split):
+    """(sentences, labels int64): a part of 7,500 different rows."""
+    n, generator = 13000, _generator(2104, len(name))
+    if name == "reviews":
+        rows = _reviews(n, generator)
+    else:
+        columns = [_choose(options, n, generator)[0]
+                   for options in (COMPANIES, REPORTS, FIGURES, CONTEXTS, TIMES)]
+        rows = [(" ".join(filter(None, row)), 0) for row in zip(*columns)]
+    sentences, labels = zip(*[*dict(rows).items()][:7500][_part(split, 6000)])
     return sentences, torch.tensor(labels)
-
-
-@lru_cache(maxsize=None)
-def _embedded_vocabulary():
-    """That of reviews and reviews_finance: as BERT's does, it knows words that training lacks, so
-    that OOD sentences do not give themselves away by their length."""
-    part = _part("train", 6000)
-    return vocabulary([*_embedded_text("reviews")[0][part],
-                       *_embedded_text("reviews_finance")[0][part]])
