@@ -177,7 +177,8 @@ def check_args(args, parser):
              f"{args.dataset}; use computed or none"),
             (plain and args.shift != "none", f"--shift {args.shift} is for images, not "
              f"{args.dataset}; leave it out"),
-            (args.dataset in TOYS and args.ood, f"--ood is not for {args.dataset}; leave it out"),
+            (args.dataset in TOYS and (args.ood or args.predict), "--ood and --predict are not for "
+             f"{args.dataset}; leave them out"),
             (args.dataset == "toy_regression" and "feature_rde" in args.methods, "feature_rde "
              "repels along the likelihood's gradients of classes; toy_regression has none")):
         if wrong:
@@ -272,7 +273,7 @@ class Residual(nn.Module):
 
 
 class Network(nn.Module):
-    """Layers, a mean over what they leave of the image, a linear head: (logits [B, K], features)."""
+    """Layers, a mean over what is left of the image, a linear head: (logits [B, K], features)."""
 
     def __init__(self, layers, dim, num_classes):
         super().__init__()
@@ -610,7 +611,8 @@ def principal_components(train_set, args) -> tuple[Tensor, Tensor]:
     """Eigenvectors [D, R] and eigenvalues [R] of the training images, float32: of --pca, or of the
     file beside the runs that is named by the images' content, computed on first use."""
     if isinstance(train_set, data.StreamedSet):
-        raise UserError(f"{train_set.name} is not in memory and has no basis; use forde_identity")
+        raise UserError(f"{train_set.name} is not in memory and has no basis; use --methods "
+                        "forde_identity")
     dim = math.prod(train_set.shape)
     content = hashlib.sha256(repr((train_set.shape, train_set.mean, train_set.std)).encode())
     content.update(train_set.images.contiguous().numpy())
@@ -618,8 +620,8 @@ def principal_components(train_set, args) -> tuple[Tensor, Tensor]:
     if not args.pca and not common.broadcast(path.exists()):
         needed, memory = 5 * 8 * dim**2, common.device_memory(args.device)
         if memory and needed > memory:
-            raise UserError(f"the basis of {dim} dimensions needs {needed / 1e9:.1f} GB, the device "
-                            f"has {memory / 1e9:.1f} GB; use forde_identity")
+            raise UserError(f"the basis of {dim} inputs needs {needed / 1e9:.1f} GB, the device "
+                            f"has {memory / 1e9:.1f} GB; use --methods forde_identity")
         moments = second_moments(train_set, args)
         if common.is_main():
             vectors, values = (t.float().cpu() for t in pca(moments))
@@ -799,7 +801,10 @@ def train(nets, sets, basis, run, name, args, seed):
         loss, value, right, n = common.all_reduce(totals).unbind()
         more = {} if train_set.num_classes == 1 else {"accuracy": right / n}
         if args.eval_every and (epoch + 1) % args.eval_every == 0:
-            more |= validate(nets, sets["val"], args)
+            log_probs = predict(nets, sets["val"], args)
+            if log_probs is not None:
+                values = predictive_metrics(log_probs, sets["val"].labels)
+                more |= {"val_nll": values["nll"], "val_accuracy": values["accuracy"]}
         run.log(loss / n, repulsion=value / n, lr=lr, examples=n, **more)
 
 
@@ -853,14 +858,6 @@ def uncertainty_metrics(log_probs) -> dict:
     parts = common.ensemble_uncertainty(log_probs)
     return {f"{name}_{k}": value.item() for name in ("total", "aleatoric", "epistemic")
             for k, value in (("mean", parts[name].mean()), ("std", parts[name].std(correction=0)))}
-
-
-def validate(nets, val_set, args) -> dict:
-    log_probs = predict(nets, val_set, args)
-    if log_probs is None:
-        return {}
-    values = predictive_metrics(log_probs, val_set.labels)
-    return {"val_nll": values["nll"], "val_accuracy": values["accuracy"]}
 
 
 def gradient_distance(nets, dataset, args) -> dict:
@@ -930,8 +927,8 @@ def evaluate_shift(nets, shift, args) -> tuple[list, list]:
                 values = predictive_metrics(pooled[-1], dataset.labels)
                 by_kind.append({"set": f"{name}_{kind}_s{severity}",
                                 **{k: values[k] for k in ("n", "accuracy", "nll", "ece15")}})
-        few = dataclasses.replace(dataset, images=torch.cat([f.images for f in few]), groups=None,
-                                  labels=torch.cat([f.labels for f in few]), label_probs=None)
+        few = data.ImageSet(name, torch.cat([f.images for f in few]), torch.cat(
+            [f.labels for f in few]), dataset.num_classes, dataset.mean, dataset.std)
         distance = gradient_distance(nets, few, args)
         if common.is_main():
             eces = [row["ece15"] for row in by_kind[-len(kinds):]]
@@ -1086,7 +1083,8 @@ def load_sets(args, seed) -> dict:
         if args.val_fraction:
             val = data.match(load("val"), train)
     sets = {"train": train, "val": val, "test": test, "ood": data.ood_sets(args, train),
-            "shift": shifted_sets(args, test, train)}
+            "shift": shifted_sets(args, test, train),
+            "predict": data.predict_set(args, train) if args.predict else None}
     least = min(len(s) for s in (train, test, *sets["ood"].values(), *[val] * (val is not None)))
     least = min(least, args.diversity_examples, args.shift_examples or least)
     if least < common.world_size():
@@ -1133,12 +1131,11 @@ def run_method(method, seed, sets, basis, args, run):
         rows, by_kind = evaluate_regression(nets, sets, args) if regression else evaluate(
             nets, sets, args)
     if args.predict:
-        dataset = data.predict_set(args, sets["train"])
-        log_probs = predict(nets, dataset, args)
+        log_probs = predict(nets, sets["predict"], args)
         if common.is_main():
-            several = len(args.methods) * args.runs > 1
-            common.write_predictions(run.dir / f"predictions{f'-{name}' * several}.csv", dataset,
-                                     log_probs)
+            several = f"-{name}" * (len(args.methods) * args.runs > 1)
+            path = run.dir / f"predictions{several}.csv"
+            common.write_predictions(path, sets["predict"], log_probs)
     key = {"method": method, "seed": seed}
     return ([{**key, **row} for row in rows], [{**key, **row} for row in by_kind],
             predict(nets, sets["plane"], args) if args.dataset in TOYS else None)
@@ -1170,13 +1167,12 @@ def main(argv=None) -> list:
         for method in args.methods:
             own, kinds, drawn[method] = run_method(method, seed, sets, basis, args, run)
             rows, by_kind = rows + own, by_kind + kinds
-    draw(run, rows, drawn, sets, args)
     names = {sets["test"].name, sets["shift"][0], "val"}
     shown, paired = [row for row in rows if row["set"] in names], paired_differences(rows)
     rows = run.report(rows, COLUMNS, shown, by_kind=by_kind, paired=paired)
     if args.runs > 1 and paired:
-        paired = [row for row in paired if row["set"] in names]
-        common.say(f"{common.format_table(*common.pool(paired, COLUMNS))}\n")
+        common.say(common.tables([row for row in paired if row["set"] in names], COLUMNS) + "\n")
+    draw(run, rows, drawn, sets, args)
     return rows
 
 

@@ -547,7 +547,7 @@ def test_feature_directions_keep_their_digits_in_float32():
     logits, y = torch.randn(8, 6, 20, dtype=torch.float64), torch.arange(6) + 3
     wide = forde.feature_directions(logits, y, weight)
     narrow = forde.feature_directions(logits.float(), y, weight.float()).double()
-    assert (wide.square().sum((1, 2)) > 2.5).all()
+    assert (wide.square().sum((1, 2)) > 2.2).all()
     assert (narrow @ narrow.mT - wide @ wide.mT).abs().max() < 1e-5
 
 
@@ -755,8 +755,8 @@ def test_bf16_gives_finite_float32_gradients_near_the_right_ones():
 
 # ---- Runs ---------------------------------------------------------------------------------------
 
-TINY = ("--model resnet9 --width 0.02 --members 3 --limit-train 76 -b 16 --epochs 2 --shift none --no-plot "
-        "--diversity-examples 20 --device cpu --workers 0 --ood").split()
+TINY = ("--model resnet9 --width 0.02 --members 3 --limit-train 76 -b 16 --epochs 2 --shift none "
+        "--no-plot --diversity-examples 20 --device cpu --workers 0 --ood").split()
 
 
 def keep_few(patch):
@@ -1059,7 +1059,8 @@ def test_toys(tiny, tmp_path):
     test = rows["forde_identity", "toy_classification"]
     assert test["accuracy"] > 0.3 and test["n"] == 100
     assert rows["forde_identity", "toy_classification", "far"]["epistemic_mean"] > 0
-    row = tiny("--dataset", "toy_regression", *short, "--lr", 1e-4)["forde_identity", "toy_regression"]
+    rows = tiny("--dataset", "toy_regression", *short, "--lr", 1e-4)
+    row = rows["forde_identity", "toy_regression"]
     assert row["rmse"] > 0 and row["far_std_mean"] > 0 and row["std_mean"] > 0
     assert len([*tmp_path.glob("**/toy.png")]) == 2
 
@@ -1078,6 +1079,28 @@ def test_own_folder_and_ambiguous_digits(tiny, tmp_path):
     rows = tiny("--dataset", "dirty_glyphs", "--shift", "computed", "--shift-examples", 3,
                 "--methods", "forde_identity")
     assert rows["forde_identity", "dirty_glyphs_computed_c"]["n"] == 5 * 3 * len(data.CORRUPTIONS)
+
+
+def test_published_corruptions_and_a_part_of_them(tiny, tmp_path):
+    """TinyImageNet's preset and layout, and two of the kinds of TinyImageNet-C."""
+    places = [(f"tiny-imagenet-200/train/n{k}/images", 8) for k in range(2)]
+    places += [("tiny-imagenet-200/val/images", 4), *(
+        (f"Tiny-ImageNet-C/{kind}/{severity}/n{k}", 3) for kind in ("fog", "snow")
+        for severity in range(1, 6) for k in range(2))]
+    for number, (place, count) in enumerate(places):
+        (tmp_path / place).mkdir(parents=True)
+        for k in range(count):
+            pixels = np.random.default_rng([number, k]).integers(0, 256, (64, 64, 3), np.uint8)
+            Image.fromarray(pixels).save(tmp_path / place / f"{k}.png", compress_level=1)
+    root = tmp_path / "tiny-imagenet-200"
+    (root / "wnids.txt").write_text("n0\nn1\n")
+    notes = "".join(f"{k}.png\tn{k % 2}\t0\t0\t63\t63\n" for k in range(4))
+    (root / "val/val_annotations.txt").write_text(notes)
+    rows = tiny("--dataset", "tiny_imagenet", "--data-dir", tmp_path, "--shift", "published",
+                "--methods", "forde_identity", "--limit-train", 16, "--diversity-examples", 4)
+    assert rows["forde_identity", "tiny_imagenet"]["n"] == 4
+    assert rows["forde_identity", "tiny_imagenet_c_2of15_s5"]["n"] == 12
+    assert rows["forde_identity", "tiny_imagenet_c_2of15"]["n"] == 60
 
 
 def test_a_basis_is_read_once_and_refused_before_training(tiny, tmp_path, monkeypatch):
@@ -1133,7 +1156,8 @@ def test_picture_has_error_bars_and_markers(tmp_path):
     ("--ood nonsense", "nonsense"), ("--ood far.npz", "far.npz"),
     ("--methods forde_pca --pca nowhere.pt", "nowhere.pt"), ("--eval", "train first"),
     ("FEATURES --shift computed", "--shift computed"), ("FEATURES --augment", "augment"),
-    ("FEATURES --ood glyphs_letters", "glyphs_letters"), ("FEATURES --ood nowhere.npz", "nowhere.npz"),
+    ("FEATURES --ood glyphs_letters", "glyphs_letters"), ("--predict nonsense", "nonsense"),
+    ("FEATURES --ood nowhere.npz", "nowhere.npz"),
     ("FEATURES --val-fraction 0.1", "--val-fraction")])
 def test_misuse_is_refused_before_training(tiny, features, tmp_path, argv, named):
     more = argv.replace("FEATURES", " ".join(features)).split()
