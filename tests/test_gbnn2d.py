@@ -1,5 +1,5 @@
-"""gbnn2d.py: its Method and Model against brute force, closed forms and scikit-learn in float64, and
-its story end to end."""
+"""gbnn2d.py: Method and Model against brute force, closed forms, scikit-learn and POT in float64,
+and its story end to end."""
 
 import itertools
 import json
@@ -116,8 +116,8 @@ def test_kl_terms_are_those_of_the_gaussians():
     plane = torch.distributions.MultivariateNormal
     total = torch.distributions.kl_divergence(plane(now.centres, full(now)),
                                               plane(code.centres, full(code))).sum()
-    total += torch.distributions.kl_divergence(
-        normal(now.outlier_mu, now.outlier_sigma), normal(code.outlier_mu, code.outlier_sigma)).sum()
+    total += torch.distributions.kl_divergence(*(
+        normal(c.outlier_mu, c.outlier_sigma) for c in (now, code))).sum()
     assert gbnn2d.moved_kl(*moves).item() == pytest.approx(total.item(), rel=1e-9)
     assert gbnn2d.moved_kl(*(0 * m for m in moves)) == 0
 
@@ -372,9 +372,11 @@ def test_codes_are_whole_and_repeatable(kind):
         assert torch.equal((labels == -1).nonzero()[:, 0], code.outliers)
         assert torch.equal(code.outliers, one[0].outliers)
         assert torch.equal(points[code.outliers], torch.stack(code[2:4], 1))
-        squared = squared_distance(points[labels >= 0].double()[::7], *(t[labels[labels >= 0][::7]] for t in (
-            code.centres.double(), gbnn2d.covariances_of(code.factors.double()))))
-        rim = torch.isin((labels >= 0).nonzero()[:, 0][::7], code.ellipse)
+        few = (labels >= 0).nonzero()[::7, 0]
+        covariances = gbnn2d.covariances_of(code.factors.double())[labels[few]]
+        squared = squared_distance(points[few].double(), code.centres.double()[labels[few]],
+                                   covariances)
+        rim = torch.isin(few, code.ellipse)
         assert ((squared > 5.9915) == rim).double().mean() > 0.9999 and rim.any()
         assert (labels[code.ellipse] != code.ellipse_second).all()
         assert ((code.ellipse_alpha >= 0.5) & (code.ellipse_alpha <= 1)).all()
@@ -398,9 +400,9 @@ def test_thresholds_at_their_ends():
 
 def test_a_component_for_each_weight_is_every_weight():
     mu, sigma = torch.randn(300), torch.rand(300) + 0.1
-    mixture = gbnn2d.Mixture(torch.full((300,), 1 / 300).double(), torch.stack([mu, sigma], 1).double(),
-                             torch.tensor([[1e-12, 0, 1e-12]]).double().repeat(300, 1))
     points = torch.stack([mu, sigma], 1)
+    mixture = gbnn2d.Mixture(torch.full((300,), 1 / 300).double(), points.double(),
+                             torch.tensor([[1e-12, 0, 1e-12]]).double().repeat(300, 1))
     code, _ = gbnn2d.encode(points, torch.arange(300), gbnn2d.bin_points(points), mixture)
     assert torch.equal(code.labels.long(), torch.arange(300)) and not len(code.ellipse)
     torch.testing.assert_close(gbnn2d.draw_weights(code, "shared"), mu, rtol=1e-4, atol=1e-5)
@@ -502,26 +504,35 @@ def tiny_net():
 
 
 def test_parameter_counts():
-    def count(model, classes, side=32):
+    def count(model, classes, side=32, width=1.0):
+        args = common.with_options(parse("--dataset", "cifar100"), model=model, width=width,
+                                   device="meta")
         with torch.device("meta"):
-            net = gbnn2d.make_network(common.with_options(parse("--dataset", "cifar100"), model=model,
-                                                          device="meta"), classes, (3, side, side))
-        return gbnn2d.Layout(net).size
+            return gbnn2d.Layout(gbnn2d.make_network(args, classes, (3, side, side))).size
     assert count("resnet18", 100) == 11_210_432 and count("resnet18", 10) == 11_164_352
     assert count("wide_resnet", 100) == 36_518_832 and count("resnet18", 1000, 224) == 11_678_912
+    assert count("lenet", 10, 28) == 44_490 > 3.5 * count("lenet", 10, 28, 0.5)
 
 
 def test_layout_is_one_order_and_covers_attention():
     net = tiny_net()
     layout = gbnn2d.Layout(net)
     assert layout.shapes == {"0.weight": (4, 1, 3, 3), "3.weight": (3, 16)} and layout.size == 84
+    flat = torch.cat([net[0].weight.flatten(), net[3].weight.flatten()])
     assert all(torch.equal(net.get_parameter(name), part)
-               for name, part in layout.split(layout.flatten(net)).items())
+               for name, part in layout.split(flat).items())
     assert layout.rest == ["1.weight", "1.bias", "3.bias"]
-    attention = nn.MultiheadAttention(8, 2)
-    assert [*gbnn2d.Layout(attention).shapes] == ["in_proj_weight", "out_proj.weight"] or [
-        *gbnn2d.Layout(nn.Sequential(attention)).shapes] == ["0.in_proj_weight",
-                                                             "0.out_proj.weight"]
+    vit = torchvision.models.VisionTransformer(8, 4, 1, 2, 8, 16, num_classes=3).eval()
+    field = gbnn2d.MeanField(vit, gbnn2d.Layout(vit), parse())
+    attention = "encoder.layers.encoder_layer_0.self_attention."
+    assert {attention + "in_proj_weight", attention + "out_proj.weight"} < {*field.layout.shapes}
+    assert "class_token" in field.layout.rest and "encoder.pos_embedding" in field.layout.rest
+    weights, x = torch.randn(field.layout.size), torch.randn(2, 3, 8, 8)
+    with torch.no_grad():  # where attention takes its fast path
+        drawn = field.eval()(x, weights)
+        for name, part in field.layout.split(weights).items():
+            vit.get_parameter(name).copy_(part)
+        torch.testing.assert_close(drawn, vit(x))
     for keep in (["nothing"], ["0", "3"]):
         with pytest.raises(UserError):
             gbnn2d.Layout(net, keep)
@@ -630,7 +641,7 @@ def by_method(rows):
 def story(tmp_path_factory):
     """(folder, rows) of a whole run."""
     folder = tmp_path_factory.mktemp("story")
-    rows = gbnn2d.main(options(folder, "--plot", "--predict", "glyphs_letters", "--export",
+    rows = gbnn2d.main(options(folder, "--plot", "--predict", "glyphs", "--export",
                                str(folder / "small.pt"), "--ece-bins", "10"))
     return folder, rows
 
@@ -644,7 +655,8 @@ def test_the_story_leaves_its_rows_and_files(story):
     results, found = json.loads((root / "results.json").read_text()), by_method(rows)
     assert results["rows"] == rows and [*found] == METHODS
     for row in found.values():
-        assert {"accuracy", "nll", "ece15", "ece10", "brier", "nll_logits", "accuracy_votes"} <= {*row}
+        assert {"accuracy", "nll", "ece15", "ece10", "brier", "nll_logits",
+                "accuracy_votes"} <= {*row}
         assert row["nll"] <= row["nll_samples"] + 1e-9
     against = [row for row in rows if row.get("against") == "glyphs_letters"]
     assert len(against) == 5 and all("auroc_entropy" in row for row in against)
@@ -679,7 +691,7 @@ def test_the_last_stage_learns(tmp_path):
     rows = by_method(gbnn2d.main(options(tmp_path, "--epochs", "4", "--limit-steps", "15", "--ood",
                                          "--final-epochs", "8", "--tau-d", "2e-2", "--mc", "1")))
     assert rows["final"]["nll"] < rows["merged"]["nll"]
-    assert state_of(tmp_path, "run", "final")["net"]["shift"].abs().max() > 1e-3
+    assert state_of(tmp_path, "run", "final")["net"]["moves.0"].abs().max() > 1e-3
 
 
 def own_folder(folder, classes=4, images=12):
@@ -700,10 +712,13 @@ def child(folder, *argv, processes=1):
         "import common, gbnn2d\nmake, outputs = gbnn2d.make_network, gbnn2d.outputs\n"
         "gbnn2d.make_network = lambda *a: make(*a).double()\n"
         "gbnn2d.outputs = lambda m, b, *a: outputs(m, b._replace(images=b.images.double()), *a)\n"
+        "share = gbnn2d.share_weights\ndef once(*a, **k):\n"
+        "    print('shared once', flush=True)\n    return share(*a, **k)\n"
+        "gbnn2d.share_weights = once\n"
         "if __name__ == '__main__':\n    common.launch(gbnn2d.main)\n")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    return subprocess.Popen([sys.executable, *(launch if processes > 1 else []), str(script), *argv],
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, *(launch if processes > 1 else []), str(script), *argv]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def state_of(folder, name, stage):
@@ -727,6 +742,7 @@ def test_two_processes_equal_one_and_a_killed_run_goes_on_bit_equal(tmp_path):
     for process in (one, two, again):
         out = process.communicate(timeout=300)[0]
         assert process.returncode == 0, out[-3000:]
+        assert out.count("shared once") == (process is not again)  # it has the killed run's
     det = state_of(tmp_path, "1", "det")["net"]
     for stage in ("det", "stoch", "final"):
         first, second, third = (state_of(tmp_path, n, stage)["net"] for n in ("1", "2", "killed"))
@@ -751,7 +767,7 @@ def test_options(tmp_path, more):
 
 def test_published_flags_and_presets():
     args = gbnn2d.parse_args("-net wide_resnet -dataset cifar10 -lr 0.2 -b 64".split())
-    assert (args.model, args.dataset, args.lr, args.batch_size) == ("wide_resnet", "cifar10", 0.2, 64)
+    assert (args.model, args.dataset, args.lr) == ("wide_resnet", "cifar10", 0.2)
     published = dict(model="resnet18", width=1, tau_w=0.2, grad_frac=0.01, tau_d=3.873e-4, mc=40,
                      min_cluster=20, epochs=200, batch_size=128, lr=0.1, k0=6000, stoch_kl=0.1)
     assert published.items() <= vars(gbnn2d.parse_args(["--dataset", "cifar100"])).items()
