@@ -86,11 +86,11 @@ PRESETS = {
     **{name: dict(model="resnet18", batch_size=128, mimo_batch_size=256, lr=0.2, weight_decay=5e-4,
                   ood=ood, shift="published")
        for name, ood in (("cifar10", ["svhn", "cifar100"]), ("cifar100", ["svhn"]))},
-    "numbers": dict(model="convnet", width=0.25, members=5, epochs=10, other_epochs=2,
+    "numbers": dict(model="convnet", width=0.25, members=5, epochs=8, other_epochs=2,
                     base_epochs=5, mimo_epochs=8, batch_size=128, mimo_batch_size=256, lr=6e-3,
                     opt="adam", schedule="cosine", warm_up=0.2, losses=list(LOSSES),
                     augment=False, cache_teachers=True, noise=4, shift="computed",
-                    shift_examples=100,
+                    shift_examples=40,
                     ood=["numbers_letters", "numbers_ambiguous"]),
 }
 
@@ -183,6 +183,7 @@ def check_args(parser, args):
             setattr(args, f"{args.method}_{key}", getattr(args, key))
     if args.ensemble_paths:
         args.members = len(args.ensemble_paths)
+    args.losses = [args.loss] if args.method == "distill" else args.losses
     files = [*args.ensemble_paths, *filter(None, (args.student_path, args.mimo_path)), *args.logits]
     missing = [path for path in files if not Path(path).is_file()]
     refusals = {
@@ -581,11 +582,11 @@ class Teachers:
                                       for name in Ensemble._fields)
         return Ensemble(log_probs.log_softmax(-1), mean_log, *rest)
 
-    def fill_cache(self, dataset, losses, whose, run):
+    def fill_cache(self, dataset, whose, run):
         """Compute, or read, the statistics of all training images, once for all students.
 
         ln pi and, for EnD2 alone, the mean of ln p: half precision from a gigabyte on."""
-        both, dtype = cache_form(dataset, losses)
+        both, dtype = cache_form(dataset, self.args.losses)
         key = digest([self.args.dataset, self.args.noise, len(dataset), *dataset.files])
         config = {"ensemble": whose, "images": key, "amp": self.args.amp, "both": both}
         name = f"teachers-{digest(config.values())[:12]}"
@@ -738,19 +739,19 @@ def outputs_of(logits, offset, classes=None) -> dict:
     """{row of the table: Outputs} of `passes`'s logits, predicting among `classes` [n], or all.
 
     paper: each member's logits are restricted to the classes before its softmax, then averaged."""
-    found = {}
-    for name, z in logits.items():
-        if name == "members":
-            found["single"] = softmax_outputs(z[:, 0])
-        if name in ("members", "mimo") and z.shape[1] > (name == "members"):
-            ensemble = ensemble_statistics(z.unbind(1))
-            found["mimo" if name == "mimo" else "ensemble"] = ensemble_outputs(ensemble)
-        if "ensemble" in found and name == "members":
-            found["ensemble_proxy"] = proxy_outputs(ensemble)
-            found["ensemble_proxy_t1"] = proxy_outputs(ensemble, 1.0)
-        if name.startswith("student"):
-            found[name] = softmax_outputs(z) if name == "student_forward_kl" else \
-                student_outputs(z, offset)
+    found, members = {}, logits.get("members")
+    if members is not None:
+        found["single"] = softmax_outputs(members[:, 0])
+    if members is not None and members.shape[1] > 1:
+        ensemble = ensemble_statistics(members.unbind(1))
+        found |= {"ensemble": ensemble_outputs(ensemble), "ensemble_proxy": proxy_outputs(ensemble),
+                  "ensemble_proxy_t1": proxy_outputs(ensemble, 1.0)}
+    for name in logits.keys() - {"members", "mimo"}:
+        found[name] = softmax_outputs(logits[name]) if name == "student_forward_kl" else \
+            student_outputs(logits[name], offset)
+    if "mimo" in logits:
+        found["mimo"] = ensemble_outputs(ensemble_statistics(logits["mimo"].unbind(1)))
+    found = {row: found[row] for row in ROWS if row in found}
     if classes is None:
         return found
     some = outputs_of({name: z[..., classes] for name, z in logits.items()}, offset)
@@ -897,29 +898,31 @@ def shift_rows(models, sets, args) -> list:
 
 # ---- Plots --------------------------------------------------------------------------------------
 
-COLOURS = ["#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE", "#000000", "#BBBBBB"]
+COLOURS = ["#4477AA", "#EE6677", "#228833", "#BBBBBB", "#CCBB44", "#AA3377", "#66CCEE", "#000000",
+           "#999933"]
 DASHES = ["-", (0, (5, 2)), (0, (1, 1.5)), (0, (4, 1, 1, 1))]  # curves that coincide show through
 
 
 def plot_story(plt, path, columns):
     """Rejection curves by total uncertainty; precision of the students against the ensemble's."""
-    columns = {row: own for row, own in columns.items() if row != "ensemble_proxy_t1"}
     figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 4.4), constrained_layout=True)
+    ensemble, precision = columns.get("ensemble"), COLUMNS.index("precision")
     for i, (row, own) in enumerate(columns.items()):
-        at = dict(zip(COLUMNS, own.T))
-        rejected, error = common.rejection_curve(at["total"], at["correct"] > 0)
-        left.plot(100 * rejected, 100 * error, color=COLOURS[i % 8], ls=DASHES[i % 4],
+        if row == "ensemble_proxy_t1":
+            continue
+        rejected, error = common.rejection_curve(own[:, COLUMNS.index("total")],
+                                                 own[:, COLUMNS.index("correct")] > 0)
+        left.plot(100 * rejected, 100 * error, color=COLOURS[i], ls=DASHES[i % 4],
                   lw=3.2 - 0.3 * i, label=ROWS[row])
-        if "ensemble" in columns and row.startswith("student") and row != "student_forward_kl":
-            right.plot(columns["ensemble"][:, 5], at["precision"], ".", ms=2,
-                       color=COLOURS[i % 8], rasterized=True)
+        if ensemble is not None and row.startswith("student") and row != "student_forward_kl":
+            right.plot(ensemble[:, precision], own[:, precision], ".", ms=2, color=COLOURS[i])
     left.set(xlabel="rejected as most uncertain, %", ylabel="errors left, % of all",
-             xlim=(0, 100), yscale="log", ylim=(50 / len(at["correct"]), 130))
+             xlim=(0, 100), yscale="log", ylim=(50 / len(own), 130))
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    if "ensemble" in columns:
-        ends = np.quantile(columns["ensemble"][:, COLUMNS.index("precision")], [0.001, 0.999])
+    if ensemble is not None:
+        ends = np.quantile(ensemble[:, precision], [0.001, 0.999])
         right.plot(ends, ends, "k--", lw=1, label="equal")
-        right.set(xlabel="ln precision of the ensemble's proxy", ylabel="of the student")
+        right.set(xlabel="ln precision of the ensemble's proxy", ylabel="ln precision of a student")
         right.legend(loc="lower right")
     common.save_figure(plt, figure, path)
 
@@ -1070,12 +1073,12 @@ def digest(values) -> str:
 
 def students_of(args, members, sets, run) -> dict:
     """{loss: network}, all from the same teachers and the same first weights."""
-    losses, teachers = args.losses if args.method == "all" else [args.loss], Teachers(members, args)
+    teachers = Teachers(members, args)
     whose = digest(value for net in members for value in net.state_dict().values())
-    if args.cache_teachers and losses and not args.eval:
-        teachers.fill_cache(sets.train, losses, whose, run)
+    if args.cache_teachers and args.losses and not args.eval:
+        teachers.fill_cache(sets.train, whose, run)
     return {loss: network(args, sets, "distill", args.seed, None, not args.eval, teachers,
-                          loss=loss, ensemble=whose)[0] for loss in losses}
+                          loss=loss, ensemble=whose)[0] for loss in args.losses}
 
 
 def networks_of(args, sets, run) -> Models:

@@ -807,11 +807,16 @@ def test_two_processes_equal_one(small):
     losses = small.index("--losses")
     small = [*small[:losses], "--opt", "sgd", "--lr", ".1", "--mimo", "--losses", "rkl_proxy",
              "dirichlet_likelihood"]
-    one, two = (pd.main(renamed(small, "one")), renamed(small, "two"))
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
-                           "--master_port", str(29600 + os.getpid() % 300),
-                           str(REPO / "proxy_distill.py"), *two], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    two = renamed(small, "two")
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": str(29600 + os.getpid() % 300)}  # as torchrun sets them
+    both = [subprocess.Popen([sys.executable, REPO / "proxy_distill.py", *two],
+                             stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+                             env={**os.environ, **world, "RANK": rank, "LOCAL_RANK": rank})
+            for rank in "01"]
+    one = pd.main(renamed(small, "one"))
+    said = [process.communicate(timeout=300)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said[0][-3000:]
     for what in ("base-seed1", "base-seed2", "mimo-seed1", "student_rkl_proxy-seed1",
                  "student_dirichlet_likelihood-seed1"):
         a, b = (weights_of(folder(renamed(small, name), f"-{what}")) for name in ("one", "two"))
@@ -994,6 +999,7 @@ def test_streamed_folders(imagenet, tmp_path, capsys):
     ("--method base --ensemble-paths {file}", "--ensemble-paths"),
     ("--student-path {file}", "--eval"), ("--method distill", "--method base --seed 1"),
     ("--mimo-batch-size 3", "--mimo-batch-size"), ("--logits {file}", "npz"),
+    ("--predict nothing", "nothing"), ("--shift published", "--shift"),
     ("--eval --student-path {file}", "plain tensors")])
 def test_misuse_is_one_line(small, tmp_path, argv, said):
     file = tmp_path / "file"
