@@ -30,28 +30,30 @@ Differs from the published code:
     network has them, are recomputed for every sample; there they were not.
   - One set of draws of a member serves every ensemble: the n-th draw of a member is its n-th
     sample. There each ensemble drew anew. What is kept of SWAG, MC dropout and IVON is the mixture
-    of a member's first n draws, for each n that an ensemble needs, as float16 log-probabilities.
-  - The 21 precisions of LLLA share one eigendecomposition and one set of samples; there, fresh
-    ones. The 15 of LA-NF are fitted at once, with the same base samples and batches.
+    of a member's first n draws, for each n that an ensemble needs, in float16 log-probabilities.
+  - The 21 precisions of LLLA share one eigendecomposition and one set of samples (there fresh
+    ones), and its covariance a symmetric root (there Cholesky's). The 15 of LA-NF are fitted at
+    once, with the same base samples and batches.
   - LA-NF's sample s is one network for all of the test set; there, one for each batch.
-  - SWAG_s learning rate is chosen again where --swag-scale or --val-samples change.
-  - IVON's cosine ends with the last step (there five epochs after it: a short run stopped at 15 to
-    31 % of the peak rate), and its rate changes by step, not by epoch.
-  - No early stopping: with the published settings it can end WRN-28-10 alone, after 100 epochs
+  - IVON's cosine ends at 0 with the last step, and moves by step; there five epochs later and by
+    epoch, so that a run of eight epochs ends at 31 % of the peak rate. The published clip_radius
+    and betas are options. On two cores it needs a cold posterior: see IVON below.
+  - No early stopping: with the published settings it could end WRN-28-10 alone, after 100 epochs
     without a better validation loss. The best epoch's weights are kept, as there.
-  - Layer norms and biases of BERT start at 1 and 0; the masked softmax is PyTorch's.
-  - Metrics. OOD: in FPR at 95 % and AUPR (in) the data of the training set's kind are the positive
-    ones (there the others, and the former was interpolated); average precision is by steps (there
-    trapezoids: up to .004 apart). ECE and MCE: bins are closed on the right (there on the left).
-    cv: the population's standard deviation of the spreads (there the unbiased one). marpd is a
-    fraction (there percent). `loss` of molecules is the training's, not a squared error.
+  - Metrics. FPR at 95 % and AUPR (in) take data of the training set's kind as the positive ones
+    (there the others; the former was interpolated); average precision is by steps (there
+    trapezoids: up to .004 apart). Bins of ECE and MCE are closed on the right (there on the left).
+    cv has the unbiased standard deviation of the spreads (there divided by N); marpd is a fraction
+    (there percent). Molecules have no `loss` (there a squared error). Equal ensembles count once.
   - Random numbers are drawn on the device, from (seed, step) or (seed, block of samples).
   - Everything resumes and selects from local files; there, through a server.
-  As published: validation data choose the MAP checkpoint, learning rates, and precisions alike.
+As published: validation data choose the MAP checkpoint, learning rates, and precisions alike.
 """
 
 import argparse
+import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -77,8 +79,9 @@ SWAG_LRS = [0.1, 0.05, 0.04, 0.03, 0.02, 0.01, *(i / 1000 for i in range(9, 0, -
             *(i / 10000 for i in range(9, 4, -1)), 0.0001]
 MOLECULE_LRS = [1e-6, *(i * 1e-7 for i in range(5, 0, -1)), *(i * 1e-8 for i in range(9, 0, -1)),
                 *(i * 1e-9 for i in range(9, 0, -1)), *(i * 1e-10 for i in range(9, 4, -1)), 1e-10]
-# IVON on two cores: short runs need a small Hessian and clipped steps; the effective sample size is
-# 170 (reviews) to 400 (clusters) times that of the data: a cold posterior
+# IVON in short runs: a small h, so that most steps are clipped, as a sign method's are; and an
+# effective sample size 170 (reviews) to 1000 (glyphs) times that of the data: a cold posterior, of
+# temperature 1e-3 to 6e-3. Ten times warmer, glyphs lose five points of accuracy (one seed).
 IVON = dict(ivon_lr=98.0, ivon_hess_init=0.01, ivon_ess=1e6, ivon_betas=[0.9, 0.999])
 PRESETS = {
     # paper: 30 members of seeds 1-30, 30 ensembles of each K, 200 samples in total; published
@@ -108,7 +111,7 @@ PRESETS = {
                     lr=2e-3, weight_decay=0.01, opt="adamw", members=3, ensembles=[1, 3],
                     combinations=3, samples=20, val_samples=20, methods=list(METHODS),
                     swag_epochs=8, swag_lrs=[0.03, 0.01], swag_weight_decay=1e-4, dropouts=[0.1],
-                    ivon_epochs=8, ivon_clip=1e-3, flow_epochs=5, ood=["reviews_finance"],
+                    ivon_epochs=12, ivon_clip=5e-4, flow_epochs=5, ood=["reviews_finance"],
                     eval_batch_size=100, **IVON),
     "clusters": dict(model="painn", width=0.25, epochs=24, batch_size=50, lr=2e-3,
                      weight_decay=0.01, opt="adamw", members=3, ensembles=[1, 3], combinations=3,
@@ -160,8 +163,8 @@ def parse_args(argv=None):
     add("--swag-epochs", type=at_least(2), help="R: epochs of SGD, iterates, rank (published: 100)")
     add("--swag-weight-decay", type=at_least(0, float), help="default: --weight-decay")
     add = parser.group("SWAG")
-    add("--swag-lrs", nargs="+", type=at_least(1e-12, float), metavar="LR", help="constant learning "
-        "rates; validation chooses, for SWA and SWAG apart")
+    add("--swag-lrs", nargs="+", type=at_least(1e-12, float), metavar="LR", help="constant "
+        "learning rates; validation chooses, for SWA and SWAG apart")
     add("--swag-scale", type=at_least(0, float), default=1.0, help="multiplies the covariance")
     add("--swag-covariance", choices=["both", "diagonal", "low_rank"], default="both", help="half "
         "of each (paper), or all of one")
@@ -573,13 +576,13 @@ def as_layout(rows) -> Tensor:
     return torch.cat([rows[:, :-1].flatten(0, 1), rows[:, -1]])
 
 
-def ggn_blocks(x, probs, block=2048) -> Tensor:
+def ggn_blocks(x, probs, block=2048, stripe=64) -> Tensor:
     """H = sum_n J_n^T (diag p_n - p_n p_n^T) J_n of logits W x + b, a SUM: [C, D + 1, C, D + 1],
     float64.
 
     No Jacobian is formed: the blocks of classes a < k are Gram matrices -sum_n p_a p_k x~ x~^T,
-    x~ = (x, 1), and those of a class with itself make all rows of blocks sum to zero: exactly, for
-    the sums over blocks are in float64.
+    x~ = (x, 1), half of which are computed, in stripes, and those of a class with itself make all
+    rows of blocks sum to zero: exactly, for the sums over blocks are in float64.
     """
     (n, d1), c = (len(x), x.shape[1] + 1), probs.shape[1]
     h = x.new_zeros(c, d1, c, d1)
@@ -588,9 +591,15 @@ def ggn_blocks(x, probs, block=2048) -> Tensor:
         for a in range(c - 1):
             pairs = -p[:, a, None] * p[:, a + 1:]
             weighted = (x1[:, :, None] * pairs[:, None]).flatten(1)  # [n, (D + 1) (C - 1 - a)]
-            h[a, :, a + 1:] += (x1.T @ weighted).view(d1, d1, -1).transpose(1, 2)
+            for i in range(0, d1, stripe):
+                part = x1[:, i:i + stripe].T @ weighted[:, i * pairs.shape[1]:]
+                h[a, i:i + stripe, a + 1:, i:] += part.view(
+                    len(part), -1, pairs.shape[1]).transpose(1, 2)
     h = h.double()
     for a in range(c):
+        for i in range(0, d1, stripe):  # below the stripes: by symmetry
+            own = h[a, i:i + stripe, a + 1:, i + stripe:]
+            h[a, i + stripe:, a + 1:, i:i + stripe] = own.permute(2, 1, 0)
         h[a + 1:, :, a] = h[a, :, a + 1:].transpose(0, 1)
         h[a, :, a] = 0
         h[a, :, a] = -h[a].sum(1)
@@ -668,10 +677,10 @@ def full_spectrum(blocks, dtype) -> Spectrum:
 
 
 def laplace_samples(theta, spectrum, delta, noise) -> Tensor:
-    """[S, P] from N(theta, (H + delta I)^-1), noise [S, P] standard normal, by the symmetric root
-    Q (values + delta)^-1/2 Q^T: whatever signs the eigenvectors have.
+    """[..., S, P] from N(theta, (H + delta I)^-1), noise [S, P] standard normal, by the symmetric
+    root Q (values + delta)^-1/2 Q^T: whatever signs the eigenvectors have.
 
-    NaN where H + delta I is not positive definite (molecules).
+    delta is a number, or [G, 1, 1]. NaN where H + delta I is not positive definite (molecules).
     """
     scale = (spectrum.values + delta).to(noise)
     root = torch.where(scale > 0, scale, torch.nan).rsqrt()
@@ -688,8 +697,9 @@ FLOW_GRID = (1, 5, 10, 20, 30, 40, 50, 70, 90, 100, 125, 150, 175, 200, 500)
 
 def precision_scores(theta, spectrum, last, noise, grid=LAPLACE_GRID) -> list[float]:
     """Validation LPD of each delta, NaN where a delta has no posterior; one noise for all."""
-    return [log_predictive_density(head_outputs(laplace_samples(theta, spectrum, delta, noise),
-                                                last), last.labels) for delta in grid]
+    deltas = torch.tensor(grid, dtype=torch.float64, device=theta.device)[:, None, None]
+    return [log_predictive_density(head_outputs(samples, last), last.labels)
+            for samples in laplace_samples(theta, spectrum, deltas, noise)]
 
 
 def radial_layer(theta, centre, a, b) -> tuple[Tensor, Tensor]:
@@ -893,24 +903,6 @@ class Ivon:
         self.steps = state["steps"]
 
 
-class BestWeights:
-    """The weights of the epoch with the largest validation LPD; a NaN is never better."""
-
-    def __init__(self, net):
-        self.net, self.state = net, {"lpd": -math.inf, "weights": {}}
-
-    def offer(self, lpd):
-        if lpd > self.state["lpd"]:
-            weights = {k: v.detach().cpu().clone() for k, v in self.net.state_dict().items()}
-            self.state = {"lpd": lpd, "weights": weights}
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
-
-
 def cosine(share):
     """Half a cosine from 1 to 0 as `share` goes from 0 to 1."""
     return 0.5 * (1 + math.cos(math.pi * share))
@@ -931,13 +923,15 @@ def train(study, net, identity, epochs, optimiser, lr_at, option, y_var=1.0, aft
     lr_at(epoch) is the rate of a fractional epoch, set by `option`; after(epoch) is called when an
     epoch is over, and returns what to log.
     """
-    args, run, train_set = study.args, study.run, study.sets["train"]
-    loader = make_loader(train_set, args, train=True, augment=args.augment and option != "swag_lrs")
-    steps = min(len(loader), args.limit_steps or len(loader))
-    seen = min(steps * args.batch_size, len(train_set))
-    model = common.data_parallel(net, args.device)
-    model = torch.compile(model) if args.compile else model
+    args, run, model = study.args, study.run, None
     for epoch in run.epochs(epochs, *identity, net=net, optimiser=optimiser, **parts):
+        if model is None:  # of what is finished nothing is built
+            loader = make_loader(study.sets["train"], args, train=True,
+                                 augment=args.augment and option != "swag_lrs")
+            steps = min(len(loader), args.limit_steps or len(loader))
+            seen = min(steps * args.batch_size, len(study.sets["train"]))
+            model = common.data_parallel(net, args.device)
+            model = torch.compile(model) if args.compile else model
         common.seed_all(args.seed, 2, epoch, common.rank())  # dropout: whatever came before
         model.train()
         total = torch.zeros((), device=args.device)
@@ -975,7 +969,7 @@ def on_main(work):
 
 
 def identity(study, kind, *groups, **more) -> tuple[str, dict]:
-    """(name, config) of a member's piece: the options of its MAP network and of `groups`, `more`."""
+    """(name, config) of a member's piece: its MAP network's options, those of `groups`, `more`."""
     args = study.args
     own = {k: v for k, v in common.options(args).items() if args.groups.get(k) in groups} | more
     text = json.dumps(common.plain(own), sort_keys=True).encode()
@@ -983,21 +977,16 @@ def identity(study, kind, *groups, **more) -> tuple[str, dict]:
     return f"{kind}-seed{args.seed}{digest}", {**study.run.config, "seed": args.seed, **own}
 
 
-def missing(study, name) -> bool:
-    """Whether a piece must be made; --eval refuses to."""
-    path, args = study.run.dir / f"{name}.pt", study.args
-    there = common.broadcast(path.exists() and (name in study.run.written or not args.fresh))
-    if args.eval and not there:
-        raise UserError(f"{path} is not made yet; first start the same command without --eval")
-    return not there
-
-
-def piece(study, identity, make):
+def piece(study, identity, make, read=True):
     """What make() returns (a dict, on the main process alone): read, or made and kept."""
-    if not missing(study, identity[0]):
-        return on_main(lambda: study.run.load(*identity))
+    name, run = identity[0], study.run
+    path = run.dir / f"{name}.pt"
+    if common.broadcast(path.exists() and (name in run.written or not study.args.fresh)):
+        return on_main(lambda: run.load(*identity)) if read else None
+    if study.args.eval:
+        raise UserError(f"{path} is not made yet; first start the same command without --eval")
     made = make()
-    on_main(lambda: study.run.save(*identity, **made))
+    on_main(lambda: run.save(*identity, **made))
     return made
 
 
@@ -1033,20 +1022,22 @@ def trained_network(study, kind, dropout, **more):
     args = study.args
     common.seed_all(args.seed)
     net = make_network(args, study.sets["train"], dropout)
+    best = copy.deepcopy(net)
+    best.register_buffer("val_lpd", torch.tensor(-1e30))
     options = dict(lr=args.lr, weight_decay=args.weight_decay)
     optimiser = torch.optim.AdamW(net.parameters(), **options) if args.opt == "adamw" else \
         torch.optim.SGD(net.parameters(), momentum=0.9, nesterov=True, **options)
-    kept = BestWeights(net)
 
     def after(_):
-        kept.offer(validation_lpd(study, Sampler(net)))
-        return {"best_val_lpd": kept.state["lpd"]}
+        lpd = validation_lpd(study, Sampler(net))
+        if lpd > best.val_lpd:  # a NaN is never better
+            best.load_state_dict({**net.state_dict(), "val_lpd": torch.tensor(lpd)})
+        return {"val_lpd": lpd}
 
     seconds = train(study, net, identity(study, kind, **more), args.epochs, optimiser,
                     lambda epoch: args.lr * cosine(int(epoch) / args.epochs), "lr", args.y_var,
-                    after, best=kept)
-    net.load_state_dict(kept.state["weights"] or net.state_dict())
-    return net.eval(), seconds
+                    after, best=best)
+    return best.eval(), seconds
 
 
 def validation_lpd(study, sampler) -> float:
@@ -1178,17 +1169,22 @@ def swag_sampler(study, kind="swag", lr=None, samples=None) -> Sampler:
                    choice.get("train_s", seconds), len(mean) * (len(deviations) * swag + 1 + swag))
 
 
+def batch_norms(net) -> list:
+    return [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+
+
 @torch.no_grad()
 def refresh_batch_norm(net, study):
     """Running statistics of the weights that the network has now: means over the training set."""
+    if not batch_norms(net):
+        return
     common.data_parallel(net, study.args.device)  # statistics of the global batch
-    norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     net.eval()
-    for m in norms:
+    for m in batch_norms(net):
         m.reset_running_stats()
         m.train()
-    for i, batch in enumerate(make_loader(study.sets["train"], study.args).epoch()) if norms else ():
-        for m in norms:
+    for i, batch in enumerate(make_loader(study.sets["train"], study.args).epoch()):
+        for m in batch_norms(net):
             m.momentum = 1 / (i + 1)  # equal weights
         with autocast(study.args):
             net(batch[0])
@@ -1234,8 +1230,7 @@ def make_features(study, part):
         made["x"] = common.gather_rows(index, torch.cat(parts))
         return {k: v and v[0] for k, v in made.items()}
 
-    if missing(study, features_identity(study, part)[0]):
-        piece(study, features_identity(study, part), make)
+    piece(study, features_identity(study, part), make, read=False)
 
 
 def atoms_of(sizes, rows) -> Tensor:
@@ -1330,6 +1325,9 @@ def fit_flow(study, theta, spectrum, base) -> tuple:
             loss.sum().backward()
             optimiser.step()
             total += loss.detach().mean()
+        if not math.isfinite(total):
+            raise UserError("LA-NF's ELBO is not finite; raise --flow-precision or "
+                            "--prior-precision")
         run.log(total / steps, examples=n)
     seconds = sum(row["seconds"] for row in run.history)
     noise = seeded_noise((args.val_samples, p), device, 0, 18)
@@ -1342,43 +1340,46 @@ def fit_flow(study, theta, spectrum, base) -> tuple:
     return [t[g].detach() for t in flow], seconds
 
 
-def make_heads(study, method) -> dict:
+def make_heads(study, method):
     """S sampled last layers [S, P] of LLLA or LA-NF, on the main process."""
-    theta, spectrum, delta, seconds = laplace(study)
-    noise = seeded_noise((study.args.samples, len(theta)), theta.device, study.args.seed, 19)
-    heads = laplace_samples(theta, spectrum, delta, noise)
-    numbers = sum(t.numel() for t in (theta, *spectrum) if t is not None)
-    if method == "la_nf":
-        flow, own_s = fit_flow(study, theta, spectrum, delta)
-        heads, _ = apply_flow([t[None] for t in flow], heads)
-        seconds, numbers = seconds + own_s, numbers + sum(t.numel() for t in flow)
-    return {"heads": heads.cpu(), "train_s": seconds, "numbers": numbers, "predict_s": 0.0}
+    for part in ("train", "val"):
+        make_features(study, part)
+
+    def make():
+        theta, spectrum, delta, seconds = laplace(study)
+        noise = seeded_noise((study.args.samples, len(theta)), theta.device, study.args.seed, 19)
+        heads = laplace_samples(theta, spectrum, delta, noise)
+        numbers = sum(t.numel() for t in (theta, *spectrum) if t is not None)
+        if method == "la_nf":
+            flow, own_s = fit_flow(study, theta, spectrum, delta)
+            heads, _ = apply_flow([t[None] for t in flow], heads)
+            seconds, numbers = seconds + own_s, numbers + sum(t.numel() for t in flow)
+        return {"heads": heads.cpu(), "train_s": seconds, "numbers": numbers, "predict_s": 0.0}
+
+    return on_main(make)
+
+
+def make_outputs(study, sampler, method, part):
+    """What a sampler's draws say of a set, on the main process; of many draws in float16."""
+    found, seconds = timed(study, lambda: predict(sampler, study.sets[part], study.args,
+                                                  sizes_needed(method, study.args)))
+    if found and sampler.samples > 1 and "log_probs" in found:
+        found["log_probs"] = found["log_probs"].clamp_min(-6e4).half()
+    return found and {**found, "train_s": sampler.train_s, "numbers": sampler.numbers,
+                      "predict_s": seconds}
 
 
 def make_member(study):
     """Make what a member's predictions are read from, for all methods: mixtures of draws of whole
     networks, sampled last layers and what they see; all that is there is kept."""
-    args = study.args
-    for method in args.methods:
-        sampler = None
+    for method in study.args.methods:
+        sampler = functools.cache(lambda: SAMPLERS[method](study))
         for part in (*study.tested, *study.ood):
-            name, config = leaf(study, method, part)
             if method in LAST_LAYER:
                 make_features(study, part)
-            if not missing(study, name):
-                continue
-            if method in LAST_LAYER:
-                make_features(study, "train")
-                make_features(study, "val")
-                on_main(lambda: study.run.save(name, config, **make_heads(study, method)))
-                continue
-            sampler = sampler or SAMPLERS[method](study)
-            found, seconds = timed(study, lambda: predict(
-                sampler, study.sets[part], args, sizes_needed(method, args)))
-            if found and sampler.samples > 1 and "log_probs" in found:
-                found["log_probs"] = found["log_probs"].clamp_min(-6e4).half()
-            on_main(lambda: study.run.save(name, config, **found, train_s=sampler.train_s,
-                                           numbers=sampler.numbers, predict_s=seconds))
+            piece(study, leaf(study, method, part), lambda: make_heads(study, method)
+                  if method in LAST_LAYER else make_outputs(study, sampler(), method, part),
+                  read=False)
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
@@ -1399,9 +1400,8 @@ def predict(sampler, dataset, args, sizes=None):
             if draw is not None:
                 draw(s)
             net.train(dropout)
-            for module in net.modules():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                    module.eval()
+            for module in batch_norms(net):
+                module.eval()
             parts = []
             for batch in loader.epoch():
                 with autocast(args):
@@ -1600,7 +1600,9 @@ def evaluate(study) -> tuple:
         for part in (*study.tested, *study.ood):
             found = (evaluate_molecules if molecules else evaluate_classes)(study, method, part)
             values[part], measured, less = found
-            for e, (k, seed, chosen, _) in enumerate(combinations(args) if common.is_main() else ()):
+            for e, (k, seed, chosen, _) in enumerate(combinations(args)):
+                if not common.is_main():
+                    continue
                 row = {"method": f"{METHODS[method]}, K={k}", "seed": seed, "set": part, "K": k,
                        "n": len(study.sets[part]),
                        "members": " ".join(str(args.seed + m) for m in chosen)}
@@ -1608,12 +1610,12 @@ def evaluate(study) -> tuple:
                     rows.append(row | measured[e])
                     by_samples += [row | {"samples": n} | own for (at, n), own in less.items()
                                    if at == e]
-                else:
-                    rows.append(row | {"set": whole, "against": part})
-                    for i in (-2, -1):  # total and epistemic uncertainty, the latter if there is any
-                        if values[whole][e, :, i].any():
-                            rows[-1] |= separation(values[whole][e, :, i],
-                                                   values[part][e, :, i], names[i])
+                    continue
+                rows.append(row | {"set": whole, "against": part})
+                for i in (-2, -1):  # total uncertainty, and epistemic where there is any
+                    if values[whole][e, :, i].any():
+                        rows[-1] |= separation(values[whole][e, :, i], values[part][e, :, i],
+                                               names[i])
     return rows, kept, by_samples
 
 
@@ -1818,38 +1820,33 @@ def open_study(args) -> Study:
 def check_room(study, p, head):
     """Before anything is trained: a full matrix and its eigenvectors (five copies at the worst
     moment) must fit in memory, and all files on the disk; what they need is printed."""
-    args, last = study.args, len(flat_head(head))
-    full = args.structure == "full" and {*LAST_LAYER} & {*args.methods}
+    args, last, methods = study.args, len(flat_head(head)), {*study.args.methods}
+    full = args.structure == "full" and methods & {*LAST_LAYER}
     memory = common.device_memory(args.device)
     if full and memory and 40 * last**2 > 0.9 * memory:
         raise UserError(f"--structure full: {last} numbers of the last layer need about "
                         f"{40e-9 * last**2:.1f} GB, the device has {memory / 1e9:.1f} GB; use "
                         "--structure diag")
-    rows = sum(len(study.sets[part]) for part in (*study.tested, *study.ood))
-    per_row = 0
-    for method in {*args.methods} - {*LAST_LAYER}:
-        one = method in ("map", "swa")
-        if isinstance(study.sets["train"], data.MoleculeSet):
-            per_row += 16 * (1 if one else args.samples)  # mean and variance in float64
-        else:
-            per_row += len(sizes_needed(method, args)) * (
-                8 + study.sets["train"].num_classes * (8 if one else 2))
-    iterates = 4 * p * args.swag_epochs * len(args.swag_lrs) * bool({"swa", "swag"} & {
-        *args.methods})
+    iterates = 4 * p * args.swag_epochs * len(args.swag_lrs) * bool(methods & {"swa", "swag"})
     if args.members * iterates > 1e9 * KEEP_GB:
         iterates *= 2 / len(args.swag_lrs)
-    networks = 16 * p * (1 + len({"mcdo", "ivon"} & {*args.methods}))
-    per_member = {"networks": networks, "SWAG iterates": iterates, "outputs": rows * per_row,
-                  "last layers": 4 * last * (last if full else 1)}
-    gb = {name: own * args.members * args.runs / 1e9 for name, own in per_member.items()}
+    row = 0
+    for method in methods - {*LAST_LAYER}:
+        one, sizes = method in ("map", "swa"), sizes_needed(method, args)
+        row += 16 * sizes[-1] if isinstance(study.sets["train"], data.MoleculeSet) else \
+            len(sizes) * (8 + study.sets["train"].num_classes * (8 if one else 2))
+    rows = sum(len(study.sets[part]) for part in (*study.tested, *study.ood))
+    gb = {"networks": 16 * p * (1 + len(methods & {"mcdo", "ivon"})), "iterates": iterates,
+          "outputs": rows * row, "last layers": 4 * last * (last if full else 1)}
+    gb = {name: own * args.members * args.runs / 1e9 for name, own in gb.items()}
     there = sum(f.stat().st_size for f in study.run.dir.glob("*.pt")) / 1e9
-    free = shutil.disk_usage(study.run.dir).free / 1e9
-    common.say(f"files of this study: {sum(gb.values()):.3g} GB ("
-               f"{', '.join(f'{name} {own:.3g}' for name, own in gb.items())}), {there:.3g} GB of "
-               f"them are there; {free:.3g} GB of the disk are free")
-    if sum(gb.values()) > there + free and not args.eval:
-        raise UserError(f"{study.run.dir} needs {sum(gb.values()):.3g} GB, {there + free:.3g} are "
-                        "free or there; make room, choose another --out-dir, or fewer --members, "
+    free, total = shutil.disk_usage(study.run.dir).free / 1e9, sum(gb.values())
+    listed = ", ".join(f"{name} {own:.3g}" for name, own in gb.items())
+    common.say(f"files of this study: {total:.3g} GB ({listed}), {there:.3g} GB of them are there; "
+               f"{free:.3g} GB of the disk are free")
+    if total > there + free and not args.eval:
+        raise UserError(f"{study.run.dir} needs {total:.3g} GB, {there + free:.3g} are free or "
+                        "there; make room, choose another --out-dir, or fewer --members, "
                         "--ensembles or --samples")
 
 

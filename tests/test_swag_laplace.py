@@ -1,5 +1,5 @@
-"""swag_laplace_ensembles.py against laplace-torch, autograd, textbook forms and loops, and its runs:
-a study of each kind of data, resuming, processes, options side by side, misuse."""
+"""swag_laplace_ensembles.py against laplace-torch, autograd, textbook forms and loops; its runs: a
+study of each kind of data, resuming, processes, options side by side, misuse."""
 
 import itertools
 import json
@@ -343,7 +343,8 @@ def test_best_of_scores():
 
 
 def flow(layers=3, p=5, g=1, spread=1.0):
-    return [spread * torch.randn(g, *shape).double() for shape in ((layers, p), (layers,), (layers,))]
+    shapes = (layers, p), (layers,), (layers,)
+    return [spread * torch.randn(g, *shape).double() for shape in shapes]
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -495,10 +496,11 @@ def test_metrics_of_an_ensemble():
     log_probs, within = log_probs.log_softmax(-1), torch.rand(300).double() * 0.1
     values = sl.example_values(sl.Mixture(log_probs, within), labels)
     found, probs = sl.class_metrics(values), log_probs.exp()
-    for name, right in (("accuracy", common.accuracy(probs, labels)),
-                        ("lpd", -common.nll(log_probs, labels)), ("mce15", common.mce(probs, labels)),
-                        ("ece15", common.ece(probs, labels)), ("brier", common.brier(probs, labels)),
-                        ("entropy", common.entropy(probs).mean().item())):
+    for name, right in (("accuracy", common.accuracy), ("mce15", common.mce),
+                        ("ece15", common.ece), ("brier", common.brier),
+                        ("lpd", lambda p, y: -common.nll(log_probs, y)),
+                        ("entropy", lambda p, _: common.entropy(p).mean().item())):
+        right = right(probs, labels)
         assert float(found[name]) == pytest.approx(right, rel=1e-12), name
     peer = multiclass_calibration_error(probs, labels, 4, n_bins=15)
     assert float(found["ece15"]) == pytest.approx(peer.item(), rel=1e-6)
@@ -510,7 +512,8 @@ def test_weighted_metrics_are_those_of_repeated_examples():
     labels, outside = torch.randint(3, (60,)), torch.randn(40).double().round(decimals=1)
     values = sl.example_values(sl.Mixture(probs.log(), probs[:, 0]), labels)
     inside, more = outside[:30].repeat(2), torch.randint(0, 3, (2, 40))
-    found = sl.weighted_metrics(values, sl.COLUMNS, times * 60 / times.sum(1, keepdim=True).double())
+    weights = times * 60 / times.sum(1, keepdim=True).double()
+    found = sl.weighted_metrics(values, sl.COLUMNS, weights)
     area = sl.weighted_auroc(inside, outside, times.double(), more.double())
     for b in range(2):
         rows = torch.arange(60).repeat_interleave(times[b])
@@ -758,7 +761,8 @@ def test_statistics_are_per_atom_and_without_references():
 OOD = {"glyphs": "glyphs_letters", "reviews": "reviews_finance", "clusters": "clusters_large"}
 TINY = ("--members 2 --ensembles 1 2 --combinations 2 --samples 7 --val-samples 3 --limit-train 96"
         " --limit-test 40 --batch-size 24 --limit-steps 3 --width 0.1 --epochs 2 --swag-epochs 3"
-        " --ivon-epochs 2 --flow-epochs 2 --flow-layers 2 --device cpu --name run --dropout 0").split()
+        " --ivon-epochs 2 --flow-epochs 2 --flow-layers 2 --device cpu --name run"
+        " --dropout 0").split()
 
 
 def options(dataset, *more):
@@ -772,7 +776,8 @@ def tiny(dataset, out, *more):
 
 
 def pieces(out):
-    return {p.name: p.read_bytes() for p in sorted((out / "swag_laplace_ensembles/run").glob("*.pt"))}
+    folder = out / "swag_laplace_ensembles/run"
+    return {p.name: p.read_bytes() for p in sorted(folder.glob("*.pt"))}
 
 
 def numbers(rows, *without):
@@ -811,8 +816,8 @@ def no_training(monkeypatch):
     def stop(*_, **__):
         raise AssertionError("trains")
 
-    for name in ("data_loss", "negative_elbo", "decompose"):
-        monkeypatch.setattr(sl, name, stop)
+    return lambda: [monkeypatch.setattr(sl, name, stop)
+                    for name in ("data_loss", "negative_elbo", "decompose")]
 
 
 @pytest.mark.parametrize("dataset", OOD)
@@ -847,6 +852,7 @@ def test_eval_makes_and_deletes_nothing(copied, dataset, no_training):
     """Old: --eval deleted iterates that were kept. Another batch size is another way, no other
     options."""
     out, rows = copied(dataset)
+    no_training()
     before = pieces(out)
     again = sl.main(tiny(dataset, out, "--eval", "--batch-size", 7, "--no-plot"))
     assert numbers(again) == numbers(rows) and pieces(out) == before
