@@ -182,9 +182,7 @@ def bench_gbnn2d():
     def ours():
         return gbnn2d.fit_mixture(gbnn2d.bin_points(x), start, iterations, tolerance=-math.inf)[1]
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        seconds = best_seconds(ours, lambda: peer.fit(z), budget_s=20)
+    seconds = best_seconds(ours, lambda: peer.fit(z), budget_s=20)
     gap = ours()[-1] - peer.lower_bound_
     row(f"EM, {n:,} points, K = {len(start)}, {iterations} iterations", seconds, "scikit-learn",
         note=f"log-likelihoods differ by {gap:.1e} nats a point")
@@ -206,13 +204,14 @@ def bench_gbnn2d():
     args = options(gbnn2d, "--dataset", "cifar10", "--model", "resnet18", "--width", width)
     nets = [gbnn2d.make_network(args, 10, (3, 32, 32)) for _ in range(2)]
     layout = gbnn2d.Layout(nets[0])
-    mu = layout.flatten(nets[0])
-    code = gbnn2d.share_weights(mu, 0.1 * mu.abs() + 1e-3, torch.rand(len(mu)), seeded(), tau_w=1)
+    field = gbnn2d.MeanField(nets[0], layout, args)
+    mu, sigma, gradient = field.mu.detach(), field.sigma.detach(), torch.rand(layout.size)
+    code = gbnn2d.share_weights(mu, sigma, gradient, seeded(), tau_w=1)
     shared = gbnn2d.Shared(nets[0], layout, code[1], args)
     x = torch.randn(batch, 3, 32, 32).contiguous(memory_format=torch.channels_last)
 
     def step_of(module, stage):
-        optimiser = gbnn2d.make_optimiser(module.train(), stage, args)
+        optimiser = gbnn2d.make_optimiser(module.train(stage == "det"), stage, args)
 
         def step():
             loss = F.cross_entropy(module(x), torch.arange(batch) % 10)
@@ -221,7 +220,7 @@ def bench_gbnn2d():
             optimiser.step()
         return step
 
-    row(f"step of the last stage, ResNet-18 of {len(mu):,} weights, {batch} images",
+    row(f"step of the last stage, ResNet-18 of {layout.size:,} weights, {batch} images",
         best_seconds(step_of(shared, "final"), step_of(nets[1], "det")), "deterministic",
         cost=True)
 
@@ -291,9 +290,7 @@ def bench_laplace():
         found["theirs"] = torch.cat([peer(rows, "nn", link_approx="mc", n_samples=samples)
                                      for rows, _ in loaders[2]]).log()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        seconds = best_seconds(ours, theirs, budget_s=25)
+    seconds = best_seconds(ours, theirs, budget_s=25)
     nll = [common.nll(found[who], parts[2].labels) for who in ("ours", "theirs")]
     row(f"{n:,} x {d}, {k} classes, {samples} samples of {n_test:,}", seconds, "laplace-torch",
         note=f"NLL {nll[0]:.4f} and {nll[1]:.4f} (other noise)")
@@ -323,6 +320,7 @@ if __name__ == "__main__":
     if unknown := {*asked.names} - {*ROWS}:
         parser.error(f"no row {min(unknown)}; choose from {', '.join(ROWS)}")
     SMALL = asked.small
+    warnings.simplefilter("ignore")  # the peers' own
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; ratio: peer / ours, or "
           "ours / peer where it is what a method costs")
     for chosen in asked.names or ROWS:
