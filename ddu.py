@@ -497,7 +497,8 @@ def ledoit_wolf(z, values) -> float:
 def whitener(covariance):
     """W [D, D] with W^T W the inverse; directions of no variance get 10^-12 of the mean one."""
     values, vectors = torch.linalg.eigh(covariance)
-    return (vectors / values.clamp_min(1e-12 * values.mean()).sqrt()).T
+    floor = 1e-12 * (values.mean().item() or 1.0)
+    return (vectors / values.clamp_min(floor).sqrt()).T
 
 
 def density_scores(gaussians, features) -> dict:
