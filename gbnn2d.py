@@ -665,12 +665,14 @@ def merge_mixture(mixture, gradient, tau_d, tau_g=math.inf, tau_v=1e-3):
 
     gradient [K]: mean gradient magnitude of a component's members. Moments are matched: the
     mixture's weight, mean and covariance stay. All K^2 pairs are looked at, in O(K) of memory.
-    Returns (mixture, gradients [K'], the new number of each component [K]), on the CPU.
+    Returns (mixture, gradients [K'], the new number of each component [K], W2 of each merge, so
+    that the largest so far says which tau_d it takes), on the CPU.
     """
     weight, centre, covariance = mixture = Mixture(*(t.cpu().double().clone() for t in mixture))
-    gradient, number = gradient.cpu().double().clone(), torch.arange(len(weight))
+    gradient, number, heights = gradient.cpu().double().clone(), torch.arange(len(weight)), []
     w2, partner = nearest_components(mixture, gradient, number.clone(), tau_g, tau_v)
     while w2[i := int(w2.argmin())] < tau_d:
+        heights.append(w2[i].item())
         i, j = sorted((i, int(partner[i])))
         p, q = torch.stack([weight[i], weight[j]]) / (weight[i] + weight[j])
         u, v = centre[i] - centre[j]
@@ -689,7 +691,7 @@ def merge_mixture(mixture, gradient, tau_d, tau_g=math.inf, tau_v=1e-3):
         w2[closer], partner[closer] = own[closer], i
         w2[rows], partner[rows] = nearest_components(mixture, gradient, rows, tau_g, tau_v)
     kept, number = number.unique(return_inverse=True)
-    return Mixture(*(t[kept] for t in mixture)), gradient[kept], number
+    return Mixture(*(t[kept] for t in mixture)), gradient[kept], number, heights
 
 
 def share_weights(mu, sigma, gradient, generator, *, k0=0, min_cluster=20, tau_w=0.2,
@@ -1062,7 +1064,7 @@ def plot_weights(plt, path, mu, drawn, curve, probs, labels):
                  color=COLOURS[:2], label=["mean-field means", "a draw, shared"])
     axes[0].set(xlabel="weight", ylabel="weights", yscale="log")
     axes[0].legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    axes[1].plot(*zip(*curve), "o-", color=COLOURS[0])
+    axes[1].step(*curve, where="post", color=COLOURS[0])
     axes[1].set(xlabel="merge threshold tau_d (W2)", ylabel="components K", xscale="log")
     confidence, predicted = probs.max(1)
     accuracy = common.reliability(confidence, predicted == labels).accuracy
@@ -1080,12 +1082,10 @@ def draw_pictures(plt, folder, shared, field, codes, prediction, labels, args):
     plot_plane(plt, folder / "plane.png", points, codes)
     code = codes["clustered"]
     members = torch.bincount(code.labels.int() + 1)[1:].double()
-    mixture = Mixture(members, code.centres.double(), covariances_of(code.factors.double()))
-    mixture = select(mixture, members > 0)
-    none, every = torch.zeros(len(members)), torch.arange(len(members))
-    middle = nearest_components(mixture, none, every)[0].median().item()
-    curve = [(t, len(merge_mixture(mixture, none, t, math.inf, args.tau_v)[1]))
-             for t in middle * np.geomspace(0.05, 20, 12)]
+    mixture = Mixture(members / members.sum(), code.centres.double(),
+                      covariances_of(code.factors.double()))
+    *_, heights = merge_mixture(mixture, 0 * members, math.inf, args.tau_g, args.tau_v)
+    curve = np.maximum.accumulate(heights), len(members) - 1 - np.arange(len(heights))
     plot_weights(plt, folder / "weights.png", points[:, 0].numpy(), shared.draw().cpu().numpy(),
                  curve, prediction.log_probs.exp(), labels)
 

@@ -300,7 +300,8 @@ def moments(mixture, own, gradient):
 def test_merging_is_the_closest_pair_of_all_first(tau_d, tau_g, tau_v, k):
     mixture, gradient = random_mixture(24), torch.rand(24).double()
     right, members = brute_force_merge(mixture, gradient, tau_d, tau_g, tau_v)
-    merged, g, number = gbnn2d.merge_mixture(mixture, gradient, tau_d, tau_g, tau_v)
+    merged, g, number, heights = gbnn2d.merge_mixture(mixture, gradient, tau_d, tau_g, tau_v)
+    assert len(heights) == 24 - len(g) and all(height < tau_d for height in heights)
     assert len(right) == len(g) == (k or len(g)) and (k or 2 < len(g) < 23)
     for new, own in enumerate(members):  # numbered by their first members
         assert (number == new).nonzero().flatten().tolist() == sorted(own)
@@ -323,8 +324,8 @@ def test_a_merged_component_finds_the_partners_that_its_parents_had_not():
 def test_equal_components_and_ties_merge_in_order():
     one = random_mixture(12)
     twice = gbnn2d.Mixture(*(torch.cat([t, t]) for t in one))
-    merged, _, number = gbnn2d.merge_mixture(gbnn2d.select(twice, torch.arange(24)),
-                                             torch.zeros(24), 1e-6)
+    merged, _, number, _ = gbnn2d.merge_mixture(gbnn2d.select(twice, torch.arange(24)),
+                                                torch.zeros(24), 1e-6)
     assert number.tolist() == [*range(12)] * 2
     for a, b in zip(merged, one):
         np.testing.assert_allclose(a, b, rtol=1e-11)
