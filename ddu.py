@@ -154,6 +154,8 @@ def check_args(parser, argv):
     if (args.sn or args.mod) and (args.model == "lenet" or args.model.startswith("torchvision/")):
         parser.error(f"--model {args.model} has no spectral-normalised or -mod form; add "
                      "--no-sn --no-mod")
+    if args.predict and (args.features or args.active_learning):
+        parser.error("--predict is for trained networks; --score writes what it finds of features")
     if args.max_training_samples < args.num_initial_samples:
         parser.error(f"--max-training-samples {args.max_training_samples}: must be at least "
                      f"--num-initial-samples {args.num_initial_samples}")
@@ -433,7 +435,8 @@ def fit_gaussians(features, labels, num_classes, priors=False, eps=None, shrinka
     features [N, D] of any float type, labels int64 [N] in 0..num_classes-1. eps: jitter, by default
     0, or 10^-12 of the mean variance of a feature if a Sigma_c is singular. shrinkage: Sigma_c by
     Ledoit and Wolf (2004). priors: q(c) = n_c / N. Returns Gaussians; ValueError where a class has
-    fewer than two examples or a feature is not finite. Memory: 8 D sum_c min(n_c, D) bytes.
+    fewer than two examples or a feature is not finite. Features whose scales differ by more than a
+    million count as singular: standardise them first. Memory: 8 D sum_c min(n_c, D) bytes.
     """
     count = torch.bincount(labels, minlength=num_classes)
     if (few := (count < 2).nonzero().flatten().tolist()):
@@ -494,7 +497,8 @@ def ledoit_wolf(z, values) -> float:
 def whitener(covariance):
     """W [D, D] with W^T W the inverse; directions of no variance get 10^-12 of the mean one."""
     values, vectors = torch.linalg.eigh(covariance)
-    return (vectors / values.clamp_min(1e-12 * values.mean()).sqrt()).T
+    floor = 1e-12 * (values.mean().item() or 1.0)
+    return (vectors / values.clamp_min(floor).sqrt()).T
 
 
 def density_scores(gaussians, features) -> dict:
@@ -770,9 +774,8 @@ def ensemble_rows(members, sets, seed) -> list:
     return result_rows(f"ensemble of {len(members)}", seed, sets, log_probs, scores)
 
 
-def write_predictions(net, evaluated, sets, args, run):
+def write_predictions(net, evaluated, dataset, args, run):
     """--predict: predictions.csv of any set, with the log density and the decision."""
-    dataset = data.predict_set(args, sets["train"])
     out = forward(net, dataset, args)
     if out is None:
         return
@@ -901,7 +904,7 @@ def two_moons_sets(args) -> dict:
 
 def load_sets(args) -> dict:
     """All sets of a run, before anything is trained: train, val, test parts and OOD sets by name,
-    and the name of the whole test set."""
+    the name of the whole test set, and what --predict asks for."""
     if args.dataset == "two_moons":
         return two_moons_sets(args)
     options = dict(data_dir=args.data_dir, seed=args.seed, image_size=args.image_size,
@@ -909,8 +912,14 @@ def load_sets(args) -> dict:
     train, val = (data.load(args.dataset, split, **options) for split in ("train", "val"))
     parts = PARTS.get(args.dataset, (args.dataset,))
     tests = [data.match(data.load(part, "test", **options), train) for part in parts]
-    return {"train": train, "val": val, "test": {test.name: test for test in tests},
-            "whole": train.name, "ood": data.ood_sets(args, train, taken=parts)}
+    sets = {"train": train, "val": val, "test": {test.name: test for test in tests},
+            "whole": train.name, "ood": data.ood_sets(args, train, taken=parts),
+            "predict": data.predict_set(args, train) if args.predict else None}
+    least = min(filter(None, (train, val, *tests, *sets["ood"].values(), sets["predict"])), key=len)
+    if len(least) < common.world_size():
+        raise UserError(f"{least.name} has {len(least)} images, fewer than there are processes "
+                        f"({common.world_size()}); start fewer, or leave it out")
+    return sets
 
 
 def run_name(args):
@@ -939,7 +948,7 @@ def run_networks(args) -> list:
             rows += ensemble_rows(members, sets, seed) if args.ensemble > 1 else []
         if seed == args.seed:
             if args.predict:
-                write_predictions(nets[0], members[0], sets, args, run)
+                write_predictions(nets[0], members[0], sets["predict"], args, run)
             draw(run, nets, members[0], sets, args)
     return run.report(rows, ["accuracy", "nll", "ece15", "ece15_scaled", "fraction_ood",
                              "auroc_density", "auroc_entropy", "auroc_mahalanobis",
