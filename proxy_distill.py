@@ -15,38 +15,48 @@ Usage:
   python proxy_distill.py                    # numbers (1000 classes), the whole story, two cores
   torchrun --nproc_per_node 8 proxy_distill.py --dataset imagenet --method distill --members 10
   python proxy_distill.py --eval             # the table again, from the checkpoints
-  torchrun --nnodes 2 --nproc_per_node 8 --node_rank R --master_addr HOST --master_port 29500 \
-      proxy_distill.py --dataset imagenet --method base --seed 3   # two machines, R = 0 and 1
+  python proxy_distill.py --dataset imagenet --eval --ensemble-paths seed0.ckpt seed1.ckpt \
+      --student-path student.ckpt            # the published checkpoints, as they are
 
-Expected:
-  numbers, n = 3 seeds, mean +- standard error, two CPU cores, minutes each; accuracy, and AUROC of
-    letters and of blended numbers by mutual information (EnD: by total uncertainty): reverse KL
-    97.69 +- 0.09 %, 0.992 +- 0.005, 0.966 +- 0.001; EnD 97.61 +- 0.08 %, 0.979 +- 0.001, 0.941 +-
-    0.005; EnD2's likelihood and the forward KL 0.1 %, that is, they do not train.
-  imagenet, ResNet-50: not measured.
+EXPECTED
 
 Differs from the published code (github.com/yandex-research/proxy-dirichlet-distillation):
   - The default loss is the paper's, rkl_proxy. The published ImageNet command has --loss proxy, the
     forward KL, whose gradient comes from the unlikely classes (K / 3 times the likely one's).
-  - Offsets are 1 by default, and stored with the student; predictions never take them.
+  - Offsets are 1 by default (there: 0), and stored with the student; predictions never take them
+    (there: accuracy and calibration without, confidence with the offset of the command).
   - The published reverse KL counts the target's smoothing twice: its optimum has precision beta_0 +
     2 K. That is kept (--rkl-target published); --rkl-target paper has beta_0 + K.
-  - The gradient is the closed form, right where autograd of the textbook form is noise; teachers'
-    statistics are float64 and RMI >= 0 (there, identical members give negative precisions).
+  - Values and gradients are right where the textbook form is noise; nothing is added inside
+    logarithms and gamma functions (there: 2^-23); nothing is changed in place (there: the precision
+    that is logged); teachers' statistics are float64 and RMI >= 0 (there, identical members give
+    negative precisions). --temperature is EnD2's; the published code has none.
   - An ensemble's proxy is scored with the number of classes (there: the number of members), EPKL is
     a mean over pairs (there: a sum), RMI = EPKL - MI (there: the sum less MI).
-  - PRR shares ties and is null without errors; metrics are over all processes, on all examples.
-  - Images are resized in proportion (--resize square: as published, both sides to 256).
-  - MIMO's members are averaged as probabilities (--mimo-average logits: as published).
+  - A softmax network has no MI, EPKL, RMI (there: those of Dir(exp(z)), whose scale is arbitrary).
+  - PRR shares ties and is null without errors (there: order of rows, division by zero); ECE has 15
+    bins (a, b] (there: 10, [a, b)); metrics are over all processes, on all examples.
+  - One rule of learning rates: --lr 0.1 is per 256 images, as the published --learning_rate: the
+    rate is --lr x batch / 256, and is printed. Batches are global (there: a GPU's). Students have
+    no AdamW; --opt adam is Adam, with the schedule.
+  - Statistics of batch norm are of the global batch (there: of each GPU's 256 images).
+  - The step schedule has no milestone before the second epoch (there: one epoch is at 0.001 lr).
+  - Images are resized in proportion, by Pillow (--resize square: both sides to 256, as published
+    with OpenCV); those of ImageNet-C are not enlarged and cropped again. Means over corruptions are
+    ours (there: none).
+  - MIMO's members are averaged as probabilities (there: logits), and measured as an ensemble.
+  - The last network counts (there: the last one, or the best on a part of val).
 """
 
 import argparse
 import hashlib
 import itertools
 import math
-import os
 import re
 import sys
+import time
+from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,191 +66,169 @@ import torch.nn.functional as F
 from scipy import stats
 from torch import Tensor, nn
 
-import old_common as common
-import old_data as data
-from old_common import UserError
+import common
+import data
+from common import UserError, at_least, between
 
 # ---- Arguments ----------------------------------------------------------------------------------
 
 LOSSES = ("forward_kl", "dirichlet_likelihood", "proxy", "rkl_proxy")
 PRESETS = {
     # published: ResNet-50, SGD 0.1 per 256 images, Nesterov 0.9, decay 1e-4, /10 at 30, 60, 80 of
-    # 90 epochs; 8 GPUs with 256 images each; members 120 epochs, students 90, MIMO 150
-    "": dict(model="resnet50", width=1.0, student_width=1.0, members=10, epochs=90, base_epochs=120,
-             mimo_epochs=150, batch_size=2048, lr=0.8, base_lr=0.8, mimo_lr=1.6, opt="sgd",
-             weight_decay=1e-4, schedule="step", warm_up=0.0, losses=["forward_kl", "rkl_proxy"],
-             mimo=False, amp="off", compile=False, shift="none", shift_examples=0,
-             cache_teachers=False, ood=[]),
+    # 90 epochs; 8 GPUs with 256 images each; members 120 epochs, students 90, MIMO 150 and 4,096
+    "": dict(model="resnet50", width=1.0, members=10, epochs=90, base_epochs=120, mimo_epochs=150,
+             batch_size=2048, mimo_batch_size=4096, lr=0.1, opt="sgd", weight_decay=1e-4,
+             schedule="step", warm_up=0.0, losses=["forward_kl", "rkl_proxy"], mimo=False,
+             augment=True, cache_teachers=False, noise=0, other_epochs=None, ood=[], shift="none",
+             shift_examples=0),
     "imagenet": dict(ood=["imagenet_o", "imagenet_a", "imagenet_r"], shift="published", mimo=True),
-    "tiny_imagenet": dict(model="resnet18", batch_size=256, lr=0.1, base_lr=0.1, mimo_lr=0.1,
-                          shift="published"),
-    "cifar100": dict(model="resnet18", batch_size=128, lr=0.1, base_lr=0.1, mimo_lr=0.1,
-                     weight_decay=5e-4, ood=["svhn"], shift="published"),
-    "cifar10": dict(model="resnet18", batch_size=128, lr=0.1, base_lr=0.1, mimo_lr=0.1,
-                    weight_decay=5e-4, ood=["svhn", "cifar100"], shift="published"),
-    "numbers": dict(model="convnet", width=0.25, student_width=0.125, members=5, epochs=6,
-                    base_epochs=3, mimo_epochs=8, batch_size=128, lr=3e-3, base_lr=3e-3,
-                    mimo_lr=3e-3, opt="adam", schedule="cosine", warm_up=0.2, losses=list(LOSSES),
-                    cache_teachers=True, shift="computed", shift_examples=100,
+    "tiny_imagenet": dict(model="resnet18", batch_size=256, mimo_batch_size=512, shift="published"),
+    **{name: dict(model="resnet18", batch_size=128, mimo_batch_size=256, lr=0.2, weight_decay=5e-4,
+                  ood=ood, shift="published")
+       for name, ood in (("cifar10", ["svhn", "cifar100"]), ("cifar100", ["svhn"]))},
+    "numbers": dict(model="convnet", width=0.25, members=5, epochs=8, other_epochs=2,
+                    base_epochs=5, mimo_epochs=8, batch_size=128, mimo_batch_size=256, lr=6e-3,
+                    opt="adam", schedule="cosine", warm_up=0.2, losses=list(LOSSES),
+                    augment=False, cache_teachers=True, noise=4, shift="computed",
+                    shift_examples=40,
                     ood=["numbers_letters", "numbers_ambiguous"]),
 }
-# The options that shape a network, by what it is; they guard its checkpoint.
-COMMON_OPTIONS = ("dataset", "model", "batch_size", "opt", "momentum", "weight_decay", "no_decay",
-                  "schedule", "warm_up", "augment", "label_smoothing", "amp", "limit_steps",
-                  "limit_train")
-OPTIONS = {"base": ("width", "base_epochs", "base_lr"),
-           "mimo": ("width", "mimo_epochs", "mimo_lr", "mimo_members", "repetition_probability",
-                    "batch_repetitions"),
-           "distill": ("student_width", "epochs", "lr", "model_offset", "target_offset",
-                       "rkl_target", "max_precision", "temperature", "anneal_epochs")}
+
+# The groups of options that shape one kind of network; all kinds share data, network, training.
+OWN = {"base": "members", "mimo": "MIMO", "distill": "distillation"}
 
 
 def parse_args(argv=None):
-    parser = common.Parser(prog="proxy_distill.py", description=__doc__.split("\n")[0],
-                           epilog="Details, equations and differences: the top of this file.")
-    common.add_common_arguments(parser, [d for d in PRESETS if d])
-    add, flag = parser.add_argument, argparse.BooleanOptionalAction
+    parser = common.Parser(__doc__, PRESETS, "numbers")
+    flag = argparse.BooleanOptionalAction
+    add = parser.group("data")
+    add("--limit-train", type=at_least(1), metavar="N", help="train on N images, evenly spaced")
+    add("--noise", type=between(0, 5, int), metavar="SEVERITY", help="Gaussian noise of this "
+        "severity on all images, for sets in memory (numbers: 4, else it is too easy; paper: 0)")
+    add = parser.group("network")
+    add("--model", choices=["convnet", "resnet18", "resnet50"],
+        help="resnets have a 3x3 stem for images up to 64 pixels (paper: resnet50)")
+    add = parser.group("training")
+    add("--learning_rate", dest="lr", default=argparse.SUPPRESS, type=at_least(0, float),
+        help="--lr: per 256 images; the rate is --lr x batch size / 256 (published: 0.1)")
+    add("--opt", choices=["sgd", "adam"], help="sgd: Nesterov momentum 0.9 (published)")
+    add("--weight-decay", "--weight_decay", "--wd", type=at_least(0, float), help="on all but the "
+        "norms inside residual blocks (published: 1e-4)")
+    add("--schedule", choices=["step", "cosine"], help="step: /10 at 30, 60, 80 of 90 epochs")
+    add("--warm-up", type=between(0, 0.9), help="share of the steps with a rising learning rate")
+    add("--augment", action=flag, help="crop and flip (published: on; embedded sets: off)")
+    add("--label-smoothing", type=between(0, 0.999), default=0.0, help="of members and MIMO (0)")
+    add = parser.group("evaluation")
     add("--method", choices=["all", "base", "mimo", "distill"], default="all",
         help="all: members, students, table, what is done is kept; base: the member of --seed; "
-        "distill: a student of --loss, from members that exist")
+        "mimo: such a network; distill: a student of --loss, from members that exist")
+    add("--members", type=at_least(1), help="M, of seeds --seed, --seed + 1, ... (paper: 10)")
+    add("--losses", nargs="*", choices=LOSSES, help="students of --method all")
     add("--loss", choices=LOSSES, default="rkl_proxy", help="of --method distill: forward_kl "
         "(EnD), dirichlet_likelihood (EnD2), proxy (forward KL to it), rkl_proxy (the paper's)")
-    add("--losses", nargs="*", choices=LOSSES, help="students of --method all")
     add("--mimo", action=flag, help="--method all: a MIMO network too")
-    add("--model", help="resnet50, resnet18 (3x3 stem for images up to 64 pixels), convnet")
-    add("--student-width", type=float, help="as --width, of the student")
-    add("--members", type=int, help="M, of seeds --seed, --seed + 1, ... (paper: 10)")
-    add("--ensemble-paths", "--ensemble_paths", nargs="*", metavar="FILE", help="members from "
-        "state dicts: ours, torchvision's, or the published Lightning checkpoints")
-    add("--base-epochs", type=int, help="of a member (paper: 120); --epochs is of a student (90)")
-    add("--mimo-epochs", type=int, help="of a MIMO network (published: 150)")
-    add("--base-lr", type=float, help="of a member (published: 0.1 per 256 images)")
-    add("--mimo-lr", type=float, help="of a MIMO network (published: from the nominal batch)")
-    add("--opt", choices=["sgd", "adam"], help="sgd with Nesterov momentum, or Adam")
-    add("--momentum", type=float, default=0.9, help="of sgd")
-    add("--weight-decay", "--weight_decay", "--wd", type=float, help="published: 1e-4")
-    add("--no-decay", choices=["published", "norms", "none"], default="published",
-        help="without decay: norms inside residual blocks (published), all norms and biases")
-    add("--schedule", choices=["step", "cosine"], help="step: /10 at 30, 60, 80 of 90 epochs")
-    add("--warm-up", type=float, help="share of the steps with a rising learning rate")
-    add("--label-smoothing", type=float, default=0.0, help="of members and MIMO (published: 0)")
-    add("--augment", action=flag, help="crop and flip (default: on, but for embedded sets)")
-    add("--model-offset", "--model_offset", type=float, default=1.0, help="alpha = exp(z) + this "
-        "(paper: 1; the published code's default: 0)")
-    add("--target-offset", "--target_offset", type=float, default=1.0, help="added to the proxy")
+    add("--ensemble-paths", "--ensemble_paths", nargs="+", default=[], metavar="FILE",
+        help="members from files: ours, torchvision's or the published Lightning checkpoints")
+    add("--student-path", metavar="FILE", help="with --eval: a student from such a file")
+    add("--mimo-path", metavar="FILE", help="with --eval: a MIMO network from such a file")
+    add("--logits", nargs="+", default=[], metavar="NPZ", help="evaluate saved logits, no network: "
+        "files of --predict, the first in-distribution, with labels; the others are OOD sets")
+    add = parser.group("members")
+    add("--base-epochs", type=at_least(0), help="of a member (paper: 120); --epochs: a student's, "
+        "or those of the one network that --method base or mimo trains, as --lr, --batch-size")
+    add("--base-lr", type=at_least(0, float), help="of a member, per 256 images (default: --lr)")
+    add = parser.group("distillation")
+    add("--other-epochs", type=at_least(0), help="of students by dirichlet_likelihood and proxy "
+        "(default: --epochs; numbers: 2, there they do not train)")
+    add("--student-width", type=at_least(0.01, float), help="--width of students (default: same)")
+    add("--model-offset", "--model_offset", type=at_least(0, float), default=1.0,
+        help="alpha = exp(z) + this (paper: 1; the published code's default: 0)")
+    add("--target-offset", "--target_offset", type=at_least(0, float), default=1.0,
+        help="added to the proxy's concentrations (paper: 1)")
     add("--rkl-target", choices=["published", "paper"], default="published", help="precision of "
         "the reverse KL's target: beta_0 + 2 K, or beta_0 + K (with --target-offset 1)")
-    add("--max-precision", type=float, default=math.inf, help="cap of beta_0 (1e4 to 1e6 keep the "
+    add("--max-precision", type=at_least(1e-6, float), help="cap of beta_0 (1e4 to 1e6 keep the "
         "scale of the logits near that of a classifier)")
-    add("--temperature", type=float, default=1.0, help="of dirichlet_likelihood, first half of "
-        "--anneal-epochs; then linear to 1")
-    add("--anneal-epochs", type=int, default=0, help="0: no annealing (EnD2: 60 of 90)")
-    add("--cache-teachers", action=flag, help="keep the members' statistics of every training "
-        "image in a file: for views that do not change (--no-augment)")
-    add("--mimo-members", "--ensemble_size", type=int, default=2, help="subnetworks of MIMO")
-    add("--repetition-probability", "--repetition_probability", type=float, default=0.6,
-        help="share of MIMO's rows in which all subnetworks see one image")
-    add("--batch-repetitions", "--batch_repetitions", type=int, default=2, help="of MIMO")
-    add("--limit-train", type=int, metavar="N", help="train on N images, evenly spaced")
-    add_evaluation_arguments(add)
-    add("--learning_rate", type=float, help=argparse.SUPPRESS)  # published, of what is trained
-    add("--runs", type=int, default=1, help="repeat with the next members' seeds; mean and "
-        "standard error")
-    add("--save-interval", type=int, default=1, help="epochs between checkpoints")
-    args = parser.parse_args(argv)
-    if args.learning_rate is not None:
-        setattr(args, {"base": "base_lr", "mimo": "mimo_lr"}.get(args.method, "lr"),
-                args.learning_rate)
-    del args.learning_rate
-    return check_args(common.resolve_arguments(args, PRESETS, "numbers"))
-
-
-def add_evaluation_arguments(add):
-    add("--mimo-average", choices=["probs", "logits"], default="probs", help="published: logits")
+    add("--temperature", type=at_least(1, float), default=1.0, help="of dirichlet_likelihood, in "
+        "the first half of --anneal-epochs; then linear to 1")
+    add("--anneal-epochs", type=at_least(0), default=0, help="0: no annealing (EnD2: 60 of 90)")
+    add = parser.group("MIMO")
+    add("--mimo-epochs", type=at_least(0), help="(published: 150)")
+    add("--mimo-batch-size", type=at_least(1), help="rows a step, repetitions and members included "
+        "(published: 4096, of 1024 images)")
+    add("--mimo-members", "--ensemble_size", type=at_least(1), default=2, help="subnetworks")
+    add("--repetition-probability", "--repetition_probability", type=between(0, 1), default=0.6,
+        help="share of rows in which all subnetworks see one image (published: 0.6)")
+    add("--batch-repetitions", "--batch_repetitions", type=at_least(1), default=2, help="(2)")
+    add = parser.group("evaluation")
     add("--ood", nargs="*", metavar="NAME", help="out-of-distribution sets, also folder:PATH")
     add("--shift", choices=["none", "computed", "published"], help="also evaluate the corrupted "
         "test set, by severity: computed, or the CIFAR-C or ImageNet-C files")
-    add("--shift-examples", type=int, metavar="N", help="test images a corruption; 0: all")
-    add("--unreadable", choices=["refuse", "skip"], default="refuse", help="image files that do "
-        "not decode: end at the first, or leave them out and name them on stderr (skip reads every "
-        "file of the streamed folders once, before anything else)")
+    add("--shift-examples", type=at_least(0), metavar="N", help="test images a corruption; 0: all")
     add("--resize", choices=["side", "square"], default="side", help="image files, but for "
         "training: the shorter side to 256, or both (published); then the centre")
-    add("--published-json", "--json_output", metavar="FILE", help="also write the metrics in the "
-        "published layout, by row of the table")
+    add = parser.group("run")
+    add("--cache-teachers", action=flag, help="compute the members' statistics of every training "
+        "image once: for views that do not change (--no-augment)")
+    add("--unreadable", choices=["refuse", "skip"], default="refuse", help="image "
+        "files that do not decode: end at the first, or leave them out and name them on stderr "
+        "(skip reads every file of the streamed folders once, before anything else)")
+    return check_args(parser, parser.parse(argv))
 
 
-def check_args(args):
+def check_args(parser, args):
     """Fill what depends on other options; refuse what cannot work, before anything is loaded."""
-    if args.augment is None:
-        args.augment = args.dataset not in data.EMBEDDED
+    if args.method in ("base", "mimo"):  # there --epochs, --lr and --batch-size mean this network
+        for key in {"epochs", "lr", "batch_size"} & {*args.explicit}:
+            setattr(args, f"{args.method}_{key}", getattr(args, key))
     if args.ensemble_paths:
         args.members = len(args.ensemble_paths)
-    for key in ("members", "mimo_members", "batch_repetitions", "save_interval", "runs"):
-        if getattr(args, key) < 1:
-            raise UserError(f"--{key.replace('_', '-')} {getattr(args, key)}: must be at least 1")
-    if args.members < 2 and args.method in ("all", "distill"):
-        raise UserError(f"--members {args.members}: an ensemble has at least 2")
-    for key, low, high in (
-            ("base_epochs", 0, 1e9), ("mimo_epochs", 0, 1e9), ("base_lr", 0, 1e9),
-            ("mimo_lr", 0, 1e9), ("momentum", 0, 0.999), ("weight_decay", 0, 1e9),
-            ("warm_up", 0, 0.9), ("label_smoothing", 0, 0.999), ("model_offset", 0, 1e9),
-            ("target_offset", 0, 1e9), ("max_precision", 1e-6, math.inf), ("temperature", 1, 1e9),
-            ("anneal_epochs", 0, 1e9), ("repetition_probability", 0, 1),
-            ("shift_examples", 0, 1e9), ("student_width", 0.01, 1e3), ("limit_train", 1, 1e9)):
-        value = getattr(args, key)
-        if value is not None and not low <= value <= high:
-            raise UserError(f"--{key.replace('_', '-')} {value}: must lie in [{low}, {high}]")
-    if args.method == "all" and args.resume not in ("auto", "never"):
-        raise UserError("--resume PATH is for one network; add --method base, mimo or distill")
-    if args.cache_teachers and args.augment:
-        raise UserError("--cache-teachers: augmented views change with every epoch; add "
-                        "--no-augment")
-    if args.temperature > 1 and (args.cache_teachers or not args.anneal_epochs):
-        raise UserError("--temperature goes with --anneal-epochs and --no-cache-teachers")
+    args.losses = [args.loss] if args.method == "distill" else args.losses
+    files = [*args.ensemble_paths, *filter(None, (args.student_path, args.mimo_path)), *args.logits]
+    missing = [path for path in files if not Path(path).is_file()]
+    refusals = {
+        f"no file {missing[:1]}; check the paths": missing,
+        "--ensemble-paths is for --method all and distill, which use members; leave it out":
+            args.ensemble_paths and args.method in ("base", "mimo"),
+        "--student-path and --mimo-path are evaluated, not trained; add --eval":
+            (args.student_path or args.mimo_path) and not args.eval,
+        "--device mps has no float64, which the losses need; use --device cpu":
+            args.device.type == "mps",
+        f"--members {args.members}: an ensemble has at least 2":
+            args.members < 2 and args.method in ("all", "distill") and not args.eval,
+        "--cache-teachers: augmented views change with every epoch; add --no-augment":
+            args.cache_teachers and args.augment and not args.eval,
+        "--logits are evaluated as they are; leave --predict out": args.logits and args.predict,
+        "--temperature goes with --anneal-epochs and --no-cache-teachers":
+            args.temperature > 1 and (args.cache_teachers or not args.anneal_epochs),
+        "--mimo-batch-size is below --mimo-members x --batch-repetitions":
+            args.mimo_batch_size < args.mimo_members * args.batch_repetitions}
+    for text, wrong in refusals.items():
+        if wrong:
+            parser.error(text)
     return args
 
 
 # ---- Model --------------------------------------------------------------------------------------
 
 
-def widen(t):
-    """bf16 as float32; float32 and float64 as they are."""
-    return t.float() if t.dtype == torch.bfloat16 else t
-
-
-class Classifier(nn.Module):
-    """Features and a linear head, computed in float32 even under autocast: logits reach ln 8e9.
+class Classifier(nn.Sequential):
+    """Layers by name, then `fc`, computed in float32 even under autocast: logits reach ln 8e9.
 
     With `mimo` E > 1: E images stacked as channels in, E predictions [B, E, K] out.
     """
 
-    def __init__(self, num_classes, mimo):
-        super().__init__()
+    def __init__(self, layers, dim, num_classes, mimo):
+        super().__init__(OrderedDict(layers, fc=nn.Linear(dim, num_classes * mimo)))
         self.num_classes, self.mimo = num_classes, mimo
 
     def forward(self, x):
-        features = self.features(x)
+        *layers, head = self
+        for layer in layers:
+            x = layer(x)
         with torch.autocast(x.device.type, enabled=False):
-            logits = self.fc(widen(features))
+            logits = head(x.to(head.weight.dtype))
         return logits if self.mimo == 1 else logits.view(len(x), self.mimo, self.num_classes)
-
-
-class ConvNet(Classifier):
-    """Three convolutions and a linear layer, without global pooling: positions are kept."""
-
-    def __init__(self, num_classes, in_channels, size, width=1.0, mimo=1, **_):
-        super().__init__(num_classes, mimo)
-        c, layers, c_in = max(1, round(32 * width)), [], in_channels * mimo
-        for c_out in (c, 2 * c, 4 * c):
-            layers += [nn.Conv2d(c_in, c_out, 3, 1, 1, bias=False), nn.BatchNorm2d(c_out),
-                       nn.ReLU(), nn.MaxPool2d(2)]
-            c_in = c_out
-        self.layers = nn.Sequential(*layers, nn.Flatten())
-        self.fc = nn.Linear(c_in * (size // 8) ** 2, num_classes * mimo)
-
-    def features(self, x):
-        return self.layers(x)
 
 
 class Block(nn.Module):
@@ -273,90 +261,83 @@ class Block(nn.Module):
         return F.relu(h + (x if self.downsample is None else self.downsample(self.subsample(x))))
 
 
-class ResNet(Classifier):
+def convnet(channels, size, width):
+    """Three convolutions and a linear layer, without global pooling: positions are kept."""
+    layers, c_in = {}, channels
+    for i in range(3):
+        c_out = max(1, round(32 * width)) * 2**i
+        layers[f"stage{i + 1}"] = nn.Sequential(
+            nn.Conv2d(c_in, c_out, 3, 1, 1, bias=False), nn.BatchNorm2d(c_out), nn.ReLU(),
+            nn.MaxPool2d(2))
+        c_in = c_out
+    return {**layers, "flatten": nn.Flatten()}, c_in * (size // 8) ** 2
+
+
+def resnet(channels, size, width, bottleneck):
     """ResNet-18 or -50; images of more than 64 pixels take ImageNet's stem (7x7, max pool)."""
-
-    def __init__(self, num_classes, in_channels, size, width=1.0, mimo=1, bottleneck=False):
-        super().__init__(num_classes, mimo)
-        c_in = c_stem = max(1, round(64 * width))
-        large = size > 64
-        self.conv1 = nn.Conv2d(in_channels * mimo, c_in, *((7, 2, 3) if large else (3, 1, 1)),
-                               bias=False)
-        self.bn1 = nn.BatchNorm2d(c_in)
-        self.maxpool = nn.MaxPool2d(3, 2, 1) if large else nn.Identity()
-        for group, count in enumerate((3, 4, 6, 3) if bottleneck else (2, 2, 2, 2)):
-            blocks, c = [], c_stem * 2**group
-            for i in range(count):
-                blocks.append(Block(c_in, c, 2 if group and not i else 1, bottleneck))
-                c_in = 4 * c if bottleneck else c
-            self.add_module(f"layer{group + 1}", nn.Sequential(*blocks))
-        self.fc = nn.Linear(c_in, num_classes * mimo)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-
-    def features(self, x):
-        x = self.maxpool(F.relu(self.bn1(self.conv1(x))))
-        return self.layer4(self.layer3(self.layer2(self.layer1(x)))).mean((2, 3))
+    c_in = c_stem = max(1, round(64 * width))
+    stem, pool = ((7, 2, 3), nn.MaxPool2d(3, 2, 1)) if size > 64 else ((3, 1, 1), nn.Identity())
+    layers = {"conv1": nn.Conv2d(channels, c_in, *stem, bias=False), "bn1": nn.BatchNorm2d(c_in),
+              "relu": nn.ReLU(), "maxpool": pool}
+    for group, count in enumerate((3, 4, 6, 3) if bottleneck else (2, 2, 2, 2)):
+        blocks, c = [], c_stem * 2**group
+        for i in range(count):
+            blocks.append(Block(c_in, c, 2 if group and not i else 1, bottleneck))
+            c_in = 4 * c if bottleneck else c
+        layers[f"layer{group + 1}"] = nn.Sequential(*blocks)
+    return {**layers, "avgpool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}, c_in
 
 
-def make_network(args, num_classes, shape, width, mimo=1):
-    """A network for inputs of `shape` (C, H, W)."""
-    networks = {"convnet": ConvNet, "resnet18": ResNet, "resnet50": ResNet}
-    if args.model not in networks:
-        raise UserError(f"--model {args.model}: use one of {', '.join(networks)}")
-    more = {} if args.model == "convnet" else {"bottleneck": args.model == "resnet50"}
-    return networks[args.model](num_classes, in_channels=shape[0], size=shape[-1], width=width,
-                                mimo=mimo, **more)
+def make_network(model, num_classes, shape, width=1.0, mimo=1):
+    """A network for images of `shape` (C, H, W); `mimo` of them stacked."""
+    channels, size = shape[0] * mimo, shape[-1]
+    if model == "convnet":
+        return Classifier(*convnet(channels, size, width), num_classes, mimo)
+    net = Classifier(*resnet(channels, size, width, model == "resnet50"), num_classes, mimo)
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return net
 
 
-def read_member(path, net):
-    """Load a state dict (plain, ours, or a Lightning checkpoint's) into `net`."""
-    if not Path(path).is_file():
-        raise UserError(f"--ensemble-paths: no file {path}")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # TorchScript archives, pickled code, damaged files: many types
-        raise UserError(f"{path}: not a file of plain tensors ({common.one_line(error)}); save the "
-                        "member's state_dict() with torch.save") from None
-    for key in ("state_dict", "model"):
-        if isinstance(state, dict) and isinstance(state.get(key), dict):
-            state = state[key]
-    state = state if isinstance(state, dict) else {}
+# Lightning 1.5 keeps options in a dict of its own class; 1.4 has callbacks' classes as keys. An
+# ordinary dict stands for these names, and no other name of theirs is known.
+LIGHTNING = [(OrderedDict, f"pytorch_lightning.{name}") for name in (
+    "utilities.parsing.AttributeDict", "callbacks.model_checkpoint.ModelCheckpoint",
+    "callbacks.early_stopping.EarlyStopping", "callbacks.lr_monitor.LearningRateMonitor")]
+
+
+def load_weights(net, path) -> dict:
+    """Put a file's state dict (plain, ours, or a Lightning checkpoint's) into `net`; all that the
+    file holds: tensors and plain values, anything else is refused, not run."""
+    with torch.serialization.safe_globals(LIGHTNING):
+        found = state = common.load_checkpoint(path)
+    for key in ("state_dict", "net", "model"):
+        state = state[key] if isinstance(state.get(key), dict) else state
     state = {k: v for k, v in state.items() if isinstance(k, str) and isinstance(v, Tensor)}
     own = net.state_dict()
     first = next(iter(own))
     prefix = min((k.removesuffix(first) for k in state if k.endswith(first)), key=len, default="")
     state = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-    differing = sorted(k for k in {*own, *state}
-                       if k not in own or k not in state or own[k].shape != state[k].shape)
-    if differing:
-        there = tuple(state[differing[0]].shape) if differing[0] in state else "nothing"
-        here = tuple(own[differing[0]].shape) if differing[0] in own else "nothing"
+    shapes = {key: (tuple(state[key].shape) if key in state else "nothing",
+                    tuple(own[key].shape) if key in own else "nothing") for key in {*own, *state}}
+    if differing := sorted(key for key, (there, here) in shapes.items() if there != here):
+        there, here = shapes[differing[0]]
         raise UserError(f"{path}: {len(differing)} tensors do not fit, {differing[0]} first: "
                         f"{there} there, {here} in --model; check --model, --width and the classes")
     net.load_state_dict(state)
-    return net
+    return found
 
 
 # ---- Method -------------------------------------------------------------------------------------
 # B rows, M members, K classes; z student logits [B, K]; all statistics and losses are float64.
 
-LOG_ROOT = 0.5 * math.log(2 * math.pi)
 EPS = 2.0**-23  # published code: in the precision, so that agreeing members have a finite one
-
-
-def row_blocks(x, entries=2**15):
-    """Slices of the rows of x [B, ...]: on a CPU a few at a time, so that intermediate results stay
-    in its cache and take no fresh memory, which costs more than the arithmetic; else all."""
-    if x.device.type != "cpu" or not len(x):
-        return [slice(None)]
-    step = max(1, entries * torch.get_num_threads() // x[0].numel())
-    return [slice(start, start + step) for start in range(0, len(x), step)]
+LARGE = 1e3     # from here on the asymptotic series are exact to float64
 
 
 class Ensemble(NamedTuple):
-    """What the losses and measures need of M predictions p_m [B, K]: sums over members."""
+    """What the losses and measures need of M predictions p_m [B, K]."""
 
     log_probs: Tensor  # [B, K] ln pi, pi = (1/M) sum_m p_m
     mean_log: Tensor   # [B, K] (1/M) sum_m ln p_m
@@ -365,42 +346,18 @@ class Ensemble(NamedTuple):
 
 
 def ensemble_statistics(logits_of_members, temperature=1.0) -> Ensemble:
-    """Statistics of members' logits [B, K]: of a list, or of an iterable, one member in memory at a
-    time. No gradient reaches them."""
-    blocks, members = [slice(None)], logits_of_members
-    if isinstance(members, (list, tuple, Tensor)):
-        blocks, first = row_blocks(members[0], 2**17), members[0]
-        parts = lambda rows: (z[rows] for z in members)
-    else:
-        first = next(members := iter(members))
-        parts = lambda rows: itertools.chain([first], members)
-    found = Ensemble(*(torch.zeros_like(t, dtype=torch.float64)
-                       for t in (first, first, first[:, 0], first[:, 0])))
-    work = [torch.empty_like(found.log_probs[blocks[0]]) for _ in range(2)]
-    for rows in blocks:
-        sum_over_members(parts(rows), temperature, Ensemble(*(t[rows] for t in found)), work)
-    return found
-
-
-def sum_over_members(logits_of_members, temperature, found, work):
-    """Fill `found`, an Ensemble of zeros; `work`: two [B, K] to overwrite."""
-    m, (total, mean_log, data_nats, rmi) = 0, found
-    z, e = (t[:len(total)] for t in work)
-    for logits in logits_of_members:
-        z.copy_(logits.detach())
-        if temperature != 1:
-            z /= temperature
-        z -= z.amax(-1, keepdim=True)
-        sums = torch.exp(z, out=e).sum(-1, keepdim=True)  # p = e / sums, ln p = z - ln sums
-        total.addcmul_(e, 1 / sums)
-        mean_log += z.sub_(sums.log())
-        data_nats -= e.mul_(z).sum(-1).div_(sums[:, 0])
-        m += 1
-    data_nats /= m
-    mean_log /= m
-    pi = torch.div(total, m, out=e).clamp_min_(torch.finfo(torch.float64).tiny)
-    log_pi = torch.log(pi, out=total)
-    rmi.copy_(pi.mul_(torch.sub(log_pi, mean_log, out=z)).sum(-1)).clamp_min_(0)
+    """Statistics of members' logits [B, K], given as any iterable: one member in memory at a time.
+    No gradient reaches them."""
+    sums = None
+    for count, logits in enumerate(logits_of_members, 1):
+        log_p = (logits.detach().double() / temperature).log_softmax(-1)
+        p = log_p.exp()
+        own = p, log_p, -torch.linalg.vecdot(p, log_p)
+        sums = own if sums is None else [a + b for a, b in zip(sums, own)]
+    pi, mean_log, data_nats = (total / count for total in sums)
+    log_pi = pi.clamp_min(torch.finfo(torch.float64).tiny).log()
+    rmi = torch.linalg.vecdot(log_pi.exp(), log_pi - mean_log).clamp_min(0)
+    return Ensemble(log_pi, mean_log, data_nats, rmi)
 
 
 def proxy_precision(ensemble, most=math.inf) -> Tensor:
@@ -412,7 +369,7 @@ def proxy_precision(ensemble, most=math.inf) -> Tensor:
 
 
 def forward_kl_loss(logits, ensemble) -> Tensor:
-    """EnD: KL(pi || softmax(z)) [B]."""
+    """EnD: KL(pi || softmax(z)) [B], nats."""
     log_q = logits.double().log_softmax(-1)
     return (ensemble.log_probs.exp() * (ensemble.log_probs - log_q)).sum(-1)
 
@@ -420,11 +377,17 @@ def forward_kl_loss(logits, ensemble) -> Tensor:
 def dirichlet_likelihood_loss(logits, ensemble, offset=1.0, temperature=1.0) -> Tensor:
     """EnD2: -(1/M) sum_m ln Dir(p_m; alpha) [B], alpha = exp(z / T) + offset, times T^2.
 
-    `ensemble`: of logits divided by T. differs: no 2^-23 inside the logarithm of p_m."""
+    `ensemble`: of logits divided by T, too."""
     alpha = (logits.double() / temperature).exp() + offset
     value = torch.lgamma(alpha).sum(-1) - torch.lgamma(alpha.sum(-1)) \
         - ((alpha - 1) * ensemble.mean_log).sum(-1)
     return temperature**2 * value
+
+
+def annealed_temperature(epoch, start, epochs) -> float:
+    """EnD2's T: `start` for the first half of `epochs`, linear to 1 over the other half, then 1."""
+    half = epochs / 2
+    return start + (1 - start) * min(1.0, max(0.0, epoch / half - 1)) if half else 1.0
 
 
 def proxy_loss(logits, ensemble, precision, model_offset=1.0, target_offset=1.0) -> Tensor:
@@ -438,120 +401,59 @@ def proxy_loss(logits, ensemble, precision, model_offset=1.0, target_offset=1.0)
 
 
 def rkl_proxy_loss(logits, ensemble, precision, model_offset=1.0, target_offset=1.0,
-                   target="published", value=True) -> Tensor:
-    """KL(Dir(exp(z) + m) || Dir(pi b + 1)) / b [B], up to a constant: the paper's loss.
+                   target="published") -> Tensor:
+    """KL(Dir(exp(z) + m) || Dir(pi b + 1)) / b [B], up to a constant: the paper's loss,
 
-    target "published": b = beta_0 + K t, which counts the smoothing t twice, as the published code;
-    "paper": b = beta_0, whose target is the paper's pi beta_0 + 1, whatever t. Without
-    `value` the rows are 0 and their gradient right, in a third of the time.
+        L = -sum_k pi_k (psi(alpha_k) - psi(alpha_0)) - h(alpha) / b,    alpha = e + m, e = exp(z),
+
+    where h is the entropy of Dir(alpha). target "published": b = beta_0 + K t, which counts the
+    smoothing t twice; "paper": b = beta_0, whose target is the paper's pi beta_0 + 1, whatever t.
+    The gradient is the closed form (once differentiable),
+
+        dL/dz_k = e_k {[psi1(alpha_k) (alpha_k - 1) - psi1(alpha_0) (alpha_0 - K)] / b
+                       + psi1(alpha_0) - pi_k psi1(alpha_k)}.
+
+    What cancels for large alpha is left out of both; autograd of L is noise from z = 40 on.
     """
-    k = logits.shape[-1]
-    b = precision + (k * target_offset if target == "published" else 0)
-    return ReverseKL.apply(logits, ensemble.log_probs, b, model_offset, value)
-
-
-class ReverseKL(torch.autograd.Function):
-    """L = -sum_k pi_k (psi(alpha_k) - psi(alpha_0)) - h(alpha) / b with its closed-form gradient.
-
-    h is the entropy of Dir(alpha). alpha = e + m with e = exp(z), and
-
-        dL/dz_k = e_k { [psi1(alpha_k) (alpha_k - 1) - psi1(alpha_0) (alpha_0 - K)] / b
-                        + psi1(alpha_0) - pi_k psi1(alpha_k) }.
-
-    Value and gradient are written with what Stirling leaves of lnGamma, psi and psi1, so that
-    nothing cancels however large alpha is; autograd is noise from z = 40 on.
-    """
-
-    @staticmethod
-    def forward(ctx, logits, log_pi, b, offset, value):
-        gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
-        loss = torch.zeros_like(b)
-        for rows in row_blocks(logits):
-            e, pi, b_ = logits[rows].double().exp(), log_pi[rows].exp(), b[rows, None]
-            alpha = e + offset
-            alpha_0 = alpha.sum(-1, keepdim=True)
-            if gradient is not None:
-                (psi1, rest), (psi1_0, rest_0) = trigamma(alpha), trigamma(alpha_0)
-                own = rest.div_(b_).addcmul_(psi1, pi + 1 / b_, value=-1)
-                own += (logits.shape[-1] * psi1_0 - rest_0) / b_ + psi1_0
-                gradient[rows] = own.mul_(e)
-            if value:
-                entropy, log_means = dirichlet_entropy(alpha)
-                loss[rows] = -torch.linalg.vecdot(pi, log_means) - entropy / b[rows]
-        ctx.save_for_backward(gradient)
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad):
-        gradient, = ctx.saved_tensors
-        return grad[:, None].to(gradient) * gradient, None, None, None, None
-
-
-# psi, psi1 and lnGamma at x from Stirling's series at w = x + 6, in vector operations. The six
-# terms between come in pairs i, 5 - i, with q = (x + i)(x + 5 - i) = x (x + 5) + i (5 - i).
-PAIRS = (0, 4, 6)
-
-
-def polynomial(t, *coefficients):
-    """c_0 + c_1 t + c_2 t^2 + ..."""
-    *rest, last = coefficients
-    value = t * last
-    for c in rest[:0:-1]:
-        value.add_(c).mul_(t)
-    return value.add_(rest[0])
+    with torch.no_grad():
+        e, pi, k = logits.double().exp(), ensemble.log_probs.exp(), logits.shape[-1]
+        b = (precision + (k * target_offset if target == "published" else 0))[:, None]
+        alpha = e + model_offset
+        entropy, log_means = dirichlet_entropy(alpha)
+        value = -torch.linalg.vecdot(pi, log_means) - entropy / b[:, 0]
+        psi1, rest = trigamma(alpha)
+        psi1_0, rest_0 = trigamma(alpha.sum(-1, keepdim=True))
+        gradient = e * ((rest - psi1 - rest_0 + k * psi1_0) / b + psi1_0 - pi * psi1)
+    z = logits.double()
+    return value + (gradient * (z - z.detach())).sum(-1)
 
 
 def trigamma(x) -> tuple[Tensor, Tensor]:
-    """(psi1(x), x psi1(x) - 1) for 0 < x < 1e150, both to a relative 1e-12.
-
-    psi1(x) = sum_{i<6} 1 / (x + i)^2 + psi1(w), psi1(w) = 1/w + 1/2w^2 + 1/6w^3 - 1/30w^5 + ...;
-    1/a^2 + 1/b^2 = v (v - 2 / (a + b)) with v = 1/a + 1/b."""
-    twice, product, y = 2 * x + 5, x * (x + 5), 1 / (x + 6)
-    t, half = y * y, 2 / twice
-    psi1 = polynomial(t, 1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66, -691 / 2730, 7 / 6)
-    psi1.mul_(y).add_(0.5).mul_(t)
-    for c in PAIRS:
-        v = twice / (product + c)
-        psi1.addcmul_(v, v - half)
-    rest = (x * psi1).sub_(y, alpha=6)  # x / w - 1 = -6 / w
-    return psi1.add_(y), rest
-
-
-def digamma(x) -> tuple[Tensor, Tensor]:
-    """(psi(x), lnGamma(x) - (x - 1) psi(x) + x) for 0 < x < 1e150, to 1e-13 of max(1, |value|).
-
-    psi(x) = psi(w) - sum_{i<6} 1 / (x + i), lnGamma(x) = lnGamma(w) - sum_{i<6} ln(x + i); the
-    multiples of ln w and x that Stirling's series have cancel by hand."""
-    twice, product, w = 2 * x + 5, x * (x + 5), x + 6
-    y = 1 / w
-    t, ratio, v = y * y, torch.ones_like(x), 0.5 * y
-    for c in PAIRS:
-        q = product + c
-        v += twice / q
-        ratio *= q.mul_(t)  # prod (x + i) / w
-    v += t * polynomial(t, 1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132, -691 / 32760, 1 / 12)
-    own = y * polynomial(t, 1 / 12, -1 / 360, 1 / 1260, -1 / 1680, 1 / 1188, -691 / 360360, 1 / 156)
-    own.addcmul_(x - 1, v).add_(LOG_ROOT - 6)
-    log_w = w.log_()
-    own.add_(log_w, alpha=0.5).sub_(ratio.log_())
-    return log_w - v, own
+    """(psi1(x), x psi1(x) - 1) for x > 0; the second is 1/2x + 1/6x^2 - ... where x is large."""
+    psi1, y = torch.polygamma(1, x), 1 / x
+    return psi1, torch.where(x > LARGE, y * (1 / 2 + y * (1 / 6 - y * y / 30)), x * psi1 - 1)
 
 
 def dirichlet_entropy(alpha) -> tuple[Tensor, Tensor]:
     """(h(alpha) [B] = sum lnGamma(alpha_k) - lnGamma(alpha_0) - sum (alpha_k - 1)(psi(alpha_k) -
     psi(alpha_0)), nats; E ln p_k = psi(alpha_k) - psi(alpha_0) [B, K]) of Dir(alpha).
 
-    sum_k alpha_k = alpha_0 is left out of both sides."""
-    (psi, own), (psi_0, whole) = digamma(alpha), digamma(alpha.sum(-1, keepdim=True))
-    entropy = (own.sum(-1) - whole[:, 0]) - (alpha.shape[-1] - 1) * psi_0[:, 0]
-    return entropy, psi.sub_(psi_0)
+    From lnGamma(x) - (x - 1) psi(x) + x of each alpha_k and of alpha_0, by Stirling's series where
+    x is large: sum_k alpha_k = alpha_0 is left out of both sides."""
+    def part(x, psi):
+        y = 1 / x
+        series = (x.log() + 1 + math.log(2 * math.pi)) / 2 - y * (1 / 3 + y * (1 / 12 + y / 90))
+        return torch.where(x > LARGE, series, torch.lgamma(x) - (x - 1) * psi + x)
+
+    alpha_0 = alpha.sum(-1, keepdim=True)
+    psi, psi_0 = torch.digamma(alpha), torch.digamma(alpha_0)
+    entropy = part(alpha, psi).sum(-1) - part(alpha_0, psi_0)[:, 0]
+    return entropy - (alpha.shape[-1] - 1) * psi_0[:, 0], psi - psi_0
 
 
-# Uncertainties [B], larger is more uncertain; all in nats but confidence.
-MEASURES = ("confidence", "total_uncertainty", "data_uncertainty", "mutual_information", "epkl",
-            "rmi")
-
-
+# Uncertainties [B], larger is more uncertain: 1 - max p; entropies and divergences in nats. The
+# epistemic one is the mutual information MI.
+MEASURES = ("confidence", "total", "aleatoric", "epistemic", "epkl", "rmi")
 # Of one network's logits: energy -ln sum exp z, and -max z; larger is more out-of-distribution. Of
 # a student with a precision they are that precision, a target; of a classifier they are free.
 SCORES = ("energy", "max_logit")
@@ -560,83 +462,58 @@ SCORES = ("energy", "max_logit")
 class Outputs(NamedTuple):
     """What a model says about B inputs."""
 
-    log_probs: Tensor  # [B, K] its prediction
-    measures: dict     # {name of MEASURES, or of SCORES: [B], NaN where a model has none}
-    precision: Tensor  # [B] alpha_0; beta_0 of an ensemble; of a softmax sum exp(z), untrained
+    log_probs: Tensor      # [B, K] its prediction
+    measures: dict         # {name of MEASURES, SCORES: [B]}, those that the model has
+    log_precision: Tensor  # [B] ln alpha_0; ln beta_0 of an ensemble; of a softmax, ln sum exp(z)
 
 
 def ensemble_outputs(ensemble) -> Outputs:
     """MI = H(pi) - mean H(p_m); EPKL = mean over all ordered pairs KL(p_i || p_j) = MI + RMI."""
-    total, top = torch.empty_like(ensemble.data), ensemble.log_probs.amax(-1).exp_()
-    for rows in row_blocks(ensemble.log_probs):
-        log_pi = ensemble.log_probs[rows]
-        total[rows] = -torch.linalg.vecdot(log_pi.exp(), log_pi)
+    log_pi = ensemble.log_probs
+    total = -torch.linalg.vecdot(log_pi.exp(), log_pi)
     information = (total - ensemble.data).clamp_min(0)
-    return Outputs(ensemble.log_probs, measures_of(top, total, ensemble.data, information,
-                                                   information + ensemble.rmi, ensemble.rmi),
-                   proxy_precision(ensemble))
+    values = (1 - log_pi.amax(-1).exp(), total, ensemble.data, information,
+              information + ensemble.rmi, ensemble.rmi)
+    return Outputs(log_pi, dict(zip(MEASURES, values)), proxy_precision(ensemble).log())
 
 
 def dirichlet_outputs(alpha, log_probs) -> Outputs:
     """Measures of Dir(alpha) with mean p = alpha / alpha_0; predictions are `log_probs`:
 
     E H = -sum p (psi(alpha + 1) - psi(alpha_0 + 1)), MI = H(p) - E H, EPKL = (K - 1) / alpha_0,
-    RMI = EPKL - MI. differs: the confidence is that of the prediction (there: of the mean)."""
+    RMI = EPKL - MI. The confidence is that of the prediction."""
     alpha_0 = alpha.sum(-1)
     p = alpha / alpha_0[:, None]
     total = torch.special.entr(p).sum(-1)
     expected = -(p * (torch.digamma(alpha + 1) - torch.digamma(alpha_0 + 1)[:, None])).sum(-1)
     information, epkl = (total - expected).clamp_min(0), (alpha.shape[-1] - 1) / alpha_0
-    return Outputs(log_probs, measures_of(log_probs.amax(-1).exp(), total, expected, information,
-                                          epkl, (epkl - information).clamp_min(0)), alpha_0)
+    values = (1 - log_probs.amax(-1).exp(), total, expected, information, epkl,
+              (epkl - information).clamp_min(0))
+    return Outputs(log_probs, dict(zip(MEASURES, values)), alpha_0.log())
 
 
 def softmax_outputs(logits) -> Outputs:
     """One network: total uncertainty alone. The measures of a Dirichlet exp(z) would depend on the
-    logits' scale, which cross entropy leaves arbitrary; sum exp(z) is kept to be compared."""
-    log_probs = logits.double().log_softmax(-1)
-    total = torch.special.entr(log_probs.exp()).sum(-1)
-    nothing = torch.full_like(total, math.nan)
-    measures = measures_of(log_probs.amax(-1).exp(), total, *[nothing] * 4)
-    return Outputs(log_probs, measures | scores_of(logits), logits.double().exp().sum(-1))
-
-
-def measures_of(top, *rest) -> dict:
-    return dict(zip(MEASURES, (1 - top, *rest)))
-
-
-def scores_of(logits) -> dict:
+    logits' scale, which cross entropy leaves arbitrary; ln sum exp(z) is kept to be compared."""
     z = logits.double()
-    return dict(zip(SCORES, (-z.logsumexp(-1), -z.amax(-1))))
+    log_probs, log_sum, top = z.log_softmax(-1), z.logsumexp(-1), z.amax(-1)
+    total = torch.special.entr(log_probs.exp()).sum(-1)
+    values = (1 - (top - log_sum).exp(), total, -log_sum, -top)
+    return Outputs(log_probs, dict(zip((*MEASURES[:2], *SCORES), values)), log_sum)
 
 
 def student_outputs(logits, offset=1.0) -> Outputs:
-    """softmax(z) predicts, without the offset; Dir(exp(z) + offset) measures."""
-    z = logits.double()
-    outputs = dirichlet_outputs(z.exp() + offset, z.log_softmax(-1))
-    return outputs._replace(measures=outputs.measures | scores_of(z))
+    """softmax(z) predicts, without the offset; Dir(exp(z) + offset) measures (z at most 600)."""
+    plain = softmax_outputs(logits)
+    alpha = logits.double().clamp_max(600).exp() + offset
+    outputs = dirichlet_outputs(alpha, plain.log_probs)
+    return outputs._replace(measures=plain.measures | outputs.measures)
 
 
 def proxy_outputs(ensemble, target_offset=0.0) -> Outputs:
     """The ensemble's proxy Dir(pi beta_0 + t)."""
     alpha = ensemble.log_probs.exp() * proxy_precision(ensemble)[:, None] + target_offset
     return dirichlet_outputs(alpha, ensemble.log_probs)
-
-
-def ensemble_among(logits_of_members, classes=None):
-    """(Ensemble over all K classes, its log-probabilities [B, n] among `classes` [n], or all).
-
-    paper: each member's logits are restricted to the classes before its softmax, then averaged."""
-    own = []
-
-    def members():
-        for z in logits_of_members:
-            if classes is not None:
-                own.append(z[:, classes])
-            yield z
-
-    ensemble = ensemble_statistics(members())
-    return ensemble, ensemble.log_probs if classes is None else ensemble_statistics(own).log_probs
 
 
 def mimo_rows(n, repetitions, probability, members, generator) -> Tensor:
@@ -656,372 +533,283 @@ def mimo_rows(n, repetitions, probability, members, generator) -> Tensor:
 def learning_rate(step, steps, epochs, schedule="step", warm_up=0.0) -> float:
     """Share of the full rate at a step of all `epochs` of `steps` each.
 
-    step: a tenth at epochs floor(30 E / 90), floor(60 E / 90), floor(80 E / 90), as published;
-    cosine: down to zero. Both after a linear warm-up."""
+    step: a tenth at epochs floor(30 E / 90), floor(60 E / 90), floor(80 E / 90), as published, but
+    never in the first; cosine: down to zero. Both after a linear warm-up."""
     warm = warm_up * epochs * steps
     if step < warm:
         return (step + 1) / (warm + 1)
     if schedule == "step":
-        return 0.1 ** sum(step // steps >= e * epochs // 90 for e in (30, 60, 80))
+        return 0.1 ** sum(step // steps >= max(1, e * epochs // 90) for e in (30, 60, 80))
     return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1.0, epochs * steps - warm)))
 
 
 # ---- Training -----------------------------------------------------------------------------------
 
 
-def make_loader(dataset, args, world, batch_size=None, train=False):
-    """Batches of this process, on its device; shuffled and augmented only where `train`."""
-    return data.Loader(dataset, batch_size or args.batch_size, world.device, seed=args.seed,
-                       shuffle=train, augment="crop_flip" if train and args.augment else "none",
-                       rank=world.rank, world_size=world.size, workers=args.workers,
-                       channels_last=True)
+def make_loader(dataset, args, batch_size, train=False):
+    """Batches of this process (for MIMO of all), shuffled and augmented only where `train`."""
+    return data.Loader(dataset, batch_size, args.device, seed=args.seed, shuffle=train,
+                       augment="crop_flip" if train and args.augment else "none",
+                       workers=args.workers, channels_last=True,
+                       whole=train and args.kind == "mimo")
 
 
-def autocast(args, world):
-    return torch.autocast(world.device.type, torch.bfloat16, enabled=args.amp == "bf16")
+def autocast(args):
+    return torch.autocast(args.device.type, torch.bfloat16, enabled=args.amp == "bf16")
 
 
-def make_optimiser(net, kind, args):
-    """SGD or Adam; --no-decay says which tensors have no weight decay."""
-    named = list(net.named_parameters())
-    free = {"published": lambda n, p: re.match(r"layer\d\.\d+\.bn\d", n),
-            "norms": lambda n, p: p.ndim == 1, "none": lambda n, p: False}[args.no_decay]
-    groups = [{"params": [p for n, p in named if not free(n, p)]},
-              {"params": [p for n, p in named if free(n, p)], "weight_decay": 0.0}]
+def make_optimiser(net, args):
+    """SGD with Nesterov momentum, or Adam; no decay of norms inside residual blocks (published)."""
+    free = {name for name, _ in net.named_parameters() if re.match(r"layer\d\.\d+\.bn\d", name)}
+    groups = [dict(params=[p for name, p in net.named_parameters() if (name in free) == exempt],
+                   weight_decay=0.0 if exempt else args.weight_decay) for exempt in (False, True)]
     groups = [group for group in groups if group["params"]]
-    lr = {"base": args.base_lr, "mimo": args.mimo_lr, "distill": args.lr}[kind]
-    if args.opt == "adam":
-        return torch.optim.Adam(groups, lr, weight_decay=args.weight_decay)
-    return torch.optim.SGD(groups, lr, momentum=args.momentum, nesterov=args.momentum > 0,
-                           weight_decay=args.weight_decay)
+    return torch.optim.Adam(groups) if args.opt == "adam" else \
+        torch.optim.SGD(groups, momentum=0.9, nesterov=True)
 
 
-def temperature_at(epoch, args) -> float:
-    """Constant for half of --anneal-epochs, linear to 1 over the other half, then 1."""
-    half = args.anneal_epochs / 2
-    if not half or args.loss != "dirichlet_likelihood":
-        return 1.0
-    return args.temperature + (1 - args.temperature) * min(1.0, max(0.0, epoch / half - 1))
+class Teachers:
+    """The members in eval mode; `cached`: their statistics of all training images, or None."""
+
+    def __init__(self, members, args):
+        self.members, self.args, self.cached = members, args, None
+
+    @torch.no_grad()
+    def statistics(self, batch, temperature=1.0) -> Ensemble:
+        if self.cached is None:
+            with autocast(self.args):
+                return ensemble_statistics((net(batch.images) for net in self.members), temperature)
+        log_probs, mean_log, *rest = (self.cached[name][batch.index].double()
+                                      for name in Ensemble._fields)
+        return Ensemble(log_probs.log_softmax(-1), mean_log, *rest)
+
+    def fill_cache(self, dataset, whose, run):
+        """Compute, or read, the statistics of all training images, once for all students.
+
+        ln pi and, for EnD2 alone, the mean of ln p: half precision from a gigabyte on."""
+        both, dtype = cache_form(dataset, self.args.losses)
+        key = digest([self.args.dataset, self.args.noise, len(dataset), *dataset.files])
+        config = {"ensemble": whose, "images": key, "amp": self.args.amp, "both": both}
+        name = f"teachers-{digest(config.values())[:12]}"
+        if run.load(name, config) is None:
+            parts = []
+            for batch in make_loader(dataset, self.args, 512).epoch():
+                found = self.statistics(batch)
+                found = found if both else found._replace(mean_log=found.rmi)
+                parts.append((batch.index.cpu(), *(
+                    t.to(dtype if t.ndim == 2 else torch.float32).cpu() for t in found)))
+            rows = common.gather_rows(*map(torch.cat, zip(*parts)))
+            run.save(name, config, **dict(zip(Ensemble._fields, rows or ())))
+        state = run.load(name, config)
+        self.cached = {key: state[key].to(self.args.device) for key in Ensemble._fields}
 
 
-def distillation_loss(logits, ensemble, args, temperature) -> Tensor:
+def cache_form(dataset, losses):
+    """(whether the mean of ln p is cached, dtype): for ImageNet 2.6 GB; more is refused."""
+    both = "dirichlet_likelihood" in losses
+    entries = len(dataset) * dataset.num_classes * (1 + both)
+    if entries > 1.3e9:
+        raise UserError(f"--cache-teachers: {2e-9 * entries:.1f} GB; add --no-cache-teachers, or "
+                        "leave dirichlet_likelihood out")
+    return both, torch.float32 if entries < 2.5e8 else torch.float16
+
+
+def distillation_loss(logits, ensemble, args, temperature=1.0) -> Tensor:
     """The rows [B] of --loss."""
     if args.loss == "forward_kl":
         return forward_kl_loss(logits, ensemble)
     if args.loss == "dirichlet_likelihood":
         return dirichlet_likelihood_loss(logits, ensemble, args.model_offset, temperature)
-    precision = proxy_precision(ensemble, args.max_precision)
+    precision = proxy_precision(ensemble, args.max_precision or math.inf)
+    offsets = args.model_offset, args.target_offset
     if args.loss == "proxy":
-        return proxy_loss(logits, ensemble, precision, args.model_offset, args.target_offset)
-    return rkl_proxy_loss(logits, ensemble, precision, args.model_offset, args.target_offset,
-                          args.rkl_target, value=False)
+        return proxy_loss(logits, ensemble, precision, *offsets)
+    return rkl_proxy_loss(logits, ensemble, precision, *offsets, args.rkl_target)
 
 
-def batch_loss(model, kind, batch, epoch, step, teachers, args, world):
-    """(sum of the losses of this process's rows over the global batch, what is logged as loss and
-    as correct predictions)."""
-    if kind == "mimo":
-        images, labels, size = mimo_batch(batch, epoch, step, args, world)
-    else:
-        images, labels, size = batch.images, batch.labels, batch.global_size
-    with autocast(args, world):
+def batch_loss(model, batch, epoch, step, teachers, args):
+    """(losses of this process's rows; which of them are right: of a student, agree with the
+    ensemble; rows of the global batch)."""
+    images, labels, size = batch.images, batch.labels, batch.global_size
+    if args.kind == "mimo":
+        images, labels, size = mimo_batch(batch, epoch, step, args)
+    with autocast(args):
         logits = model(images)
-    logits = widen(logits)
-    if kind == "distill":
-        temperature = temperature_at(epoch, args)
+    if args.kind == "distill":
+        temperature = annealed_temperature(epoch, args.temperature, args.anneal_epochs) \
+            if args.loss == "dirichlet_likelihood" else 1.0
         ensemble = teachers.statistics(batch, temperature)
-        loss = distillation_loss(logits, ensemble, args, temperature).sum() / size
-        shown = forward_kl_loss(logits.detach(), ensemble).sum() / size
-        agrees = logits.argmax(-1) == ensemble.log_probs.argmax(-1)
-        return loss, shown, agrees.sum() / size
-    size *= logits.shape[1] if logits.ndim == 3 else 1  # MIMO: rows and members
-    logits, labels = logits.flatten(0, -2), labels.flatten()
-    loss = F.cross_entropy(logits, labels, reduction="sum",
-                           label_smoothing=args.label_smoothing) / size
-    return loss, loss.detach(), (logits.argmax(-1) == labels).sum() / size
+        rows = distillation_loss(logits, ensemble, args, temperature)
+        return rows, logits.argmax(-1) == ensemble.log_probs.argmax(-1), size
+    logits, labels = logits.flatten(0, -2), labels.flatten()  # MIMO: rows and subnetworks
+    rows = F.cross_entropy(logits, labels, reduction="none", label_smoothing=args.label_smoothing)
+    return rows, logits.argmax(-1) == labels, size
 
 
-def mimo_batch(batch, epoch, step, args, world):
-    """(images [b, E C, H, W], labels [b, E], global rows): this process's rows of the global batch,
-    whose images all processes have."""
-    images, labels = (common.concat_rows(t, world) for t in (batch.images, batch.labels))
+def mimo_batch(batch, epoch, step, args):
+    """(images [b, E C, H, W], labels [b, E], global rows x E): this process's rows of the global
+    batch, whose images all processes have."""
     generator = torch.Generator().manual_seed(common.derive_seed(args.seed, epoch, step))
-    rows = mimo_rows(len(images), args.batch_repetitions, args.repetition_probability,
-                     args.mimo_members, generator).to(images.device)
-    own = rows.tensor_split(world.size)[world.rank]
-    return images[own].flatten(1, 2), labels[own], len(rows)
+    rows = mimo_rows(batch.global_size, args.batch_repetitions, args.repetition_probability,
+                     args.mimo_members, generator)
+    own = rows.tensor_split(common.world_size())[common.rank()].to(args.device)
+    return batch.images[own].flatten(1, 2), batch.labels[own], rows.numel()
 
 
-class Teachers:
-    """The members, in eval mode, or their cached statistics of the training images."""
-
-    def __init__(self, nets, args, world, cache=None):
-        self.nets = [net.eval().requires_grad_(False) for net in nets]
-        self.args, self.world, self.cache = args, world, cache
-
-    @torch.no_grad()
-    def logits(self, images):
-        for net in self.nets:
-            with autocast(self.args, self.world):
-                yield net(images)
-
-    def statistics(self, batch, temperature=1.0) -> Ensemble:
-        if self.cache is not None:
-            return self.cache.read(batch.index.cpu(), self.world.device)
-        return ensemble_statistics(self.logits(batch.images), temperature)
-
-
-class TeacherCache:
-    """A memory-mapped float32 file of Ensemble's rows [N, 2 K + 2], one of each training image.
-
-    `key` says what it is of (images, members); another key starts it anew. Rows are done in blocks
-    that are noted in a file beside it, so that it goes on after a stop."""
-
-    def __init__(self, path, key, dataset, world):
-        self.path, self.k, self.n = Path(path), dataset.num_classes, len(dataset)
-        self.blocks = torch.arange(self.n).split(2048)
-        done, note = self.path.with_suffix(".done"), self.path.with_suffix(".json")
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if not (note.exists() and note.read_text() == key and self.path.exists()):
-                with open(self.path, "wb") as file:
-                    file.truncate(4 * self.n * (2 * self.k + 2))
-                done.write_bytes(bytes(len(self.blocks)))
-                common.write_text(note, key)
-        common.barrier(world)
-        self.rows = np.memmap(self.path, np.float32, "r+", shape=(self.n, 2 * self.k + 2))
-        self.done = np.memmap(done, np.uint8, "r+", shape=(len(self.blocks),))
-
-    def fill(self, teachers, dataset, args, world, say):
-        """Compute what is missing, every machine for itself; a process does every L-th block."""
-        local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        todo = [b for b in range(len(self.blocks)) if not self.done[b]]
-        if todo:
-            say(f"teachers: {len(todo)} of {len(self.blocks)} blocks of {self.path}")
-        alone = common.World(device=world.device)
-        with common.StopSignals() as stop:
-            for block in todo[local[0]::local[1]]:
-                rows, start = dataset.select(self.blocks[block]), int(self.blocks[block][0])
-                for batch in make_loader(rows, args, alone, 512).epoch():
-                    e = ensemble_statistics(teachers.logits(batch.images))
-                    values = torch.cat([e.log_probs, e.mean_log, e.data[:, None], e.rmi[:, None]],
-                                       1)
-                    self.rows[start + batch.index.cpu().numpy()] = values.float().cpu().numpy()
-                self.rows.flush()
-                self.done[block] = 1
-                self.done.flush()
-                if signum := stop.asked(alone):
-                    raise common.Stopped(signum, "while the teachers' statistics were computed")
-        common.barrier(world)
-
-    def read(self, index, device) -> Ensemble:
-        rows = torch.from_numpy(self.rows[index.numpy()]).to(device).double()
-        log_probs, mean_log, rest = rows.split([self.k, self.k, 2], 1)
-        return Ensemble(log_probs, mean_log, rest[:, 0], rest[:, 1])
-
-
-def train(net, kind, train_set, run, args, world, teachers=None):
-    """A member, a MIMO network or a student, resumed from this run's checkpoint if there is one."""
-    epochs = {"base": args.base_epochs, "mimo": args.mimo_epochs, "distill": args.epochs}[kind]
-    run.open()
-    run.say(f"{kind}: {run.directory}")
-    model = common.sync_batch_norm(net.to(world.device, memory_format=torch.channels_last), world)
-    optimiser = make_optimiser(net, kind, args)
-    full = optimiser.param_groups[0]["lr"]
-    images = args.batch_size
-    if kind == "mimo":  # published: as many rows as --batch-size, repetitions and members included
-        images = max(world.size, images // (args.batch_repetitions * args.mimo_members))
-    loader = make_loader(train_set, args, world, images, train=True)
+def train(net, train_set, args, run, teachers=None):
+    """A member, a MIMO network or a student, by `args.kind`; goes on after the last whole epoch."""
+    images, full = args.batch_size, args.lr * args.batch_size / 256
+    if args.kind == "mimo":  # published: rows, with repetitions and members
+        images //= args.batch_repetitions * args.mimo_members
+    optimiser, loader = make_optimiser(net, args), make_loader(train_set, args, images, train=True)
     steps = min(len(loader), args.limit_steps or len(loader))
-    fresh = lambda: {"step": 0, **{k: torch.zeros(steps) for k in LOGGED}}
-    progress = {"epoch": 0, **fresh()}
-    if (state := run.load()) is not None:
-        net.load_state_dict(state["model"])
-        optimiser.load_state_dict(state["optimiser"])
-        progress = state["progress"]
-        if progress["epoch"] >= epochs:
-            return
-        run.say(f"{run.resume_from}: {progress['epoch']} of {epochs} epochs are done")
-    if args.compile:
-        model = torch.compile(model)
-    model = common.data_parallel(model, world)
-
-    def save(**progress):
-        if not math.isfinite(torch.nn.utils.get_total_norm(net.parameters())):
-            raise UserError(f"weights are no longer finite after epoch {progress['epoch']}; the "
-                            "last good checkpoint is kept. Lower the learning rate")
-        run.save(model=net.state_dict(), optimiser=optimiser.state_dict(), progress=progress)
-
-    lr_at = lambda step: full * learning_rate(step, steps, epochs, args.schedule, args.warm_up)
-    with common.StopSignals() as stop:
-        for epoch in range(progress["epoch"], epochs):
-            clock, first = common.Stopwatch(world.device), progress["step"]
-            step, signum, logged = train_epoch(model, kind, optimiser, loader, epoch, steps, lr_at,
-                                               progress, stop, teachers, args, world)
-            common.check_finite(logged["loss"][:step], epoch * steps, lr_at)
-            if step < steps:
-                save(epoch=epoch, step=step, **logged)
-                raise common.Stopped(signum, f"in epoch {epoch + 1} of {kind} after step {step}")
-            seconds, seen = clock.seconds(), min(steps * images, len(train_set))
-            run.log(epoch=epoch + 1, epochs=epochs, loss_nats=logged["loss"].mean().item(),
-                    accuracy=logged["correct"].mean().item(), lr=lr_at(epoch * steps + steps - 1),
-                    images_per_s=seen * (1 - first / steps) / seconds, seconds=seconds)
-            progress, signum = fresh(), signum or stop.asked(world)
-            if (epoch + 1) % args.save_interval == 0 or epoch + 1 == epochs or signum:
-                save(epoch=epoch + 1, **progress)
-            if signum:
-                raise common.Stopped(signum, f"after epoch {epoch + 1} of {kind}")
-        if not epochs and state is None:
-            save(**progress)
-
-
-# By step: mean cross entropy, of a student KL(pi || softmax z); correct predictions, of a student
-# those that agree with the ensemble's.
-LOGGED = ("loss", "correct")
-
-
-def train_epoch(model, kind, optimiser, loader, epoch, steps, lr_at, progress, stop, teachers, args,
-                world):
-    """Steps progress["step"] to `steps` of an epoch; fewer if a stop is asked for."""
-    model.train()
-    share = float(world.is_main)  # what is from before an interruption counts once
-    logged = {k: share * progress[k].to(world.device) for k in LOGGED}
-    batches = common.progress(loader.epoch(epoch, start=progress["step"]), steps - progress["step"],
-                              f"{kind} {epoch + 1}", args.quiet, world)
-    for step, batch in zip(range(progress["step"], steps), batches):
-        for group in optimiser.param_groups:
-            group["lr"] = lr_at(epoch * steps + step)
-        loss, shown, correct = batch_loss(model, kind, batch, epoch, step, teachers, args, world)
-        optimiser.zero_grad(set_to_none=True)
-        (loss * world.size).backward()  # DDP divides by the number of processes
-        optimiser.step()
-        logged["loss"][step], logged["correct"][step] = shown, correct
-        if signum := stop.asked(world, step):
-            break
-    return step + 1, signum, {k: common.all_reduce(t, world).cpu() for k, t in logged.items()}
+    common.say(f"learning rate {full:g} = --lr {args.lr:g} x {args.batch_size} / 256")
+    model = common.data_parallel(net, args.device)
+    model = torch.compile(model) if args.compile else model
+    for epoch in run.epochs(args.epochs, name="network", net=net, optimiser=optimiser):
+        totals = torch.zeros(3, dtype=torch.float64, device=args.device)
+        model.train()
+        for step, batch in run.steps(loader, epoch):
+            for group in optimiser.param_groups:
+                group["lr"] = full * learning_rate(epoch * steps + step, steps, args.epochs,
+                                                   args.schedule, args.warm_up)
+            rows, right, size = batch_loss(model, batch, epoch, step, teachers, args)
+            optimiser.zero_grad()
+            # of the global mean: DDP divides by the number of processes
+            (rows.sum() * common.world_size() / size).backward()
+            optimiser.step()
+            totals += torch.stack([rows.detach().double().sum(), right.sum().double(),
+                                   totals.new_full((), len(rows))])
+        loss, right, count = common.all_reduce(totals)
+        run.log(loss / count, accuracy=right / count, lr=optimiser.param_groups[0]["lr"],
+                examples=min(steps * images, len(train_set)))
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
 
-# Per example and model, beside the measures; the first five are of the classes predicted from.
+# Per example and model; the first five are of the classes predicted from; the precision is its ln.
 COLUMNS = ("log_prob", "correct", "top5", "brier", "top_prob", "precision", *MEASURES, *SCORES)
+ROWS = {"single": "single network", "ensemble": "ensemble", "ensemble_proxy": "its proxy",
+        "ensemble_proxy_t1": "its proxy + 1", "student_forward_kl": "EnD (forward KL)",
+        "student_dirichlet_likelihood": "EnD2 (likelihood)", "student_proxy": "proxy, forward KL",
+        "student_rkl_proxy": "proxy, reverse KL", "mimo": "MIMO"}
+SEVERITIES = (1, 2, 3, 4, 5)
+
+
+class Models(NamedTuple):
+    """What is evaluated together: the members' forward passes serve four rows of the table."""
+
+    members: list = []
+    students: dict = {}     # {loss: network}
+    offset: float = 1.0     # of the students
+    mimo: nn.Module | None = None
+
+
+class SavedSet(NamedTuple):
+    """What --predict saved of a set: `passes`'s logits [N, ...] by name."""
+
+    name: str
+    labels: Tensor
+    logits: dict
+    offset: float
+
+
+@torch.no_grad()
+def passes(models, dataset, args):
+    """Yield (index [b], {"members" [b, M, K], "student_<loss>" [b, K], "mimo" [b, E, K]: logits},
+    labels [b]) of this process's part of a set, in eval mode, un-augmented."""
+    if isinstance(dataset, SavedSet):
+        own = torch.arange(len(dataset.labels)).tensor_split(common.world_size())[common.rank()]
+        for rows in own.split(512):
+            yield rows, {k: z[rows] for k, z in dataset.logits.items()}, dataset.labels[rows]
+        return
+    members, mimo = models.members, models.mimo
+    for net in (*members, *models.students.values(), *filter(None, [mimo])):
+        net.eval()
+    for batch in make_loader(dataset, args, max(512, args.batch_size)).epoch():
+        x = batch.images
+        with autocast(args):
+            found = {"members": torch.stack([net(x) for net in members], 1)} if members else {}
+            found |= {f"student_{loss}": net(x) for loss, net in models.students.items()}
+            if mimo is not None:
+                found["mimo"] = mimo(x.repeat(1, mimo.mimo, 1, 1)).view(len(x), mimo.mimo, -1)
+        yield batch.index, found, batch.labels
+
+
+def outputs_of(logits, offset, classes=None) -> dict:
+    """{row of the table: Outputs} of `passes`'s logits, predicting among `classes` [n], or all.
+
+    paper: each member's logits are restricted to the classes before its softmax, then averaged."""
+    found, members = {}, logits.get("members")
+    if members is not None:
+        found["single"] = softmax_outputs(members[:, 0])
+    if members is not None and members.shape[1] > 1:
+        ensemble = ensemble_statistics(members.unbind(1))
+        found |= {"ensemble": ensemble_outputs(ensemble), "ensemble_proxy": proxy_outputs(ensemble),
+                  "ensemble_proxy_t1": proxy_outputs(ensemble, 1.0)}
+    for name in logits.keys() - {"members", "mimo"}:
+        found[name] = softmax_outputs(logits[name]) if name == "student_forward_kl" else \
+            student_outputs(logits[name], offset)
+    if "mimo" in logits:
+        found["mimo"] = ensemble_outputs(ensemble_statistics(logits["mimo"].unbind(1)))
+    found = {row: found[row] for row in ROWS if row in found}
+    if classes is None:
+        return found
+    some = outputs_of({name: z[..., classes] for name, z in logits.items()}, offset)
+    return {row: outputs._replace(log_probs=some[row].log_probs) for row, outputs in found.items()}
 
 
 def columns_of(outputs, labels) -> Tensor:
     """[B, len(COLUMNS)] of a batch; labels [B] number the classes of `outputs.log_probs`. Where
     they are not among these only the measures have a meaning."""
-    log_probs, nothing = outputs.log_probs, torch.full_like(outputs.precision, math.nan)
+    log_probs, nothing = outputs.log_probs, torch.full_like(outputs.log_precision, math.nan)
     probs, own = log_probs.exp(), labels.clamp_max(log_probs.shape[1] - 1)[:, None]
-    log_prob = log_probs.gather(1, own)
-    before = torch.arange(log_probs.shape[1], device=own.device) < own
-    rank = ((log_probs > log_prob) | (log_probs == log_prob) & before).sum(-1)
-    brier = probs.square().sum(-1) - 2 * log_prob[:, 0].exp() + 1
-    first = log_probs.argmax(-1) == labels
-    return torch.stack([log_prob[:, 0], first.double(), (rank < 5).double(), brier,
-                        probs.max(-1).values, outputs.precision,
+    log_prob = log_probs.gather(1, own)[:, 0]
+    top = log_probs.topk(min(5, log_probs.shape[1])).indices == labels[:, None]
+    first = log_probs.argmax(1) == labels
+    brier = probs.square().sum(1) - 2 * log_prob.exp() + 1
+    return torch.stack([log_prob, first.double(), top.any(1).double(), brier, probs.amax(1),
+                        outputs.log_precision,
                         *(outputs.measures.get(m, nothing) for m in (*MEASURES, *SCORES))], 1)
 
 
-SEVERITIES = (1, 2, 3, 4, 5)
-
-
-class Models(NamedTuple):
-    """What is evaluated together: the members' forward passes serve three rows of the table."""
-
-    members: list    # networks
-    students: dict   # {loss: (network, offset)}
-    mimo: nn.Module | None
-
-
-@torch.no_grad()
-def outputs_of(models, images, args, world, classes=None) -> dict:
-    """{row of the table: Outputs} of a batch, predicting among `classes`, or among all."""
-    def forward(net, x=images):
-        with autocast(args, world):
-            return widen(net(x))
-
-    def restricted(outputs):
-        return outputs if classes is None else outputs._replace(
-            log_probs=outputs.log_probs[:, classes].log_softmax(-1))
-
-    found = {}
-    if models.members:
-        first = forward(models.members[0])
-        found["single"] = restricted(softmax_outputs(first))
-    if len(models.members) > 1:
-        rest = (forward(net) for net in models.members[1:])
-        ensemble, log_probs = ensemble_among(itertools.chain([first], rest), classes)
-        rows = {"": ensemble_outputs(ensemble), "_proxy": proxy_outputs(ensemble),
-                "_proxy_t1": proxy_outputs(ensemble, 1.0)}
-        found |= {f"ensemble{k}": o._replace(log_probs=log_probs) for k, o in rows.items()}
-    for loss, (net, offset) in models.students.items():
-        logits = forward(net)
-        found[f"student_{loss}"] = restricted(
-            softmax_outputs(logits) if loss == "forward_kl" else student_outputs(logits, offset))
-    if models.mimo is not None:
-        logits = forward(models.mimo, images.repeat(1, models.mimo.mimo, 1, 1))
-        heads = logits.view(len(images), models.mimo.mimo, -1).unbind(1)
-        if args.mimo_average == "logits":
-            found["mimo"] = restricted(softmax_outputs(torch.stack(heads).mean(0)))
-        else:
-            ensemble, log_probs = ensemble_among(heads, classes)
-            found["mimo"] = ensemble_outputs(ensemble)._replace(log_probs=log_probs)
+def score(models, dataset, args, classes=None) -> dict:
+    """{row of the table: columns [N, len(COLUMNS)]} of a set: float64, in its order, on the main
+    process; empty on the others."""
+    rows, index = {}, []
+    for at, logits, labels in passes(models, dataset, args):
+        for name, outputs in outputs_of(logits, models.offset, classes).items():
+            rows.setdefault(name, []).append(columns_of(outputs, labels).cpu())
+        index.append(at.cpu())
+    gathered = common.gather_rows(torch.cat(index), *map(torch.cat, rows.values()))
+    found = dict(zip(rows, gathered or ()))
+    if lost := [ROWS[row] for row, own in found.items() if own[:, 0].isnan().any()]:
+        raise UserError(f"{lost[0]}: logits on {dataset.name} are not finite, it has diverged; "
+                        "train it again with a lower --lr")
     return found
 
 
-def predict(models, dataset, args, world, classes=None) -> dict:
-    """{row of the table: [N, len(COLUMNS)]}, float64 on the CPU, exactly one row an example."""
-    for net in (*models.members, *(net for net, _ in models.students.values()), models.mimo):
-        if net is not None:
-            net.eval()
-    rows, index = {}, [torch.zeros(0, dtype=torch.long)]
-    for batch in make_loader(dataset, args, world, max(512, args.batch_size)).epoch():
-        for name, outputs in outputs_of(models, batch.images, args, world, classes).items():
-            rows.setdefault(name, []).append(columns_of(outputs, batch.labels).cpu())
-        index.append(batch.index.cpu())
-    index = torch.cat(index)
-    return {name: common.gather_rows(torch.cat(parts), index, len(dataset), world)
-            for name, parts in rows.items()}
-
-
-def predictive_metrics(columns, measures=MEASURES) -> dict:
-    """Accuracy, NLL, calibration, Brier, PRR by measure, of [N, len(COLUMNS)]."""
+def predictive_metrics(columns) -> dict:
+    """Accuracy, NLL, calibration (15 bins), Brier, PRR by measure, of [N, len(COLUMNS)]."""
     at = dict(zip(COLUMNS, columns.T))
     correct = at["correct"] > 0
+    bars = common.reliability(at["top_prob"], correct, 15)
+    gap = np.abs(bars.accuracy - bars.confidence)
     values = {"accuracy": at["correct"].mean().item(), "top5_accuracy": at["top5"].mean().item(),
               "nll": -at["log_prob"].mean().item(), "brier": at["brier"].mean().item(),
-              **dict(zip(("ece15", "mce15"), calibration(at["top_prob"], correct)))}
-    for measure in measures:
-        if not at[measure].isnan().any():
-            values[f"prr_{measure}"] = common.prediction_rejection_ratio(at[measure], correct)
-    return values
+              "ece15": float(bars.counts @ gap / len(correct)), "mce15": float(gap.max())}
+    return values | {f"prr_{m}": common.prediction_rejection_ratio(at[m], correct)
+                     for m in MEASURES if not at[m].isnan().any()}
 
 
-def calibration(confidence, correct, bins=15) -> tuple[float, float]:
-    """(ECE, MCE) from confidences [N], bins as `common.reliability`."""
-    bars = common.reliability(confidence, correct, bins)
-    gap = np.abs(bars.accuracy - bars.confidence)
-    return float((bars.counts * gap).sum() / bars.counts.sum()), float(gap.max())
-
-
-def published_calibration(confidence, correct) -> tuple[float, float]:
-    """(ECE, MCE) in ten bins [a, b), and an eleventh for 1.0, as the published code."""
-    bins = (10 * np.asarray(confidence)).astype(int)
-    gaps = [(np.mean(bins == b), abs(np.mean(np.asarray(confidence)[bins == b])
-                                     - np.mean(np.asarray(correct)[bins == b])))
-            for b in np.unique(bins)]
-    return float(sum(w * g for w, g in gaps)), float(max(g for _, g in gaps))
-
-
-def ood_metrics(inside, outside) -> dict:
-    """AUROC and FPR95 by measure and by score, out-of-distribution positive, of two
-    [N, len(COLUMNS)]."""
+def detection_metrics(inside, outside) -> dict:
+    """AUROC and FPR95 by measure and score, OOD positive, of two [N, len(COLUMNS)]."""
     values = {}
     for measure in (*MEASURES, *SCORES):
         a, b = (c[:, COLUMNS.index(measure)] for c in (inside, outside))
         if not a.isnan().any():
             scored = common.ood_metrics(a, b, larger_means="ood")
-            values |= {f"auroc_{measure}": scored["auroc"], f"fpr95_{measure}": scored["fpr95"]}
+            values |= {f"{key}_{measure}": scored[key] for key in ("auroc", "fpr95")}
     return values
 
 
@@ -1037,439 +825,344 @@ def rank_correlations(student, ensemble) -> dict:
 
 
 @torch.no_grad()
-def milliseconds(models, shape, batch_size, args, world) -> dict:
+def milliseconds(models, shape, batch_size, args) -> dict:
     """Time of a prediction by row of the table, ms an example, in batches; the shortest of five."""
-    rows = {f"student_{loss}": (net,) for loss, (net, _) in models.students.items()}
-    if models.members:
-        rows |= {"single": models.members[:1], "ensemble": models.members}
-    if models.mimo is not None:
-        rows["mimo"] = (models.mimo,)
-
-    def once(nets):
-        like, (channels, *size) = next(nets[0].parameters()), shape
-        x = like.new_zeros(batch_size, channels * nets[0].mimo, *size)
-        x, clock = x.contiguous(memory_format=torch.channels_last), common.Stopwatch(world.device)
-        for net in nets:
-            with autocast(args, world):
-                net(x)
-        return clock.seconds()
-
-    return {name: 1e3 / batch_size * min(once(nets) for _ in range(5))
-            for name, nets in rows.items()}
+    nets = {"single": models.members[:1], "ensemble": models.members,
+            "mimo": [models.mimo] if models.mimo else [],
+            **{f"student_{loss}": [net] for loss, net in models.students.items()}}
+    found = {}
+    for row, own in nets.items():
+        for _ in range(5 if own else 0):
+            x = torch.zeros(batch_size, shape[0] * own[0].mimo, *shape[1:], device=args.device)
+            x = x.to(own[0].fc.weight.dtype, memory_format=torch.channels_last)
+            start = time.perf_counter()
+            with autocast(args):
+                torch.stack([net(x) for net in own]).sum().item()  # waits for the device
+            seconds = time.perf_counter() - start
+            found[row] = min(found.get(row, math.inf), 1e3 * seconds / batch_size)
+    return found
 
 
-def evaluate(models, sets, args, world) -> tuple[dict, dict]:
-    """(metrics `<row>/<name>`, columns {set: {row: [N, C]}}) of all models on all sets; a corrupted
-    test set's name is the pair (kind, severity)."""
-    test = predict(models, sets["test"], args, world)
-    columns, metrics = {"test": test}, {}
-    for name, (dataset, classes) in sets["ood"].items():
-        columns[name] = predict(models, dataset, args, world, classes)
-    for kind in sets["kinds"]:
-        for severity in SEVERITIES:
-            columns[kind, severity] = predict(models, sets["shift"](kind, severity), args, world)
-    batch_size = min(256, len(sets["test"]))
-    seconds = milliseconds(models, sets["test"].shape, batch_size, args, world)
+def evaluate(models, sets, args):
+    """(rows of the report, {row of the table: columns} of the test set): each model on the test
+    set, against each OOD set (and on it, where its labels mean something), on corrupted sets."""
+    seconds = {} if args.logits else milliseconds(
+        models, sets.test.shape, min(256, len(sets.test)), args)
+    test, rows, name = score(models, sets.test, args), [], sets.test.name
     for row, own in test.items():
-        values = predictive_metrics(own)
-        if row in seconds:
-            values["ms_per_example"] = seconds[row]
-        for i, name in enumerate(sets["ood"]):
-            other, masked = columns[name][row], inside(sets, name)
-            outside = ood_metrics(own, other)
-            values |= {f"{name}_{k}": v for k, v in outside.items()} | (outside if not i else {})
-            if masked is not None:
-                values |= {f"{name}_masked_{k}": v
-                           for k, v in ood_metrics(own[masked], other).items()}
-            if labelled(sets, name):
-                values |= {f"{name}_{k}": v for k, v in predictive_metrics(other).items()}
-        if sets["kinds"]:
-            values |= shift_metrics(sets["kinds"], columns, row)
+        values = predictive_metrics(own) | {"ms_per_example": seconds.get(row)}
         if row.startswith("student") and "ensemble" in test:
             values |= rank_correlations(own, test["ensemble"])
-        metrics |= {f"{row}/{k}": v for k, v in values.items()}
-    return metrics, columns
+        rows.append({"method": ROWS[row], "seed": args.seed, "set": name, "n": len(own), **values})
+    for other, (dataset, classes) in sets.ood.items():
+        same = torch.isin(sets.test.labels, torch.tensor([]) if classes is None else classes)
+        # ImageNet-O's folders are named after classes that its images are not of
+        labelled = classes is not None and other != "imagenet_o" or \
+            getattr(dataset, "label_probs", None) is not None
+        for row, own in score(models, dataset, args, classes).items():
+            who = {"method": ROWS[row], "seed": args.seed}
+            if labelled:
+                rows.append({**who, "set": other, "n": len(own), **predictive_metrics(own)})
+            rows.append({**who, "set": name, "against": other, "n": len(test[row]),
+                         **detection_metrics(test[row], own)})
+            if same.any():  # published: "masked"
+                rows.append({**who, "set": f"{name}, its classes", "against": other,
+                             "n": int(same.sum()), **detection_metrics(test[row][same], own)})
+    return rows + shift_rows(models, sets, args), test
 
 
-def labelled(sets, name) -> bool:
-    """Whether the labels of an out-of-distribution set are classes that its images show: not
-    ImageNet-O's, whose folders are named after classes that its images are not of."""
-    dataset, classes = sets["ood"][name]
-    return classes is not None and name != "imagenet_o" or \
-        getattr(dataset, "label_probs", None) is not None
-
-
-def inside(sets, name):
-    """The test examples [N] (bool) of the classes that a set's folders name; None without."""
-    classes = sets["ood"][name][1]
-    mask = None if classes is None else torch.isin(sets["test"].labels, classes)
-    return mask if mask is not None and mask.any() else None
-
-
-def shift_metrics(kinds, columns, row) -> dict:
-    """`c_<kind>_s<severity>_...`; `c_s<severity>_...` with all kinds of a severity pooled; `c_...`,
-    their means over severities; where there are the published extra kinds, `c15_...` without them.
-    """
-    few, groups, values = ("accuracy", "nll", "ece15", "brier"), {"c": kinds}, {}
-    for kind in kinds:
-        for severity in SEVERITIES:
-            own = predictive_metrics(columns[kind, severity][row], measures=())
-            values |= {f"c_{kind}_s{severity}_{k}": own[k] for k in few}
-    if extra := {*data.CIFAR_C_KINDS[15:]} & {*kinds}:
-        groups["c15"] = [kind for kind in kinds if kind not in extra]
-    for name, chosen in groups.items():
-        for severity in SEVERITIES:
-            pooled = torch.cat([columns[kind, severity][row] for kind in chosen])
-            values |= {f"{name}_s{severity}_{k}": v for k, v in predictive_metrics(pooled).items()}
-        values |= {f"{name}_{k}": float(np.mean([values[f"{name}_s{s}_{k}"] for s in SEVERITIES]))
-                   for k in few}
-    return values
-
-
-ROWS = {"single": "single network", "ensemble": "ensemble", "ensemble_proxy": "its proxy",
-        "student_forward_kl": "EnD (forward KL)",
-        "student_dirichlet_likelihood": "EnD2 (likelihood)", "student_proxy": "proxy, forward KL",
-        "student_rkl_proxy": "proxy, reverse KL (paper)", "mimo": "MIMO"}
-
-
-def format_results(metrics, ood) -> str:
-    """The table that a run prints, of `<row>/<metric>`."""
-    header = ["", "accuracy %", "NLL nats", "ECE15 %", "PRR MI", "PRR total",
-              *(f"{name} AUROC {short}" for name in ood for short in ("MI", "total")),
-              "rank corr. precision", "ms"]
-    rows = []
-    for row, title in ROWS.items():
-        if f"{row}/accuracy" not in metrics:
-            continue
-        cell = lambda key, digits=4, scale=1.0: "-" if (
-            v := metrics.get(f"{row}/{key}")) is None else f"{scale * v:.{digits}f}"
-        rows.append([title, cell("accuracy", 2, 100), cell("nll"), cell("ece15", 2, 100),
-                     cell("prr_mutual_information", 3), cell("prr_total_uncertainty", 3),
-                     *(cell(f"{name}_auroc_{m}") for name in ood
-                       for m in ("mutual_information", "total_uncertainty")),
-                     cell("spearman_precision", 3), cell("ms_per_example", 3)])
-    return common.format_table(header, rows)
+def shift_rows(models, sets, args) -> list:
+    """Rows of each corruption and severity, and means over the kinds at each severity and over all;
+    of the 15 kinds that published tables average, too."""
+    rows, found, (name, kinds) = [], {}, sets.shift
+    for kind, severity in itertools.product(kinds, SEVERITIES):
+        if args.shift == "computed":
+            some = data.evenly(sets.test, args.shift_examples or None)
+            dataset = data.corrupted(some, kind, severity)
+        else:
+            dataset = data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir)
+            dataset = prepared(data.match(dataset, sets.test), args, 1)
+        for row, own in score(models, dataset, args).items():
+            values = found.setdefault(row, {})[kind, severity] = predictive_metrics(own)
+            rows.append({"method": ROWS[row], "seed": args.seed, "n": len(own),
+                         "set": f"{name} {kind} {severity}", **values})
+    standard = [kind for kind in kinds if kind in data.CIFAR_C_KINDS[:15]]
+    for row, values in found.items():
+        for group in [kinds] + [standard] * (15 == len(standard) < len(kinds)):
+            for some in (*((s,) for s in SEVERITIES), SEVERITIES):
+                title = f"{name} mean of {len(group)} kinds" + f" {some[0]}" * (len(some) == 1)
+                means = {key: float(np.mean([values[k, s][key] for k in group for s in some]))
+                         for key in ("accuracy", "nll", "ece15", "brier")}
+                rows.append({"method": ROWS[row], "seed": args.seed, "set": title, **means})
+    return rows
 
 
 # ---- Plots --------------------------------------------------------------------------------------
 
-COLOURS = ["#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE", "#000000", "#BBBBBB"]
+COLOURS = ["#4477AA", "#EE6677", "#228833", "#BBBBBB", "#CCBB44", "#AA3377", "#66CCEE", "#000000",
+           "#999933"]
+DASHES = ["-", (0, (5, 2)), (0, (1, 1.5)), (0, (4, 1, 1, 1))]  # curves that coincide show through
 
 
 def plot_story(plt, path, columns):
     """Rejection curves by total uncertainty; precision of the students against the ensemble's."""
-    columns = {row: own for row, own in columns.items() if row in ROWS}
-    figure, axes = plt.subplots(1, 2, figsize=(11.5, 4.4), constrained_layout=True)
-    for (row, own), colour in zip(columns.items(), COLOURS):
-        at = dict(zip(COLUMNS, own.T))
-        rejected, error = common.rejection_curve(at["total_uncertainty"], at["correct"] > 0)
-        axes[0].plot(100 * rejected, 100 * error, color=colour, label=ROWS[row])
-    axes[0].set(xlabel="rejected as most uncertain, %", ylabel="errors left, % of all",
-                xlim=(0, 100), yscale="log", ylim=(50 / len(at["correct"]), 130))
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 4.4), constrained_layout=True)
     ensemble, precision = columns.get("ensemble"), COLUMNS.index("precision")
-    for (row, own), colour in zip(columns.items(), COLOURS):
-        measured = row.startswith("student") and not own[:, precision].isnan().any()
-        if ensemble is not None and measured:
-            axes[1].plot(ensemble[:, precision], own[:, precision], ".", ms=2, color=colour,
-                         rasterized=True)
+    for i, (row, own) in enumerate(columns.items()):
+        if row == "ensemble_proxy_t1":
+            continue
+        rejected, error = common.rejection_curve(own[:, COLUMNS.index("total")],
+                                                 own[:, COLUMNS.index("correct")] > 0)
+        left.plot(100 * rejected, 100 * error, color=COLOURS[i], ls=DASHES[i % 4],
+                  lw=3.2 - 0.3 * i, label=ROWS[row])
+        if ensemble is not None and row.startswith("student") and row != "student_forward_kl":
+            right.plot(ensemble[:, precision], own[:, precision], ".", ms=2, color=COLOURS[i])
+    left.set(xlabel="rejected as most uncertain, %", ylabel="errors left, % of all",
+             xlim=(0, 100), yscale="log", ylim=(50 / len(own), 130))
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
     if ensemble is not None:
-        low, high = np.quantile(ensemble[:, precision], [0.001, 0.999])
-        axes[1].plot([low, high], [low, high], "k--", lw=1, label="equal")
-        axes[1].set(xscale="log", yscale="log", xlabel="precision of the ensemble's proxy",
-                    ylabel="precision of the student")
-        axes[1].legend(loc="lower right")
+        ends = np.quantile(ensemble[:, precision], [0.001, 0.999])
+        right.plot(ends, ends, "k--", lw=1, label="equal")
+        right.set(xlabel="ln precision of the ensemble's proxy", ylabel="ln precision of a student")
+        right.legend(loc="lower right")
     common.save_figure(plt, figure, path)
 
 
 # ---- Main ---------------------------------------------------------------------------------------
 
 
-def load_sets(args, world) -> dict:
-    """All sets of a run, before anything is trained."""
-    with common.main_first(world):
-        train = data.load(args.dataset, "train", args.data_dir, seed=args.seed, val_fraction=0.0,
-                          limit=args.limit_train)
-        test = data.match(data.load(args.dataset, "test", args.data_dir), train)
-        ood = {}
-        for name in args.ood:
-            size = train.shape[-1] if name.startswith("folder:") else None
-            try:
-                own = data.match(data.load(name, "test", args.data_dir, image_size=size), train)
-            except UserError as error:
-                if not name.startswith("imagenet_"):
-                    raise
-                if world.is_main:
-                    print(f"{name} skipped: {error}", flush=True)
-                continue
-            ood[Path(name.removeprefix("folder:")).name] = own, subset(own, train)
-    # outside of the block above: the processes share the work
-    train, test = from_files(train, args, world, training=True), from_files(test, args, world)
-    ood = {name: (from_files(own, args, world), classes) for name, (own, classes) in ood.items()}
-    kinds, shift = [], None
+class Sets(NamedTuple):
+    """All sets of a run, loaded before anything is trained."""
+
+    train: object = None      # not with --eval
+    test: object = None
+    ood: dict = {}            # {name: (set, the test set's classes [n] that its folders name)}
+    predicted: object = None  # of --predict
+    shift: tuple = ("", ())   # name of the corrupted test set, its kinds
+
+
+def load_sets(args) -> Sets:
+    """Refuses what could not be evaluated."""
+    if args.logits:
+        test, *ood = map(saved_set, args.logits)
+        if test.labels.min() < 0:
+            raise UserError(f"{args.logits[0]}: the first file is to have labels; give another")
+        return Sets(test=test, ood={own.name: (own, None) for own in ood})
+    options = dict(data_dir=args.data_dir, val_fraction=0.0, image_size=args.image_size)
+    train = None if args.eval else data.load(args.dataset, "train", **options,
+                                             limit=args.limit_train)
+    test = data.load(args.dataset, "test", **options)
+    like = train or test
+    shift = f"{args.dataset}_c", []
     if args.shift == "computed":
-        some = test if not args.shift_examples else test.select(
-            torch.arange(min(args.shift_examples, len(test))) * len(test)
-            // min(args.shift_examples, len(test)))
-        kinds = list(data.CORRUPTIONS)
-        shift = lambda kind, severity: data.corrupted(some, kind, severity)
-    elif args.shift == "published":
-        name = f"{args.dataset}_c"
-        kinds = data.corruption_kinds(name, args.data_dir)
+        if isinstance(test, data.StreamedSet):
+            raise UserError("--shift computed is for sets in memory; use --shift none or published")
+        shift = f"{test.name}_computed", [*data.CORRUPTIONS]
+    elif args.shift == "published" and shift[0] in data.CORRUPTED:
+        kinds = data.corruption_kinds(shift[0], args.data_dir)
+        shift = data.corrupted_name(shift[0], kinds), kinds
+    if "shift" in args.explicit and args.shift != "none" and not shift[1]:
+        raise UserError(f"--shift published: {shift[0]} is not there; use --shift none or computed")
+    if args.cache_teachers and train is not None:
+        cache_form(train, args.losses)
+    ood = {}
+    for i, (name, own) in enumerate(data.ood_sets(args, like).items(), 2):
+        classes = [like.classes.index(c) for c in own.classes if c in like.classes]
+        whole = classes and len(classes) == len(own.classes)
+        ood[name] = prepared(own, args, i), torch.tensor(classes) if whole else None
+    predicted = args.predict and prepared(data.predict_set(args, like), args, 1)
+    sets = Sets(train and prepared(train, args, 0), prepared(data.match(test, like), args, 1), ood,
+                predicted, shift)
+    each = [own for own in (train, test, predicted, *(own for own, _ in ood.values())) if own]
+    if (least := min(each, key=len)) and len(least) < common.world_size():
+        raise UserError(f"{least.name} has {len(least)} images, fewer than there are processes; "
+                        "start fewer, or leave it out")
+    return sets
 
-        def shift(kind, severity):
-            own = data.match(data.load_corrupted(name, kind, severity, args.data_dir), train)
-            return from_files(own, args, world)
 
-        if not kinds and world.is_main:
-            print(f"{name} is not in {args.data_dir}: skipped", flush=True)
-    return {"train": train, "test": test, "ood": ood, "kinds": kinds, "shift": shift}
-
-
-def from_files(dataset, args, world, training=False):
-    """A streamed set under --resize and --unreadable; sets in memory are as they are."""
+def prepared(dataset, args, seed):
+    """A set under --noise; of files, under --resize and --unreadable."""
+    if args.noise and isinstance(dataset, data.StreamedSet):
+        raise UserError(f"--noise: {dataset.name} is streamed; use --noise 0")
+    if args.noise:
+        noisy = data.corrupted(dataset, "gaussian_noise", args.noise, seed)
+        return replace(noisy, name=dataset.name)
     if not isinstance(dataset, data.StreamedSet):
         return dataset
-    if args.resize == "square" and not training:
-        dataset = dataset.squared()
-    return readable(dataset, world) if args.unreadable == "skip" else dataset
+    if args.resize == "square" and seed:
+        dataset = replace(dataset, resize=[round(dataset.shape[-1] * 256 / 224)] * 2)
+    return readable(dataset) if args.unreadable == "skip" else dataset
 
 
-def readable(dataset, world):
-    """`dataset` without the image files that cannot be decoded, the same on all processes, which
+def readable(dataset):
+    """A streamed set without the files that cannot be decoded, the same on all processes, which
     each try a part; the paths are named on stderr."""
     bad = torch.zeros(len(dataset), dtype=torch.uint8)
-    own = torch.arange(world.rank, len(bad), world.size)
+    own = torch.arange(common.rank(), len(bad), common.world_size())
     bad[own] = dataset.unreadable(own).byte()
-    keep = common.all_reduce(bad, world) == 0
-    if world.is_main:
-        for row in (~keep).nonzero()[:, 0].tolist():
-            print(f"{dataset.dataset.paths[row]}: unreadable, skipped", file=sys.stderr, flush=True)
+    keep = common.all_reduce(bad) == 0
+    for row in (~keep).nonzero()[:, 0].tolist() if common.is_main() else ():
+        print(f"{dataset.paths[row]}: unreadable, skipped", file=sys.stderr, flush=True)
     if not keep.any():
         raise UserError(f"{dataset.name}: none of its {len(dataset)} files can be read")
-    return dataset if keep.all() else dataset.select(keep)
+    return dataset.select(keep)
 
 
-def subset(dataset, train):
-    """The classes [n] of a set among the training set's, by folder names; None if it has others."""
-    known, own = getattr(train, "classes", ()), getattr(dataset, "classes", ())
-    return torch.tensor([known.index(c) for c in own]) if own and {*own} <= {*known} else None
+def saved_set(path) -> SavedSet:
+    """A file of --predict."""
+    head = common.load_arrays(path, ("names", "labels", "offset"))
+    logits = common.load_arrays(path, head["names"].tolist())
+    if any(len(z) != len(head["labels"]) or not np.isfinite(z).all() for z in logits.values()):
+        raise UserError(f"{path}: logits must be finite, a row for each of the labels")
+    logits = {name: torch.as_tensor(z) for name, z in logits.items()}
+    return SavedSet(Path(path).stem.removeprefix("logits_"), torch.as_tensor(head["labels"]),
+                    logits, float(head["offset"]))
 
 
 def run_name(args) -> str:
-    width = f"-w{args.width:g}" if args.width != 1 else ""
-    return args.name or f"{args.dataset}-{args.model}{width}"
+    width = f"-w{args.width:g}" * (args.width != 1)
+    return args.name or f"{data.set_name(args.dataset)}-{args.model}{width}"
 
 
-def open_run(args, world, kind, what, **more):
-    """The run directory of a network; its options, and what else shapes it."""
-    keys = (*COMMON_OPTIONS, *OPTIONS[kind])
-    return common.Run(args, "proxy_distill", f"{run_name(args)}/{what}",
-                      {**{k: getattr(args, k) for k in keys}, "seed": args.seed, **more}, world)
+def network_args(args, kind, seed, **more):
+    """The options that shape one network of `kind`, with --epochs, --lr, --batch-size its own."""
+    others = {title for other, title in OWN.items() if other != kind}
+    own = {k: v for k, v in vars(args).items() if args.groups.get(k) not in others}
+    for key in ("epochs", "lr", "batch_size"):
+        if (value := own.pop(f"{kind}_{key}", None)) is not None:
+            own[key] = value
+    if kind == "distill":
+        own["width"], other = own.pop("student_width") or args.width, own.pop("other_epochs")
+        if more["loss"] in ("dirichlet_likelihood", "proxy") and other is not None:
+            own["epochs"] = other
+    more |= {"kind": kind}
+    groups = {**args.groups, **dict.fromkeys(more, "network")}  # they identify it
+    return argparse.Namespace(**{**own, **more, "seed": seed, "groups": groups, "name": None})
 
 
-def finish(net, kind, what, sets, args, world, teachers=None, **more):
-    """Train a network, or read it where --eval: it must be complete."""
-    run = open_run(args, world, kind, what, images=len(sets["train"]), **more)
-    epochs = {"base": args.base_epochs, "mimo": args.mimo_epochs, "distill": args.epochs}[kind]
-    if args.eval:
-        state = run.load(required=True)
-        if (done := state["progress"]["epoch"]) < epochs:
-            raise UserError(f"{run.resume_from} has {done} of {epochs} epochs; finish it first "
-                            "(the same command without --eval)")
-        net.load_state_dict(state["model"])
-    else:
-        common.seed_all(args.seed, 1)
-        train(net, kind, sets["train"], run, args, world, teachers)
-    return net.to(world.device, memory_format=torch.channels_last).eval()
+def network(args, sets, kind, seed, path=None, training=False, teachers=None, **more):
+    """(network, its options): trained, where its last epoch is not there yet; or read, from `path`
+    (ours, torchvision's, Lightning's) or from its own run, which must be complete."""
+    own = network_args(args, kind, seed, **more)
+    common.seed_all(seed, [*OWN].index(kind))
+    net = make_network(args.model, sets.test.num_classes, sets.test.shape, own.width,
+                       args.mimo_members if kind == "mimo" else 1)
+    net = net.to(args.device, memory_format=torch.channels_last)
+    name = f"{run_name(args)}-{f'student_{own.loss}' if kind == 'distill' else kind}-seed{seed}"
+    if training and not path:
+        train(net, sets.train, own, common.Run(own, "proxy_distill", name), teachers)
+        return net.eval().requires_grad_(False), vars(own)
+    own_path = Path(args.out_dir, "proxy_distill", name, "network.pt")
+    if not path and not own_path.is_file():
+        raise UserError(f"no {own_path}; train first: --method base --seed {seed}" if kind == "base"
+                        else f"no {own_path}; train first (the same command without --eval)")
+    found = load_weights(net, path or own_path)
+    config = found.get("hyper_parameters", found.get("config", {}))
+    if not path:  # how it was trained is its own affair: another batch size changes nothing here
+        here = common.plain(common.options(own, without=("training", "evaluation", "run")))
+        differ = [f"{k} {config.get(k)} there, {v} now" for k, v in here.items()
+                  if config.get(k) != v]
+        differ += [f"{found['epoch']} of {own.epochs} epochs"] * (found["epoch"] < own.epochs)
+        if differ:
+            raise UserError(f"{own_path}: {'; '.join(differ)}; finish it first, with these options")
+    return net.eval().requires_grad_(False), config
 
 
-def new_network(args, sets, seed, width, mimo=1):
-    common.seed_all(seed)
-    return make_network(args, sets["train"].num_classes, sets["train"].shape, width, mimo)
+def digest(values) -> str:
+    """A hash of tensors and plain values, in order."""
+    found = hashlib.sha256()
+    for value in values:
+        found.update(value.cpu().contiguous().numpy().tobytes() if isinstance(value, Tensor)
+                     else f"{value}\n".encode())
+    return found.hexdigest()
 
 
-def members_of(args, sets, world, make=True) -> list:
-    """The M members: from --ensemble-paths, or of seeds from --seed on, trained where `make`."""
-    nets = []
-    for i in range(args.members):
-        seed = args.seed + i
-        net = new_network(args, sets, seed, args.width)
-        if args.ensemble_paths:
-            net = read_member(args.ensemble_paths[i], net)
-            nets.append(net.to(world.device, memory_format=torch.channels_last).eval())
-            continue
-        own = common.with_options(args, seed=seed, eval=args.eval or not make,
-                                  resume=args.resume if make else "auto")
-        try:
-            nets.append(finish(net, "base", f"base-seed{seed}", sets, own, world))
-        except UserError as error:
-            if make or args.eval:
-                raise
-            raise UserError(f"member {i + 1} of {args.members} is missing ({error}); train it "
-                            f"with --method base --seed {seed}") from None
-    return nets
+def students_of(args, members, sets, run) -> dict:
+    """{loss: network}, all from the same teachers and the same first weights."""
+    teachers = Teachers(members, args)
+    whose = digest(value for net in members for value in net.state_dict().values())
+    if args.cache_teachers and args.losses and not args.eval:
+        teachers.fill_cache(sets.train, whose, run)
+    return {loss: network(args, sets, "distill", args.seed, None, not args.eval, teachers,
+                          loss=loss, ensemble=whose)[0] for loss in args.losses}
 
 
-def fingerprint(nets) -> str:
-    """A hash of the members' weights: a student and a cache belong to them."""
-    digest = hashlib.sha256()
-    for net in nets:
-        for value in net.state_dict().values():
-            digest.update(value.cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
+def networks_of(args, sets, run) -> Models:
+    """The networks of --method and this seed, trained or read; with --eval those of files alone, if
+    there are any."""
+    if args.logits:
+        return Models(offset=sets.test.offset)
+    paths = args.ensemble_paths, args.student_path, args.mimo_path
+    files = args.eval and any(paths)
+    members, students, mimo, offset = [], {}, None, args.model_offset
+    if args.ensemble_paths or args.method != "mimo" and not files:
+        seeds = range(args.seed, args.seed + (1 if args.method == "base" else args.members))
+        members = [network(args, sets, "base", seed, path, args.method != "distill" and
+                           not args.eval)[0]
+                   for seed, path in zip(seeds, args.ensemble_paths or [None] * len(seeds))]
+    if args.student_path:
+        net, own = network(args, sets, "distill", args.seed, args.student_path, loss=args.loss)
+        students = {own.get("loss_type", own.get("loss", args.loss)): net}
+        offset = float(own.get("model_offset", offset))
+    elif args.method in ("all", "distill") and not files:
+        students = students_of(args, members, sets, run)
+    if args.mimo_path or not files and args.method in ("mimo", *["all"] * args.mimo):
+        mimo, _ = network(args, sets, "mimo", args.seed, args.mimo_path, not args.eval)
+    return Models(members, students, offset, mimo)
 
 
-def images_key(dataset) -> str:
-    """A hash of the rows of a set: of the files' paths, or how many there are."""
-    paths = getattr(getattr(dataset, "dataset", None), "paths", [len(dataset)])
-    return hashlib.sha256("\n".join(map(str, paths)).encode()).hexdigest()[:16]
+def predict(models, dataset, run, args):
+    """predictions.csv of the best model there is, and all logits in logits_<set>.npz."""
+    rows = []
+    for index, logits, labels in passes(models, dataset, args):
+        rows.append([t.cpu() for t in (index, labels, *logits.values())])
+        names = [*logits]
+    rows = common.gather_rows(*map(torch.cat, zip(*rows)))
+    if rows is None:
+        return
+    labels, logits = rows[0], {name: z.float() for name, z in zip(names, rows[1:])}
+    common.save_arrays(run.dir / f"logits_{dataset.name}.npz", names=names, labels=labels,
+                       offset=models.offset, **logits)
+    with common.alone():
+        saved = passes(models, SavedSet(dataset.name, labels, logits, models.offset), args)
+        parts = [outputs_of(own, models.offset) for _, own, _ in saved]
+    best = [row for row in ("single", "mimo", "ensemble", *(f"student_{loss}" for loss in LOSSES))
+            if row in parts[0]][-1]
+    own = [part[best] for part in parts]
+    measures = {name: torch.cat([o.measures[name] for o in own]) for name in own[0].measures
+                if name != "confidence"}
+    common.write_predictions(run.dir / "predictions.csv", dataset,
+                             torch.cat([o.log_probs for o in own]), **measures)
 
 
-def train_students(losses, members, sets, args, world) -> dict:
-    """{loss: (network, offset)}, all from the same teachers."""
-    whose, teachers = fingerprint(members), None
-    if not args.eval:
-        teachers = Teachers(members, args, world)
-        if args.cache_teachers:
-            key = (f"{args.dataset} {args.limit_train} {args.amp} {len(members)} {whose} "
-                   f"{images_key(sets['train'])}\n")
-            path = Path(args.out_dir) / "proxy_distill" / run_name(args) / \
-                f"teachers-seed{args.seed}.f32"
-            cache = TeacherCache(path, key, sets["train"], world)
-            cache.fill(teachers, sets["train"], args, world, lambda text: print(text, flush=True)
-                       if world.is_main and not args.quiet else None)
-            teachers.cache = cache
-    students = {}
-    for loss in losses:
-        own = common.with_options(args, loss=loss)
-        net = new_network(args, sets, common.derive_seed(args.seed, 7) % 2**31, args.student_width)
-        net = finish(net, "distill", f"student_{loss}-seed{args.seed}", sets, own, world, teachers,
-                     loss=loss, ensemble=whose)
-        students[loss] = net, args.model_offset
-    return students
-
-
-def run_all(args, world) -> dict:
-    """The networks of --method, and what they are together."""
-    sets, members, students, mimo = load_sets(args, world), [], {}, None
-    if args.method == "base":
-        net = new_network(args, sets, args.seed, args.width)
-        members = [finish(net, "base", f"base-seed{args.seed}", sets, args, world)]
-    if args.method in ("all", "distill"):
-        members = members_of(args, sets, world, make=args.method == "all")
-        losses = args.losses if args.method == "all" else [args.loss]
-        students = train_students(losses, members, sets, args, world)
-    if args.method == "mimo" or args.method == "all" and args.mimo:
-        mimo = new_network(args, sets, args.seed, args.width, args.mimo_members)
-        mimo = finish(mimo, "mimo", f"mimo-seed{args.seed}", sets, args, world)
-    clock = common.Stopwatch(world.device)
-    metrics, columns = evaluate(Models(members, students, mimo), sets, args, world)
-    what = {"base": "base", "mimo": "mimo", "distill": f"student_{args.loss}", "all": "all"}
-    config = {**vars(args), "eval": False, "resume": "auto"}
-    run = common.Run(args, "proxy_distill",
-                     f"{run_name(args)}/{what[args.method]}-seed{args.seed}", config, world)
-    run.results(metrics, {"evaluate_s": clock.seconds()},
-                n={name if isinstance(name, str) else "c_{}_s{}".format(*name):
-                   len(next(iter(rows.values()))) for name, rows in columns.items()})
-    if world.is_main:
-        print(f"\n{run_name(args)}, seed {args.seed}\n\n"
-              f"{format_results(metrics, sets['ood'])}\n", flush=True)
-        if args.published_json:
-            common.write_json(args.published_json,
-                              published_results(columns, sets, args.dataset))
-        if args.plot and (plt := common.pyplot()):
-            plot_story(plt, run.directory / "story.png", columns["test"])
-            run.say(f"picture in {run.directory}")
-    return metrics
-
-
-def run_seeds(args, world) -> dict:
-    """--runs times `run_all`, each with members of its own, and the means."""
-    runs = [run_all(common.with_options(args, seed=args.seed + i * args.members), world)
-            for i in range(args.runs)]
-    if args.runs == 1:
-        return runs[0]
-    values = {k: [run[k] for run in runs] for k in runs[0]}
-    values = {k: v for k, v in values.items() if None not in v}  # no errors, no rejection ratio
-    means = {k: float(np.mean(v)) for k, v in values.items()}
-    run = common.Run(args, "proxy_distill", f"{run_name(args)}/{args.method}-seed{args.seed}-runs"
-                     f"{args.runs}", {**vars(args), "eval": False, "resume": "auto"}, world)
-    run.results(means, {}, standard_error={k: common.standard_error(v) for k, v in values.items()},
-                values=runs)
-    if world.is_main:
-        print(f"mean of {args.runs} runs\n\n" + format_results(
-            means, [Path(name.removeprefix("folder:")).name for name in args.ood]), flush=True)
-    return means
-
-
-# Names of MEASURES there.
-PUBLISHED = dict(zip(MEASURES, ("confidence", "entropy_of_expected", "expected_entropy",
-                                "mutual_information", "EPKL", "MKL")))
-
-
-def published_results(columns, sets, dataset) -> dict:
-    """{row: {domain: {name: value}}}, domains and names as the published code writes them, without
-    what cannot be measured: accuracy where labels mean nothing, mutual information of a softmax."""
-    found = {}
-    for row, val in columns["test"].items():
-        domains = {"imagenet_val": published_accuracy(val) | published_rejection(val)}
-        for name in sets["ood"]:
-            domains |= published_domain(name.replace("_", "-"), val, columns[name][row],
-                                        inside(sets, name), labelled(sets, name))
-        for kind in sets["kinds"]:
-            for severity in SEVERITIES:
-                title = f"{dataset.replace('_', '-')}-c-{kind}-{severity}"
-                domains |= published_domain(title, val, columns[kind, severity][row], slice(None))
-        found[row] = {domain: dict(sorted(domains[domain].items())) for domain in sorted(domains)}
-    return found
-
-
-def published_domain(name, val, own, mask, labels=True) -> dict:
-    """{name: ..., name_masked: ..., name_with_val: ...} of one set beside `val`, both
-    [N, len(COLUMNS)]: AUROC against all of val; against its rows `mask`, of the set's classes, if
-    it has any; rejection where both are pooled."""
-    accuracy = published_accuracy(own) if labels else {}
-    found = {name: accuracy | published_auroc(val, own)}
-    if mask is not None:
-        found[f"{name}_masked"] = accuracy | published_auroc(val[mask], own)
-    if labels:
-        found[name] |= published_rejection(own)
-        found[f"{name}_with_val"] = published_rejection(torch.cat([val, own]))
-    return found
-
-
-def published_accuracy(columns) -> dict:
-    at = dict(zip(COLUMNS, columns.T))
-    ece, mce = published_calibration(at["top_prob"].numpy(), (at["correct"] > 0).numpy())
-    return {"acc1": at["correct"].mean().item(), "acc5": at["top5"].mean().item(), "ECE": ece,
-            "MCE": mce, "brier": at["brier"].mean().item(), "NLL": -at["log_prob"].mean().item()}
-
-
-def published_auroc(inside, outside) -> dict:
-    scored = ood_metrics(inside, outside)
-    return {name: scored[f"auroc_{measure}"] for measure, name in PUBLISHED.items()
-            if f"auroc_{measure}" in scored}
-
-
-def published_rejection(columns) -> dict:
-    """`X_PRR` and `X_PR-AUC`, one minus the area under `common.rejection_curve`."""
-    values, correct = {}, columns[:, COLUMNS.index("correct")] > 0
-    for measure, name in PUBLISHED.items():
-        own = columns[:, COLUMNS.index(measure)]
-        if not own.isnan().any():
-            _, error = common.rejection_curve(own, correct)
-            values[f"{name}_PRR"] = common.prediction_rejection_ratio(own, correct)
-            values[f"{name}_PR-AUC"] = 1 - float((error[1:] + error[:-1]).mean() / 2)
-    return values
-
-
-def main(argv=None) -> dict:
+def main(argv=None) -> list:
     args = parse_args(argv)
-    world = common.start_world(args.device)
-    common.check_batch(args, world)
-    return run_seeds(args, world)
+    sets = load_sets(args)
+    what = f"student_{args.loss}" if args.method == "distill" else args.method
+    name = f"{run_name(args)}-results-{'logits' if args.logits else what}-seed{args.seed}"
+    name = args.name if args.name and args.method == "all" else name
+    # --eval: networks may be there, trained one by one, where this directory is not yet
+    exists = Path(args.out_dir, "proxy_distill", name).is_dir()
+    run = common.Run(common.with_options(args, name=None, eval=args.eval and exists),
+                     "proxy_distill", name)
+    rows, step = [], args.members if args.method in ("all", "distill") else 1
+    for seed in range(args.seed, args.seed + args.runs * step, step):
+        if args.runs > 1:
+            common.say(f"seed {seed}" + f": members of seeds to {seed + step - 1}" * (step > 1))
+        own = common.with_options(args, seed=seed)
+        models = networks_of(own, sets, run)
+        with run.clock("evaluate"):
+            found, columns = evaluate(models, sets, own)
+        rows += found
+        if seed == args.seed and sets.predicted:
+            predict(models, sets.predicted, run, own)
+        if seed == args.seed and columns and args.plot and (plt := common.pyplot()):
+            plot_story(plt, run.dir / "story.png", columns)
+    columns = ["accuracy", "nll", "spearman_precision", "auroc_epistemic", "auroc_total"]
+    columns += ["ece15", "prr_total", "ms_per_example"] * (args.runs == 1)  # in 120 characters
+    shown = [row for row in rows if row["set"] == sets.test.name]
+    return run.report(rows, columns, shown)
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    common.launch(main)
