@@ -934,7 +934,7 @@ def test_evaluation_is_that_of_the_saved_members(story):
 def test_every_method_and_one_that_was_killed(tiny, tmp_path, monkeypatch):
     """Killed in the second step of the second method's second epoch: the same weights, bit for bit.
     All methods repel but the deep ensemble, and no two end alike."""
-    every = ["--methods", *forde.METHODS, "--prior", "empcov", "--augment", "--val-fraction", 0.2,
+    every = ["--methods", *forde.METHODS, "--prior", "empcov", "--augment", "--val-fraction", 0.01,
              "--published-split", "--eval-every", 1]
     calm, real, steps = tiny(*every, "--name", "calm"), forde.learning_rate, []
 
