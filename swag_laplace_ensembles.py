@@ -1576,9 +1576,9 @@ def evaluate_molecules(study, method, part) -> tuple:
         pit = torch.special.ndtr((y - mean) / variance.sqrt()).mean(0)
         lpd = log_density(outputs, y).logsumexp(0) - math.log(len(outputs))
         values = [lpd, (mean.mean(0) - y).abs(), pit, total.sqrt(), epistemic.sqrt()]
+        sizes = [len(mean)] if method in ("map", "swa") else draws
         own.append((e, torch.stack(values, 1), {
-            n: common.regression_metrics(mean[:n], variance[:n], y)
-            for n in {*draws, len(mean)} if n <= len(mean)}))
+            n: common.regression_metrics(mean[:n], variance[:n], y) for n in sizes}))
     found = [job for jobs in common.gather_objects(own) for job in jobs]
     less = {(e, n): metrics for e, _, by in found for n, metrics in by.items() if n < max(by)}
     return torch.stack([job[1] for job in found]), [by[max(by)] for *_, by in found], less
