@@ -26,7 +26,7 @@ Expected (two CPU cores, shared with other work; LPD in nats; mean +- standard e
     its interval over 1,000 examples: SWAG +.0031 [.0019, .0042], LA-NF +.0025 [.0023, .0028].
     The five members of the default, and K = 5: not measured.
   --methods ivon --members 3 (n = 3): glyphs 98.77 +- .49 %, -.043 +- .014; --dataset reviews (with
-    --samples 4) 84.2 +- 1.4 %, -.247 +- .014; --dataset clusters MAE 120.0 +- .6 meV, +.555 +- .015.
+    --samples 4) 84.2 +- 1.4 %, -.247 +- .014; --dataset clusters MAE 120.0 +- .6 meV, +.55 +- .02.
   cifar10, cifar100, sst2, qm9 at the paper's size: not measured.
 
 Differs from the published code:
