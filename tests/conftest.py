@@ -37,12 +37,16 @@ SERVER.set_forkserver_preload(["pytest", "ddu"])
 CPU = ["--device", "cpu"]
 
 
-def pytest_configure(config):
-    """With `-n 2`: tests of one xdist_group share a worker, and so their fixtures and caches."""
-    if getattr(config.option, "dist", None) == "load":
-        config.option.dist = "loadgroup"
-    if hasattr(config, "workerinput"):  # started before this file was read
-        config.option.loadgroup = True
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `-n 2`: a file's tests with "story" in their names share a worker, and so the fixture."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Stories(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return nodeid.split("::")[0] if "story" in nodeid else nodeid
+
+    return Stories(config, log)
 
 
 class Child:

@@ -755,7 +755,6 @@ def test_the_method_section_runs_alone():
 
 # ---- Runs ---------------------------------------------------------------------------------------
 
-EMBEDDED = pytest.mark.xdist_group("embedded")  # which are made once a process
 ROWS = {"train": 900, "test": 200, "ood": 200}
 
 
@@ -838,7 +837,6 @@ def story(few_rows, tmp_path_factory):
     return options, out / "ddu" / "dirty_glyphs-resnet18-sn3-w0.05-seed1", rows
 
 
-@EMBEDDED
 def test_the_story_leaves_its_files_and_pictures(story):
     _, folder, rows = story
     pictures = {"uncertainty.png", "reliability.png"}
@@ -859,7 +857,6 @@ def test_the_story_leaves_its_files_and_pictures(story):
     assert {"accuracy", "lr", "examples_per_s", "seconds"} <= lines[0].keys()
 
 
-@EMBEDDED
 def test_the_storys_rows(story):
     rows = story[2]
     predictions = {(r["set"], r.get("against")): r for r in rows}
@@ -882,8 +879,7 @@ def test_the_storys_rows(story):
     assert predictions[whole, None]["temperature"] != 1
 
 
-@EMBEDDED
-def test_eval_repeats_the_table_and_predicts_any_set(story, tmp_path, monkeypatch):
+def test_eval_repeats_the_storys_table_and_predicts_any_set(story, tmp_path, monkeypatch):
     options, folder, rows = story
     kept = (folder / "seed1.pt").read_bytes()
     rng = np.random.default_rng(0)
@@ -910,8 +906,7 @@ def test_eval_repeats_the_table_and_predicts_any_set(story, tmp_path, monkeypatc
     assert (folder / "seed1.pt").read_bytes() == kept
 
 
-@EMBEDDED
-def test_the_threshold_and_the_temperature_come_from_the_validation_set(story, monkeypatch):
+def test_the_storys_threshold_and_temperature_come_from_the_validation_set(story, monkeypatch):
     options, _, rows = story
     seen, evaluate = [], ddu.evaluate
     monkeypatch.setattr(ddu, "evaluate", lambda *a: seen.append(evaluate(*a)) or seen[-1])
@@ -926,8 +921,7 @@ def test_the_threshold_and_the_temperature_come_from_the_validation_set(story, m
                                                        found.outputs["val"].labels)
 
 
-@EMBEDDED
-def test_an_ensemble_on_the_default_data_and_several_runs(story, tmp_path):
+def test_a_story_of_ensembles_and_several_runs(story, tmp_path):
     """Its members have one validation split, and the number of its rows never matters."""
     options = [*with_options(story[0], out_dir=tmp_path, epochs=1, limit_steps=2), "--no-plot"]
     rows = ddu.main([*options, "--ensemble", "2", "--runs", "2"])
@@ -1306,8 +1300,7 @@ def test_active_learning_takes_low_densities_and_high_uncertainties(few, monkeyp
         assert -1e-6 <= scores[name].min() and scores[name].max() <= math.log(4) + 1e-6
 
 
-@EMBEDDED
-def test_active_learning_on_the_ambiguous_pool(tmp_path, monkeypatch):
+def test_a_story_of_active_learning_on_the_ambiguous_pool(tmp_path, monkeypatch):
     monkeypatch.setattr(ddu, "train", lambda net, *_: net)  # the protocol, without training
     options = ["--dataset", "glyphs", "--model", "lenet", "--active-learning", "random",
                "-ambiguous", "--subsample", "50", "--out-dir", str(tmp_path), *CPU]
@@ -1377,9 +1370,8 @@ MISUSE = {
     "--dataset tiny_imagenet --model lenet --no-sn --no-mod": "28x28|tiny"}
 
 
-@EMBEDDED
 @pytest.mark.parametrize("line", MISUSE)
-def test_misuse_is_one_line_before_any_work(line, small_data, tmp_path, monkeypatch):
+def test_a_story_of_misuse_is_one_line_before_any_work(line, small_data, tmp_path, monkeypatch):
     monkeypatch.setattr(ddu.torch.optim.SGD, "step", None)  # no training
     device = [] if "--device" in line else CPU
     with pytest.raises(UserError, match=MISUSE[line]) as error:
