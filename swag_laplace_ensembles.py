@@ -1179,7 +1179,8 @@ def refresh_batch_norm(net, study):
     """Running statistics of the weights that the network has now: means over the training set."""
     if not batch_norms(net):
         return
-    common.data_parallel(net, study.args.device)  # statistics of the global batch
+    if nn.BatchNorm2d in map(type, net.modules()):  # to have statistics of the global batch
+        common.data_parallel(net, study.args.device)
     net.eval()
     for m in batch_norms(net):
         m.reset_running_stats()

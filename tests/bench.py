@@ -256,7 +256,7 @@ def bench_laplace():
 
     The peer's network is the last layer alone: what it spends on features is not counted."""
     from laplace import Laplace
-    n, n_val, n_test, d, k, samples = size((12_000, 2000, 2500, 256, 10, 200),
+    n, n_val, n_test, d, k, samples = size((8000, 1000, 1500, 256, 10, 200),
                                            (300, 50, 50, 16, 3, 20))
     head = torch.nn.Linear(d, k)
     x = torch.randn(n + n_val + n_test, d, generator=seeded()).relu()

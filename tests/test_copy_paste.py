@@ -148,7 +148,7 @@ def test_gbnn2d_merges_the_closest_pair_until_none_is_close(method):
     _, c, s = mixture
     close(method.wasserstein(c[0], s[0], c[1:], s[1:]),
           [naive_w2(*parts[0][1:3], *p[1:3]) for p in parts[1:]])
-    merged, _, number = method.merge_mixture(mixture, torch.zeros(k), tau, tau_v=math.inf)
+    merged, _, number, *_ = method.merge_mixture(mixture, torch.zeros(k), tau, tau_v=math.inf)
     while True:
         w2, i, j = min((naive_w2(*parts[i][1:3], *parts[j][1:3]), i, j)
                        for j in range(len(parts)) for i in range(j))

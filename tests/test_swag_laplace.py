@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import start_ranks
+from conftest import in_float64, start_ranks
 from torch import nn
 from torch.distributions import Categorical, MultivariateNormal, Normal
 from torchmetrics.functional.classification import multiclass_calibration_error
@@ -41,19 +41,6 @@ def close(a, b, rtol=1e-10, atol=1e-12):
 
 def unit(p):
     return torch.eye(p).double()
-
-
-def test_the_method_section_runs_alone(tmp_path):
-    source = open(sl.__file__).read()
-    imports = "\n".join(line for line in source.splitlines() if line.startswith((
-        "import", "from")) and "common" not in line and line != "import data")
-    method = source[source.index("# ---- Method"):source.index("# ---- Training")]
-    alone = {}
-    exec(f"{imports}\n{method}", alone)
-    rows = torch.randn(4, 6)
-    found = alone["swag_moments"](rows.clone())
-    for a, b in zip(found, sl.swag_moments(rows)):
-        assert torch.equal(a, b)
 
 
 # ---- SWAG and IVON ------------------------------------------------------------------------------
@@ -907,37 +894,19 @@ def test_killed_and_resumed_equals_uninterrupted(studies, tmp_path, monkeypatch,
 
 
 def run_in_float64(argv):
-    make, load = sl.make_network, sl.make_loader
-
-    def widened(batch):
-        if hasattr(batch, "images"):
-            return batch._replace(images=batch.images.double())
-        if hasattr(batch, "molecules"):
-            graph = batch.molecules
-            return batch._replace(molecules=graph._replace(positions=graph.positions.double()))
-        return batch
-
-    def load_wide(*args, **more):
-        loader = load(*args, **more)
-        epoch = loader.epoch
-        loader.epoch = lambda *a: map(widened, epoch(*a))
-        return loader
-
-    sl.make_network, sl.make_loader = (lambda *a: make(*a).double()), load_wide
-    try:
-        return sl.main(argv)
-    finally:
-        sl.make_network, sl.make_loader = make, load
+    in_float64(sl)
+    return sl.main(argv)
 
 
 @pytest.mark.parametrize("dataset, more", [("glyphs", ["--norm", "bn", "--ivon-lr", 1e-3]),
                                            ("reviews", []), ("clusters", [])])
-def test_two_processes_equal_one(tmp_path, dataset, more):
+def test_two_processes_equal_one(tmp_path, dataset, more, monkeypatch):
     methods = ["--methods", "map", "swa", "swag", "ivon", "llla", "la_nf"]
     argv = [tiny(dataset, tmp_path / n, "--no-plot", "--samples", 4, *methods, *more)
             for n in ("one", "two")]
     ranks = start_ranks(tmp_path, 2, run_in_float64, argv[1])
-    rows = run_in_float64(argv[0])
+    in_float64(sl, monkeypatch.setattr)
+    rows = sl.main(argv[0])
     found, other = (rank.value() for rank in ranks)
     assert len(found) == len(rows) and other is not None
     for a, b in zip(rows, found):
