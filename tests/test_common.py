@@ -782,7 +782,8 @@ def readme_lines():
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_commands_of_the_readme_and_the_docstring_parse(name):
+def test_the_commands_of_the_readme_and_the_docstring_parse(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     script, (lines, spans) = importlib.import_module(name), readme_lines()
     pattern = rf"([A-Z_]+=\S+ )?((python|torchrun)\b.* )?{name}\.py( -|$)"
     lines = [line for line in lines + spans if re.match(pattern, line.split("#")[0].strip())]
@@ -791,10 +792,9 @@ def test_the_commands_of_the_readme_and_the_docstring_parse(name):
     assert lines and len(commands) >= 2
     for line in lines + commands:  # published results rest on them
         words = shlex.split(line.replace("…", ""), comments=True)
-        try:
-            script.parse_args(words[words.index(f"{name}.py") + 1:])
-        except UserError as error:
-            assert str(error).startswith("no file"), (line, error)  # of the reader's
+        for file in filter(re.compile(r"[\w.]+\.(ckpt|npz)").fullmatch, words):
+            (tmp_path / file).touch()  # some are looked for at once
+        script.parse_args(words[words.index(f"{name}.py") + 1:])
 
 
 def test_the_files_of_the_readmes_commands_exist():
