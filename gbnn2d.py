@@ -19,8 +19,16 @@ Usage:
   torchrun --nnodes 2 --nproc_per_node 8 --node_rank R --master_addr HOST --master_port 29500 \
       gbnn2d.py --dataset imagenet                           # two machines, R = 0 and 1
 
-Expected:
-  TODO
+Expected (n = 1, seed 1; one of two CPU cores, shared with other work: minutes not measured):
+  python gbnn2d.py --mc 3: NLL 0.0058 nats (deterministic), 0.0224 (mean-field), 0.0247 (clustered),
+    0.0211 (merged), 0.0070 (final: accuracy 99.8 %, ECE 0.4 %); 28.1 % of the mean-field's bytes.
+  CIFAR-10 made small, a folder: of 12,500 training and 10,000 test images of 16x16: --image-size 16
+    --width 0.125 --epochs 10 --stoch-epochs 3 --final-epochs 5 --warm-up 0.2 --lr-mu 1e-4 --lr-rho
+    5e-2 --k0 0 --tau-d auto --mc 5 --stoch-kl W --beta W: accuracy 56.0 %, NLL 1.215 nats, ECE
+    1.9 % (deterministic); final with W = 0: 56.3, 1.207, 1.1; 0.01: 56.3, 1.207, 1.2; 0.1: 56.0,
+    1.215, 1.8; 28.0 % of the mean-field's bytes each; W = 1: not measured.
+  MNIST, CIFAR-10 as it is, CIFAR-100, ImageNet: not measured. The authors' README gives ResNet-18
+    91.8 +- 0.1 %, 0.313 +- 0.003 nats, ECE 3.4 +- 0.3 % on CIFAR-10.
 
 Differs from the published code (github.com/gfhvbjk/Anonymous):
   - Its last stage cannot learn: sampled weights are detached, and no optimiser step is made. Ours
