@@ -27,13 +27,12 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections import namedtuple
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from scipy.optimize import brentq
 from scipy.special import erf, ndtri
 from torch import Tensor, nn
@@ -41,8 +40,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 try:
     import fcntl
+    import resource
 except ImportError:  # Windows
-    fcntl = None
+    fcntl = resource = None
 
 
 class UserError(ValueError):
@@ -66,66 +66,56 @@ def _require(condition, message):
 
 
 def _tensor(x, axes, name) -> Tensor:
-    """A detached float32 or float64 tensor, non-empty [*axes] if axes are given."""
+    """A detached float32 or float64 tensor [*axes]: a letter is any size but 0, a number itself."""
     x = torch.as_tensor(x, dtype=torch.float64 if isinstance(x, (list, tuple)) else None).detach()
     x = x.cpu() if x.device.type == "mps" else x  # which has no float64
-    if not x.is_floating_point():
-        x = x.double()
-    x = x.float() if x.element_size() < 4 else x
-    fits = axes is None or x.ndim == len(axes) and x.numel() > 0
-    _require(fits, f"{name}: expected a non-empty [{', '.join(axes or '')}], got {list(x.shape)}")
-    return x
+    fits = x.ndim == len(axes) and x.numel() > 0 and all(
+        isinstance(axis, str) or axis == size for axis, size in zip(axes, x.shape))
+    axes = ", ".join(map(str, axes))
+    _require(fits, f"{name}: expected [{axes}], non-empty, got {list(x.shape)}")
+    narrow = x.is_floating_point() and x.element_size() < 8
+    return x.to(torch.float32 if narrow else torch.float64)
 
 
-def _with_labels(x, labels, name) -> tuple[Tensor, Tensor]:
-    x, labels = _tensor(x, "NK", name), torch.as_tensor(labels)
-    return x, _check_labels(labels, x.shape[0], x.shape[1], name).to(x.device)
-
-
-def _check_labels(labels, n, k, name) -> Tensor:
+def _with_labels(x, labels, name, axes="NK") -> tuple[Tensor, Tensor]:
+    x, labels = _tensor(x, axes, name), torch.as_tensor(labels)
+    n, k = x.shape[-2:]
     whole = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
     _require(whole, f"labels: expected class indices of an integer type, got {labels.dtype}")
-    fits = list(labels.shape) == [n]
-    _require(fits, f"labels: expected [{n}] as {name}, got {list(labels.shape)}")
+    labels = _tensor(labels, [n], "labels").long().to(x.device)
     low, high = map(int, labels.aminmax())
     _require(0 <= low and high < k, f"labels: expected 0..{k - 1}, got {low}..{high}")
-    return labels.long()
+    return x, labels
 
 
-def _check_sums(sums, name):
-    """Refuse rows that are not normalised; their sums also find NaN, infinities and logits."""
-    low, high = map(float, sums.aminmax())
+def _check_probs(probs, name="probs"):
+    """Refuse rows that are no probabilities; their sums also find NaN, infinities and logits."""
+    low = float(probs.amin())  # NaN if there is one: left to the sums
+    _require(not low < 0, f"{name}: expected 0..1, got {low:.4g}")
+    low, high = map(float, probs.sum(-1).aminmax())
     _require(abs(low - 1) <= TOLERANCE and abs(high - 1) <= TOLERANCE,
              f"{name}: expected rows that sum to 1 within {TOLERANCE:g} (softmax in float32, no "
              f"NaN), got sums from {low:.5g} to {high:.5g}")
 
 
-def _check_probs(probs):
-    low = float(probs.amin())  # NaN if there is one: left to the sums
-    _require(not low < 0, f"probs: expected 0..1, got {low:.4g}")
-    _check_sums(probs.sum(-1), "probs")
-
-
-def _vector(x, name) -> np.ndarray:
-    x = _tensor(x, "N", name).cpu().numpy()
+def _vector(x, name, size="N") -> np.ndarray:
+    x = _tensor(x, [size], name).cpu().numpy()
     _require(not np.isnan(x).any(), f"{name}: contains NaN")
     return x
 
 
 def _with_mask(x, x_name, mask, name) -> tuple[np.ndarray, np.ndarray]:
-    x, mask = _vector(x, x_name), _vector(mask, name)
-    _require(len(x) == len(mask), f"{name}: expected [{len(x)}] as {x_name}, got [{len(mask)}]")
+    x = _vector(x, x_name)
+    mask = _vector(mask, name, len(x))
     _require(bool(((mask == 0) | (mask == 1)).all()), f"{name}: expected bool, or 0 and 1")
     return x, mask == 1
 
 
 def _sort_sharing_ties(key, value) -> tuple[np.ndarray, np.ndarray]:
     """Sort by key, ascending; equal keys share their mean value, the expectation over orders."""
-    order = np.argsort(key, kind="stable")
-    key, value = key[order].astype(np.float64), value[order].astype(np.float64)
-    start = np.flatnonzero(np.append(True, key[1:] != key[:-1]))
-    size = np.diff(np.append(start, len(key)))
-    return key, np.repeat(np.add.reduceat(value, start) / size, size)
+    key = key.astype(np.float64)
+    distinct, group, size = np.unique(key, return_inverse=True, return_counts=True)
+    return np.repeat(distinct, size), np.repeat(np.bincount(group, value) / size, size)
 
 
 def _confidence(probs, labels) -> tuple[np.ndarray, np.ndarray]:
@@ -142,10 +132,8 @@ def accuracy(probs, labels) -> float:
 
 
 def top_k_accuracy(probs, labels, k: int) -> float:
-    """Fraction of rows whose label is among the k largest scores; k in 1..K; 1 is `accuracy`.
-
-    probs [N, K] may be scores of any kind (logits); equal ones are ranked by class index.
-    """
+    """Fraction of rows whose label is among the k in 1..K largest scores, which may be of any kind
+    (logits); equal ones are ranked by class index."""
     scores, labels = _with_labels(probs, labels, "probs")
     classes, label = torch.arange(scores.shape[1], device=scores.device), labels[:, None]
     _require(1 <= k <= len(classes), f"k: expected 1..{len(classes)}, got {k}")
@@ -157,22 +145,17 @@ def top_k_accuracy(probs, labels, k: int) -> float:
 
 def nll(log_probs, labels) -> float:
     """Negative log-likelihood -(1/N) sum_n log p_n[y_n], nats; inf only where a label has -inf."""
-    log_probs, labels = _with_labels(log_probs, labels, "log_probs")
-    return 0.0 - lpd(log_probs[None], labels)
+    return 0.0 - lpd(_tensor(log_probs, "NK", "log_probs")[None], labels)
 
 
 def lpd(log_probs, labels) -> float:
-    """Log predictive density of an equal mixture, (1/N) sum_n log (1/S) sum_s p_s(y_n), in nats.
-
-    log_probs [S, N, K]: finite where the mean probability underflows. S = 1 is -`nll`.
-    """
-    log_probs = _tensor(log_probs, "SNK", "log_probs")
-    s, n, k = log_probs.shape
-    labels = _check_labels(torch.as_tensor(labels), n, k, "log_probs").to(log_probs.device)
+    """Log predictive density (1/N) sum_n log (1/S) sum_s p_s(y_n) of an equal mixture, log_probs
+    [S, N, K], in nats: finite where the mean probability underflows. S = 1 is -`nll`."""
+    log_probs, labels = _with_labels(log_probs, labels, "log_probs", "SNK")
     for sample in log_probs:
-        _check_sums(sample.exp().sum(-1), "exp(log_probs)")
-    own = log_probs.gather(2, labels.expand(s, -1)[..., None])[..., 0].double()
-    return float((own.logsumexp(0) - math.log(s)).mean())
+        _check_probs(sample.exp(), "exp(log_probs)")
+    own = log_probs.gather(2, labels.expand(len(log_probs), -1)[..., None])[..., 0].double()
+    return float((own.logsumexp(0) - math.log(len(own))).mean())
 
 
 def brier(probs, labels) -> float:
@@ -184,20 +167,14 @@ def brier(probs, labels) -> float:
     return float(error.square().sum(1).mean())
 
 
-class Reliability(NamedTuple):
-    """The bars of a reliability diagram, [bins] each; confidence and accuracy are means, or 0."""
-
-    counts: np.ndarray
-    confidence: np.ndarray
-    accuracy: np.ndarray
+# The bars of a reliability diagram, arrays [bins]; confidence and accuracy are means, or 0.
+Reliability = namedtuple("Reliability", "counts confidence accuracy")
 
 
 def reliability(confidence, correct, bins: int = 15) -> Reliability:
-    """Count, mean confidence and accuracy in equal-width bins (b/bins, (b+1)/bins], b = 0, 1, ...
-
-    Left-open and right-closed, bin = ceil(bins c) - 1, and 0 goes to the first; edges are compared
-    in the precision of `confidence` [N] in [0, 1]: 0.2 closes bin 2 of 15 in float32 and float64.
-    """
+    """Count, mean confidence and accuracy in equal-width bins (b/bins, (b+1)/bins], b = 0, 1, ...;
+    0 goes to the first. Edges are compared in the precision of `confidence` [N] in [0, 1]: 0.2
+    closes bin 2 of 15 in float32 and float64."""
     confidence, correct = _with_mask(confidence, "confidence", correct, "correct")
     _require(bins >= 1, f"bins: expected at least 1, got {bins}")
     low, high = confidence.min(), confidence.max()
@@ -223,9 +200,7 @@ def mce(probs, labels, bins: int = 15) -> float:
 
 def adaptive_ece(probs, labels, bins: int = 15) -> float:
     """Calibration error over equal-mass bins: rows sorted by confidence, cut as numpy.array_split.
-
-    Rows of equal confidence share their mean correctness: their order does not matter.
-    """
+    Rows of equal confidence share their mean correctness: their order does not matter."""
     _require(bins >= 1, f"bins: expected at least 1, got {bins}")
     confidence, correct = _sort_sharing_ties(*_confidence(probs, labels))
     gaps = np.array_split(correct - confidence, bins)
@@ -241,38 +216,35 @@ def entropy(probs) -> Tensor:
 
 
 def ensemble_uncertainty(log_probs) -> dict[str, Tensor]:
-    """Uncertainties of an ensemble log_probs [M, N, K] with mean prediction pi = (1/M) sum_m p_m.
-
+    """Uncertainties [N] of an ensemble log_probs [M, N, K], mean prediction pi = (1/M) sum_m p_m:
     total = H(pi); aleatoric = (1/M) sum_m H(p_m); epistemic = total - aleatoric, the mutual
     information; rmi = (1/M) sum_m KL(pi || p_m), the reverse one; epkl = (1/M^2) sum_ij
-    KL(p_i || p_j), all ordered pairs, = epistemic + rmi. [N] each, nats, float64, differences
-    clamped at 0; rmi and epkl are inf if a member excludes a class that another one does not.
-    """
+    KL(p_i || p_j), all ordered pairs, = epistemic + rmi. Nats, float64, differences clamped at 0;
+    rmi and epkl are inf if a member excludes a class that another one does not."""
     log_probs = _tensor(log_probs, "MNK", "log_probs")
     rows, parts = max(1, 2**22 // log_probs[:, 0].numel()), []  # ten members of ImageNet in blocks
     for log_p in log_probs.split(rows, 1):
         log_p = log_p.double()
         p = log_p.exp()
-        _check_sums(p.sum(-1), "exp(log_probs)")
+        _check_probs(p, "exp(log_probs)")
         log_pi = log_p.logsumexp(0) - math.log(len(log_p))
         pi = log_pi.exp()
         total, aleatoric = torch.special.entr(pi).sum(-1), torch.special.entr(p).sum(-1).mean(0)
         cross = -(pi * log_p.mean(0)).masked_fill(pi == 0, 0).sum(-1)  # mean_m of H(pi, p_m)
         parts.append(torch.stack([total, aleatoric, total - aleatoric, cross - total]).clamp_min(0))
     total, aleatoric, epistemic, rmi = torch.cat(parts, 1)
-    names = ("total", "aleatoric", "epistemic", "rmi", "epkl")
-    return dict(zip(names, (total, aleatoric, epistemic, rmi, epistemic + rmi)))
+    return {"total": total, "aleatoric": aleatoric, "epistemic": epistemic, "rmi": rmi,
+            "epkl": epistemic + rmi}
 
 
-def _threshold_counts(scores, positive) -> tuple[np.ndarray, np.ndarray]:
+def _threshold_counts(scores, positive, tpr=1) -> tuple[np.ndarray, np.ndarray]:
     """Positives and negatives with score >= t, at each distinct score t from the highest down."""
+    _require(0 < tpr <= 1, f"tpr: expected 0 < tpr <= 1, got {tpr}")
     scores, positive = _with_mask(scores, "scores", positive, "positive")
     _require(positive.any() and not positive.all(), "positive: expected both classes, got only one")
-    order = np.argsort(scores)[::-1]
-    scores, positive = scores[order], positive[order]
-    last_of_tie = np.flatnonzero(np.append(scores[1:] != scores[:-1], True))
-    tp = np.cumsum(positive)[last_of_tie]
-    return tp, last_of_tie + 1 - tp
+    distinct, group = np.unique(-scores, return_inverse=True)
+    return tuple(np.bincount(group[mask], minlength=len(distinct)).cumsum()
+                 for mask in (positive, ~positive))
 
 
 def auroc(scores, positive) -> float:
@@ -290,35 +262,27 @@ def average_precision(scores, positive) -> float:
 
 def fpr_at_tpr(scores, positive, tpr: float = 0.95, interpolate: bool = False) -> float:
     """Smallest false positive rate among thresholds score >= t with true positive rate >= tpr.
-
     With `interpolate` the ROC points are joined by straight lines, as in ood-metrics: where several
-    have this true positive rate, the largest of their false positive rates, at tpr = 1 always 1.
-    """
-    _require(0 < tpr <= 1, f"tpr: expected 0 < tpr <= 1, got {tpr}")
-    tp, fp = _threshold_counts(scores, positive)
+    have this true positive rate, the largest of their false positive rates, at tpr = 1 always 1."""
+    tp, fp = _threshold_counts(scores, positive, tpr)
     if interpolate:
         return float(np.interp(tpr, np.append(0, tp) / tp[-1], np.append(0, fp) / fp[-1]))
     return float(fp[np.argmax(tp / tp[-1] >= tpr)] / fp[-1])
 
 
 def detection_error(scores, positive, tpr: float = 0.95) -> float:
-    """Smallest (1 - w) (1 - TPR) + w FPR among thresholds score >= t with TPR >= tpr.
-
-    w is the fraction of positives: the weights of ood-metrics.
-    """
-    _require(0 < tpr <= 1, f"tpr: expected 0 < tpr <= 1, got {tpr}")
-    tp, fp = _threshold_counts(scores, positive)
+    """Smallest (1 - w) (1 - TPR) + w FPR among thresholds score >= t with TPR >= tpr; w is the
+    fraction of positives: the weights of ood-metrics."""
+    tp, fp = _threshold_counts(scores, positive, tpr)
     rate, w = tp / tp[-1], tp[-1] / (tp[-1] + fp[-1])
     return float(((1 - w) * (1 - rate) + w * fp / fp[-1])[rate >= tpr].min())
 
 
 def ood_metrics(id_scores, ood_scores, *, larger_means: str) -> dict[str, float]:
-    """Separation of in-distribution [N] from out-of-distribution [L] examples by one score.
-
-    larger_means "ood" for an uncertainty (entropy), "id" for a confidence (log density). auroc is
-    the same whichever side is positive; aupr_in and aupr_out are average precisions with ID and
-    with OOD positive; fpr95 is the share of OOD accepted when >= 95 % of ID is.
-    """
+    """Separation of in-distribution [N] from out-of-distribution [L] examples by one score, larger
+    for "ood" (an uncertainty) or "id" (a log density). auroc is the same whichever side is
+    positive; aupr_in and aupr_out are average precisions with ID and with OOD positive; fpr95 is
+    the share of OOD accepted when >= 95 % of ID is."""
     _require(larger_means in ("ood", "id"), f"larger_means: expected ood or id, got {larger_means}")
     id_scores, ood_scores = _vector(id_scores, "id_scores"), _vector(ood_scores, "ood_scores")
     confidence = np.concatenate([id_scores, ood_scores]) * (1 if larger_means == "id" else -1)
@@ -329,11 +293,9 @@ def ood_metrics(id_scores, ood_scores, *, larger_means: str) -> dict[str, float]
 
 
 def rejection_curve(uncertainty, correct) -> tuple[np.ndarray, np.ndarray]:
-    """Errors left, over N, when the most uncertain predictions are rejected, that is, put right.
-
-    Rejected fraction 0, 1/N, ..., 1 and error, from the error rate to 0, both [N + 1]. Ties are
-    rejected in random order: the curve is the expectation, a straight line across a tie.
-    """
+    """Rejected fraction 0, 1/N, ..., 1 and errors left over N, both [N + 1], when the most
+    uncertain predictions are rejected, that is, put right. Ties are rejected in random order: the
+    curve is the expectation, a straight line across a tie."""
     uncertainty, correct = _with_mask(uncertainty, "uncertainty", correct, "correct")
     _, wrong = _sort_sharing_ties(uncertainty, ~correct)
     errors = np.append(0.0, np.cumsum(wrong))  # among the k most certain, k = 0..N
@@ -341,33 +303,20 @@ def rejection_curve(uncertainty, correct) -> tuple[np.ndarray, np.ndarray]:
 
 
 def prediction_rejection_ratio(uncertainty, correct) -> float | None:
-    """Prediction rejection ratio (Malinin), (A_random - A) / (A_random - A_oracle), -1..1.
-
-    A is the area under `rejection_curve`; the oracle rejects all errors first; a random order gives
-    the straight line from the error rate to 0. Equals 2 auroc(uncertainty, not correct) - 1. None
-    if all or no predictions are correct: no order is better than another.
-    """
-    _, error = rejection_curve(uncertainty, correct)
-    if error[0] in (0, 1):
-        return None
-    area, chance, oracle = (error[1:] + error[:-1]).mean() / 2, error[0] / 2, error[0] ** 2 / 2
-    return float((chance - area) / (chance - oracle))
-
-
-def _finite_logits(logits, labels) -> tuple[Tensor, Tensor]:
-    logits, labels = _with_labels(logits, labels, "logits")
-    _require(bool(logits.isfinite().all()), "logits: expected finite numbers")
-    return logits.double(), labels
+    """Malinin's (A_random - A) / (A_random - A_oracle), -1..1; A is the area under
+    `rejection_curve`, the oracle rejects all errors first, a random order gives a straight line:
+    2 auroc(uncertainty, not correct) - 1. None if all or no predictions are correct."""
+    uncertainty, correct = _with_mask(uncertainty, "uncertainty", correct, "correct")
+    return 2 * auroc(uncertainty, ~correct) - 1 if 0 < correct.sum() < len(correct) else None
 
 
 def fit_temperature(logits, labels) -> float:
-    """Temperature T that minimises the NLL of softmax(z_n / T) of finite logits z [N, K].
-
-    The NLL is convex in 1/T: its slope has one root, found on log T by Brent's method to 1e-9. Cut
-    to 1e-3..1e3; 1 if no T makes a difference (constant rows).
-    """
-    z, labels = _finite_logits(logits, labels)
-    z = z - z.gather(1, labels[:, None])
+    """Temperature T that minimises the NLL of softmax(z_n / T) of finite logits z [N, K], convex
+    in 1/T: the one root of its slope, by Brent's method on log T to 1e-9. Cut to 1e-3..1e3; 1 if no
+    T makes a difference (constant rows)."""
+    z, labels = _with_labels(logits, labels, "logits")
+    _require(bool(z.isfinite().all()), "logits: expected finite numbers")
+    z = z.double() - z.gather(1, labels[:, None])
 
     def slope(log_t):  # d NLL / d(1/T) = mean_n of E_{softmax(z/T)}[z - z_y]
         return float(((z / math.exp(log_t)).softmax(1) * z).sum(1).mean())
@@ -378,28 +327,20 @@ def fit_temperature(logits, labels) -> float:
     return 1e-3 if slope(low) <= 0 else math.exp(brentq(slope, low, high, xtol=1e-9))
 
 
-class Moments(NamedTuple):
-    """Mean and variance of mixtures of Gaussians, [N] each; total = aleatoric + epistemic."""
-
-    mean: Tensor
-    aleatoric: Tensor
-    epistemic: Tensor
-    total: Tensor
+# Mean and variance of mixtures of Gaussians, tensors [N]; total = aleatoric + epistemic.
+Moments = namedtuple("Moments", "mean aleatoric epistemic total")
 
 
 def _mixture(means, variances, *targets) -> list[Tensor]:
     """The arguments as float64 tensors on one device, checked."""
-    named = {"means": means, "variances": variances, **{"targets": y for y in targets}}
-    named = {k: _tensor(x, None, k).double() for k, x in named.items()}
-    shape, device = list(named["means"].shape), named["means"].device
-    _require(len(shape) == 2 and 0 not in shape, f"means: expected [S, N], got {shape}")
-    for name, x in named.items():
-        expected = shape[1:] if name == "targets" else shape
-        _require(list(x.shape) == expected, f"{name}: expected {expected}, got {list(x.shape)}")
+    means = _tensor(means, "SN", "means")
+    found = [means, _tensor(variances, means.shape, "variances")]
+    found += [_tensor(y, means.shape[1:], "targets") for y in targets]
+    for name, x in zip(("means", "variances", "targets"), found):
         _require(bool(x.isfinite().all()), f"{name}: expected finite numbers")
-    low = float(named["variances"].min())
+    low = float(found[1].min())
     _require(low > 0, f"variances: expected numbers above 0, got {low:.4g}")
-    return [x.to(device) for x in named.values()]
+    return [x.to(means.device, torch.float64) for x in found]
 
 
 def gaussian_mixture_moments(means, variances) -> Moments:
@@ -424,11 +365,9 @@ def _mean_abs(difference, variance) -> Tensor:
 
 
 def mixture_crps(means, variances, targets) -> float:
-    """Continuous ranked probability score of the mixture, mean_n E|X - y_n| - E|X - X'| / 2.
-
-    X and X' are independent draws; with A(d, v) = E|N(d, v)| (Grimit et al. 2006) a point has
-    mean_s A(y - m_s, v_s) - mean_st A(m_s - m_t, v_s + v_t) / 2. Time O(N S^2), memory O(N S).
-    """
+    """Continuous ranked probability score of the mixture, mean_n E|X - y_n| - E|X - X'| / 2, X and
+    X' independent: mean_s A(y - m_s, v_s) - mean_st A(m_s - m_t, v_s + v_t) / 2 with A(d, v) =
+    E|N(d, v)| (Grimit et al. 2006). Time O(N S^2), memory O(N S)."""
     m, v, y = _mixture(means, variances, targets)
     pairs = sum(_mean_abs(m - m.roll(lag, 0), v + v.roll(lag, 0)).mean() for lag in range(len(m)))
     return float(_mean_abs(y - m, v).mean() - pairs / len(m) / 2)
@@ -448,11 +387,8 @@ def gaussian_crps(means, variances, targets) -> float:
 
 
 def regression_ece(means, variances, targets) -> float:
-    """Mean over the levels .01, ..., .99 (20) of |level - share of targets below that quantile|.
-
-    y is at or below the quantile of the mixture exactly if its distribution function F(y) =
-    (1/S) sum_s Phi((y - m_s) / sqrt(v_s)) is at most the level. 0..0.5.
-    """
+    """Mean over 20 levels .01, ..., .99 of |level - share of targets at or below that quantile of
+    the mixture|, that is, F(y) = (1/S) sum_s Phi((y - m_s) / sqrt(v_s)) <= level. 0..0.5."""
     m, v, y = _mixture(means, variances, targets)
     cdf = torch.special.ndtr((y - m) / v.sqrt()).mean(0).cpu().numpy()
     levels = np.linspace(0.01, 0.99, 20)
@@ -461,11 +397,9 @@ def regression_ece(means, variances, targets) -> float:
 
 
 def ence(means, variances, targets) -> float:
-    """Expected normalised calibration error, mean_b |RMV_b - RMSE_b| / RMV_b over equal-mass bins.
-
-    Points sorted by standard deviation, in chunks of ceil(N / 15); RMV is the root mean variance of
-    a chunk. Points of equal variance share their mean squared error: their order does not matter.
-    """
+    """Expected normalised calibration error, mean_b |RMV_b - RMSE_b| / RMV_b (root mean variance)
+    over chunks of ceil(N / 15) points sorted by standard deviation. Points of equal variance share
+    their mean squared error: their order does not matter."""
     mean, std, targets = _matched(means, variances, targets)
     std, error = _sort_sharing_ties(std, (targets - mean) ** 2)
     start = np.arange(0, len(std), -(-len(std) // 15))
@@ -490,71 +424,50 @@ def cv(means, variances) -> float | None:
     return float(std.std() / std.mean()) if len(std) > 1 else None
 
 
-def _point_errors(mean, target) -> dict[str, float | None]:
-    error, size = np.abs(target - mean), np.abs(target) + np.abs(mean)
-    square, spread = (error**2).mean(), np.ptp(target) > 0
-    relative = np.divide(2 * error, size, out=np.zeros_like(error), where=size > 0)  # 0 / 0 = 0
-    return {
-        "mae": float(error.mean()),
-        "rmse": math.sqrt(square),
-        "mdae": float(np.median(error)),
-        "marpd": float(relative.mean()),
-        "r2": float(1 - square / target.var()) if spread else None,
-        "corr": float(np.corrcoef(mean, target)[0, 1]) if spread and np.ptp(mean) > 0 else None,
-    }
-
-
-def _interval_calibration(z) -> dict[str, float]:
-    """Gaps between 100 levels 0..1 and the fraction of targets in the central interval of each."""
-    levels = np.linspace(0, 1, 100)
-    needed = np.sort(erf(np.abs(z) / math.sqrt(2)))  # the smallest level that holds the target
-    gap = np.searchsorted(needed, levels, side="right") / len(z) - levels
-    left, right = gap[:-1], gap[1:]
-    size = np.abs(left) + np.abs(right)
-    crossing = left * right < 0  # two triangles instead of a trapezoid
-    height = np.where(crossing, (left**2 + right**2) / np.where(crossing, size, 1), size)
-    return {"rms_cal": math.sqrt((gap**2).mean()), "ma_cal": float(np.abs(gap).mean()),
-            "miscal_area": float(height.mean() / 2)}
-
-
-def _quantile_scores(z, std) -> dict[str, float]:
-    """Check and interval score of Gaussians, means over the levels 0.01, 0.02, ..., 0.99."""
-    check, interval = [], []
-    for q in np.linspace(0.01, 0.99, 99):
-        above = z - ndtri(q)
-        check.append(std @ np.maximum(q * above, (q - 1) * above))
-        half = ndtri(0.5 + q / 2)
-        interval.append(std @ (2 * half + 2 / (1 - q) * np.maximum(np.abs(z) - half, 0)))
-    return {"check": float(np.mean(check) / len(z)), "interval": float(np.mean(interval) / len(z))}
-
-
 def regression_metrics(means, variances, targets) -> dict[str, float | None]:
     """All scores of regression by an equal mixture, 23 numbers, in O(N S); None where undefined.
-
     Of the mixture: lpd, ece (`regression_ece`) and the means over n of aleatoric, epistemic and
     total variance. Of the Gaussian with its moments: ence, z_score_var, rmv, cv, and what
     uncertainty-toolbox reports: nll; mae, rmse, mdae (median); marpd, mean of 2 |y - m| / (|y| +
     |m|), 0..2 and not percent as there, 0 / 0 = 0; r2, corr; crps; check and interval score, means
     over the levels .01, ..., .99; rms_cal, ma_cal, miscal_area: root mean square, mean and area of
     the gaps between 100 levels 0..1 of central intervals and the share of targets inside; sharp =
-    rmv.
-    """
-    mean, std, y = _matched(means, variances, targets)
-    moments = gaussian_mixture_moments(means, variances)
-    matched, z = (mean[None], std[None] ** 2), (y - mean) / std
+    rmv."""
+    mixture, moments = (means, variances, targets), gaussian_mixture_moments(means, variances)
+    mean, std, y = _matched(*mixture)
+    gaussian, z = (mean[None], std[None] ** 2), (y - mean) / std
+    error, size = np.abs(y - mean), np.abs(y) + np.abs(mean)
+    square, spread = (error**2).mean(), np.ptp(y) > 0
+    level = np.linspace(0.01, 0.99, 99)[:, None]
+    above, half = z - ndtri(level), ndtri(0.5 + level / 2)  # quantiles, central intervals
+    outside = np.maximum(np.abs(z) - half, 0)
+    inside = np.linspace(0, 1, 100)
+    needed = np.sort(erf(np.abs(z) / math.sqrt(2)))  # the smallest interval that holds the target
+    gap = np.searchsorted(needed, inside, side="right") / len(z) - inside
+    ends = np.abs(gap[:-1]) + np.abs(gap[1:])
+    crossing = gap[:-1] * gap[1:] < 0  # two triangles instead of a trapezoid
+    square_ends = np.where(crossing, gap[:-1] ** 2 + gap[1:] ** 2, ends**2)
     return {
-        "lpd": mixture_lpd(means, variances, targets),
-        "nll": -mixture_lpd(*matched, y),
-        **_point_errors(mean, y),
-        "crps": mixture_crps(*matched, y),
-        **_quantile_scores(z, std),
-        "ece": regression_ece(means, variances, targets),
-        "ence": ence(*matched, y),
-        "z_score_var": z_score_variance(*matched, y),
-        **_interval_calibration(z),
-        "rmv": rmv(*matched),
-        "sharp": rmv(*matched),
-        "cv": cv(*matched),
+        "lpd": mixture_lpd(*mixture),
+        "nll": -mixture_lpd(*gaussian, y),
+        "mae": float(error.mean()),
+        "rmse": math.sqrt(square),
+        "mdae": float(np.median(error)),
+        "marpd": float((2 * error / np.where(size > 0, size, 1)).mean()),
+        "r2": float(1 - square / y.var()) if spread else None,
+        "corr": float(np.corrcoef(mean, y)[0, 1]) if spread and np.ptp(mean) > 0 else None,
+        "crps": mixture_crps(*gaussian, y),
+        "check": float((std * np.maximum(level * above, (level - 1) * above)).mean()),
+        "interval": float((std * (2 * half + 2 / (1 - level) * outside)).mean()),
+        "ece": regression_ece(*mixture),
+        "ence": ence(*gaussian, y),
+        "z_score_var": z_score_variance(*gaussian, y),
+        "rms_cal": math.sqrt((gap**2).mean()),
+        "ma_cal": float(np.abs(gap).mean()),
+        "miscal_area": float((square_ends / np.where(ends > 0, ends, 1)).mean() / 2),
+        "rmv": rmv(*gaussian),
+        "sharp": rmv(*gaussian),
+        "cv": cv(*gaussian),
         **{name: float(getattr(moments, name).mean()) for name in Moments._fields[1:]},
     }
 
@@ -572,11 +485,9 @@ _alone = False
 
 
 def start(device="auto") -> torch.device:
-    """This process's device; joins the process group if torchrun started several.
-
-    `device`: auto (a GPU if there is one), cpu, cuda, mps, or cuda:N for a single process. Small
-    things travel by gloo, gradients on GPUs by nccl. A process may wait for another for a day.
-    """
+    """This process's device: auto (a GPU if there is one), cpu, cuda, mps, or cuda:N for a single
+    process. Joins the process group if torchrun started several: small things travel by gloo,
+    gradients on GPUs by nccl, and a process may wait for another for a day."""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -587,10 +498,9 @@ def start(device="auto") -> torch.device:
     if device.startswith("cuda"):
         local = int(os.environ.get("LOCAL_RANK", 0))
         index = local if several or device == "cuda" else int(device[5:])
-        if index >= torch.cuda.device_count():
+        if index >= (count := torch.cuda.device_count()):
             raise UserError(f"--device {device}: GPU {index} is asked for, this machine has "
-                            f"{torch.cuda.device_count()}; start fewer processes or use "
-                            "--device cpu")
+                            f"{count}; start fewer processes or use --device cpu")
         device = f"cuda:{index}"
         torch.cuda.set_device(index)
     if several and not dist.is_initialized():
@@ -623,12 +533,6 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def barrier():
-    """Wait for all processes."""
-    if world_size() > 1:
-        dist.barrier()
-
-
 def broadcast(value):
     """The main process's value (numbers, strings, bytes, CPU tensors) on all processes."""
     box = [value]
@@ -648,12 +552,10 @@ def gather_objects(value) -> list:
 
 def main_first(work):
     """work() by one process of each machine (a download, a cache), then by the others."""
-    first = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    if not first:
-        barrier()
-    done = work()
-    if first:
-        barrier()
+    for first in (True, False):
+        if first == (int(os.environ.get("LOCAL_RANK", 0)) == 0):
+            done = work()
+        gather_objects(None)  # waits for all
     return done
 
 
@@ -678,37 +580,30 @@ def all_reduce(tensor) -> Tensor:
 
 
 def gather_rows(index, *columns) -> list | None:
-    """What each process computed for the rows `index` [b] of a set, on the main process alone.
-
-    Returns [N, ...] on the CPU for each column [b, ...], in the set's order, exactly one row an
-    example however many processes there are; None on the other processes.
-    """
-    tensors = [t.cpu().contiguous() for t in (index, *columns)]
-    if world_size() > 1:
-        lengths = gather_objects(len(index))
-        if not is_main():
-            for tensor in tensors:
-                dist.send(tensor, 0)
-            return None
-        parts = [[tensor] for tensor in tensors]
-        for sender, length in list(enumerate(lengths))[1:]:
-            for part, tensor in zip(parts, tensors):
-                part.append(tensor.new_empty(length, *tensor.shape[1:]))
-                dist.recv(part[-1], sender)
-        tensors = [torch.cat(part) for part in parts]
-    index, *columns = tensors
+    """What each process computed for the rows `index` [b] of a set: on the main process alone (the
+    others get None), each column [b, ...] as [N, ...] on the CPU, in the set's order, exactly one
+    row an example however many processes there are."""
+    parts = [[t.cpu().contiguous()] for t in (index, *columns)]
+    lengths = gather_objects(len(index))
+    if not is_main():
+        for [tensor] in parts:
+            dist.send(tensor, 0)
+        return None
+    for sender, length in list(enumerate(lengths))[1:]:
+        for part in parts:
+            part.append(part[0].new_empty(length, *part[0].shape[1:]))
+            dist.recv(part[-1], sender)
+    index = torch.cat(parts[0])
     order = index.argsort()
     if not torch.equal(index[order], torch.arange(len(index))):
         raise RuntimeError(f"rows are missing or came twice among {len(index)}")
-    return [column[order] for column in columns]
+    return [torch.cat(part)[order] for part in parts[1:]]
 
 
 class _AllReduceSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x)
-        return x
+        return all_reduce(x.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     def backward(ctx, grad):  # every process's loss depends on every process's x
@@ -721,11 +616,8 @@ def all_reduce_sum(x) -> Tensor:
 
 
 class GlobalBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm over the global batch on any device, differentiable twice.
-
-    SyncBatchNorm refuses CPU tensors. Two passes (mean, then centred second moment), so that
-    float32 does not cancel.
-    """
+    """Batch norm over the global batch, differentiable twice, also on CPUs, which SyncBatchNorm
+    refuses. Two passes (mean, then centred second moment): float32 does not cancel."""
 
     def forward(self, x):
         if not self.training or world_size() == 1:
@@ -763,15 +655,13 @@ def data_parallel(net, device, twice=False):
 
 def between(low, high, kind=float):
     """An argparse type: a number of `kind` in [low, high]."""
+    limits = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+
     def number(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text}: must be a number") from None
-        if not low <= value <= high or math.isinf(value):
-            limits = f"at least {low}" if high == math.inf else f"between {low} and {high}"
-            raise argparse.ArgumentTypeError(f"{text}: must be {limits}")
-        return value
+        with contextlib.suppress(ValueError):
+            if low <= (value := kind(text)) <= high and not math.isinf(value):
+                return value
+        raise argparse.ArgumentTypeError(f"{text}: must be a number, {limits}")
     return number
 
 
@@ -781,26 +671,21 @@ def at_least(low, kind=int):
 
 
 class Parser(argparse.ArgumentParser):
-    """The command line that all scripts share, in groups; errors are a UserError.
-
-    `presets`: {"": for all data sets, name: what differs there}. Options that only evaluation reads
-    stand in the group "evaluation", those that say where and how fast in "run"; all others identify
-    what is trained. Nothing that counts is listed by hand.
-    """
+    """The command line that all scripts share; errors are a UserError. Options that only evaluation
+    reads stand in the group "evaluation", those that say where and how fast in "run"; all others
+    identify what is trained. `presets`: {"": for all data sets, name: what differs there}."""
 
     def __init__(self, doc, presets, default):
         super().__init__(prog=Path(sys.argv[0]).name, description=doc.split("\n")[0],
                          epilog="Details, equations, differences: the top of the script.",
                          allow_abbrev=False)
-        self.presets, self.default = presets, default
-        titles = ("data", "network", "training", "method", "evaluation", "run")
-        self.groups = {title: self.add_argument_group(title) for title in titles}
+        self.presets, self.default, self.groups = presets, default, {}
+        for title in ("data", "network", "training", "method", "evaluation", "run"):
+            self.group(title)
         add, flag = self.group("data"), argparse.BooleanOptionalAction
         add("--dataset", default=default, metavar="NAME", help="alone it is the paper's setting: "
-            f"{', '.join(filter(None, presets))}; or folder:PATH with PATH/train/<class>/* and "
-            "PATH/test/<class>/*")
-        add("--preset", metavar="NAME", help="take the settings "
-            "of another data set (folder:PATH takes cifar10's)")
+            f"{', '.join(filter(None, presets))}; or folder:PATH with {{train,test}}/<class>/*")
+        add("--preset", metavar="NAME", help="another's settings (folder:PATH takes cifar10's)")
         add("--image-size", type=between(1, 4096, int), help="side of images read from files")
         self.group("network")("--width", type=between(0.01, 64), default=1.0,
                               help="multiplies the channels; 1 is the paper's network")
@@ -813,8 +698,7 @@ class Parser(argparse.ArgumentParser):
         add("--amp", choices=["off", "bf16"], default="off", help="bf16: autocast the network")
         add("--limit-steps", type=at_least(1), help="end each epoch after so many steps")
         add = self.group("evaluation")
-        add("--runs", type=at_least(1), default=1, help="repeat with the next seeds: mean and "
-            "standard error")
+        add("--runs", type=at_least(1), default=1, help="with the next seeds: mean, standard error")
         add("--predict", metavar="SET", help="write predictions.csv: any set, folder:PATH or .npz")
         add = self.group("run")
         add("--data-dir", default="data", help="where data sets lie or are downloaded to")
@@ -829,9 +713,8 @@ class Parser(argparse.ArgumentParser):
 
     def group(self, title):
         """The `add_argument` of a group."""
-        if title not in self.groups:
-            self.groups[title] = self.add_argument_group(title)
-        return self.groups[title].add_argument
+        group = self.groups.get(title) or self.add_argument_group(title)
+        return self.groups.setdefault(title, group).add_argument
 
     def error(self, message):
         raise UserError(message.replace("argument ", "", 1))
@@ -839,13 +722,9 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv=None, **defaults):
         """Options from the command line, else `defaults`, else the data set's preset; the device
         is started and what differs from the script's own defaults is printed."""
-        first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        first.error = self.error
-        first.add_argument("--dataset", default=self.default)
-        first.add_argument("--preset")
-        known = first.parse_known_args(argv)[0]
-        folder = known.dataset.startswith("folder:")
-        preset = known.preset or ("cifar10" if folder else known.dataset)
+        argv = sys.argv[1:] if argv is None else argv
+        known = self.parse_known_args([word for word in argv if word not in ("-h", "--help")])[0]
+        preset = known.preset or re.sub("^folder:.*", "cifar10", known.dataset)
         if preset not in self.presets or not preset:
             self.error(f"{'--preset' if known.preset else '--dataset'} {preset}: choose from "
                        f"{', '.join(filter(None, self.presets))}, or --dataset folder:PATH")
@@ -886,8 +765,7 @@ def with_options(args, **changes):
 
 # ---- Runs ---------------------------------------------------------------------------------------
 
-# Of a finished network; --eval may have them otherwise.
-FREE_IN_EVAL = ("batch_size", "amp", "augment", "limit_steps")
+FREE_IN_EVAL = ("batch_size", "amp", "augment", "limit_steps")  # --eval may have them otherwise
 _locks = {}
 
 
@@ -947,8 +825,14 @@ def to_bytes(state) -> bytes:
     return buffer.getvalue()
 
 
-def from_bytes(content, path) -> dict:
-    """A checkpoint from its bytes: each one checked (the zip's checksums), nothing unpickled."""
+def load_checkpoint(path) -> dict:
+    """Any file of tensors and plain Python, on the CPU; read by the main process alone. Each byte
+    is checked (the zip's checksums), nothing is unpickled."""
+    try:
+        content = Path(path).read_bytes() if is_main() else None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+    content = broadcast(content)
     try:
         damaged = zipfile.ZipFile(io.BytesIO(content)).testzip()
         state = None if damaged else torch.load(io.BytesIO(content), "cpu", weights_only=True)
@@ -958,15 +842,6 @@ def from_bytes(content, path) -> dict:
         raise UserError(f"{path} is damaged, or is not a file of plain tensors; delete it to start "
                         "anew, or give another")
     return state
-
-
-def load_checkpoint(path) -> dict:
-    """Any file of tensors and plain Python, on the CPU; read by the main process alone."""
-    try:
-        content = Path(path).read_bytes() if is_main() else None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from None
-    return from_bytes(broadcast(content), path)
 
 
 def load_arrays(path, names) -> dict:
@@ -991,18 +866,9 @@ def save_arrays(path, **arrays):
 
 def all_finite(value) -> bool:
     """Whether every tensor in nested dicts and lists is free of NaN and infinity."""
-    if isinstance(value, dict):
-        return all(map(all_finite, value.values()))
-    if isinstance(value, (list, tuple)):
-        return all(map(all_finite, value))
+    if isinstance(value, (dict, list, tuple)):
+        return all(map(all_finite, value.values() if isinstance(value, dict) else value))
     return not isinstance(value, Tensor) or bool(value.isfinite().all())
-
-
-def one_name(name) -> str:
-    """A name that is one component of a path; nothing is written outside the run directories."""
-    if not re.fullmatch(r"[^/\\\0]{1,200}", name) or name in (".", ".."):
-        raise UserError(f"--name {name!r}: give one name, not a path")
-    return name
 
 
 def check_same(there, here, path, evaluating):
@@ -1015,8 +881,9 @@ def check_same(there, here, path, evaluating):
                         "--name, or --fresh to start anew")
 
 
-def lock(folder):
-    """Make a folder and keep other processes out of it until this one ends."""
+def claim(folder, config, args):
+    """Make a run directory, keep other processes out of it until this one ends, and mark it with
+    the options that it belongs to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = _locks.get(folder.resolve()) or open(folder / ".lock", "a")
@@ -1029,36 +896,32 @@ def lock(folder):
         raise UserError(f"cannot write to {folder} ({error.strerror}); choose another --out-dir "
                         "or --name") from None
     _locks[folder.resolve()] = file
+    for left_over in folder.glob(".*.tmp"):
+        left_over.unlink()
+    path = folder / "options.json"
+    if path.exists() and not args.fresh:
+        check_same(json.loads(path.read_text()), config, folder, args.eval)
+    else:
+        write(path, json.dumps(config, indent=1))
 
 
 class Run:
-    """A run directory: options.json, checkpoints, log.jsonl, results.json and .csv, pictures.
-
-    It belongs to one command at a time and to one set of options. Only the main process reads and
-    writes. A piece (a checkpoint, a fit) is stored with the options that identify it.
-    """
+    """A run directory: options.json, checkpoints, log.jsonl, results.json and .csv, pictures. It
+    belongs to one command at a time and to one set of options. Only the main process reads and
+    writes. A piece (a checkpoint, a fit) is stored with the options that identify it."""
 
     def __init__(self, args, script, name):
-        name = one_name(args.name or re.sub(r"[^\w.+-]+", "_", name))
+        name = args.name or re.sub(r"[^\w.+-]+", "_", name)
+        if not re.fullmatch(r"[^/\\\0]{1,200}", name) or name in (".", ".."):
+            raise UserError(f"--name {name!r}: give one name, not a path")
         self.args, self.script, self.dir = args, script, Path(args.out_dir, script, name)
         self.config = plain(options(args, without=("evaluation", "run")))
         self.seconds, self.history, self.written, self.start = {}, [], set(), time.perf_counter()
         if args.eval and args.epochs and not self.dir.is_dir():
             raise UserError(f"no run in {self.dir}; train first (the same command without --eval)")
         if is_main():
-            self.claim()
+            claim(self.dir, self.config, args)
         say(f"run directory {self.dir}")
-
-    def claim(self):
-        """Make and lock the directory, and mark it with the options."""
-        lock(self.dir)
-        path = self.dir / "options.json"
-        for left_over in self.dir.glob(".*.tmp"):
-            left_over.unlink()
-        if path.exists() and not self.args.fresh:
-            check_same(json.loads(path.read_text()), self.config, self.dir, self.args.eval)
-        else:
-            write(path, json.dumps(self.config, indent=1))
 
     def load(self, name, config=None) -> dict | None:
         """The piece `name` that an earlier start of the same options saved, or None."""
@@ -1066,8 +929,7 @@ class Run:
         usable = path.exists() and (name in self.written or not self.args.fresh)
         if not broadcast(usable):
             return None
-        state = load_checkpoint(path)
-        here = self.config if config is None else plain(config)
+        state, here = load_checkpoint(path), plain(self.config if config is None else config)
         check_same(state.get("config", {}), here, path, self.args.eval)
         return state
 
@@ -1075,8 +937,8 @@ class Run:
         """Save a piece: tensors and plain Python, identified by `config`."""
         self.written.add(name)
         if is_main():
-            config = self.config if config is None else plain(config)
-            write(self.dir / f"{name}.pt", to_bytes({"config": config, **state}))
+            state["config"] = plain(self.config if config is None else config)
+            write(self.dir / f"{name}.pt", to_bytes(state))
 
     def epochs(self, total, name="last", config=None, **parts):
         """Yield the epochs that are left, exactly: `parts` (what has a state_dict) are read before
@@ -1135,11 +997,9 @@ class Run:
         self.seconds[part] = self.seconds.get(part, 0) + time.perf_counter() - start
 
     def report(self, rows, metrics=None, shown=None, **extra):
-        """Print the table of `rows`, write results.json and results.csv; returns the rows.
-
-        row: {"method", "seed", "set", "against" (optional), "n", metric: value, ...}. The table has
-        the columns `metrics` (all) of the rows `shown` (all): mean +- standard error over seeds.
-        """
+        """Write rows {"method", "seed", "set", "against" (optional), "n", metric: value, ...} as
+        results.json and results.csv; print the table of the columns `metrics` (all) of the rows
+        `shown` (all), mean +- standard error over seeds. Returns the rows."""
         rows = plain(rows)
         if not is_main():
             return rows
@@ -1147,21 +1007,20 @@ class Run:
         content = plain({"script": self.script, "config": options(self.args), "seconds":
                          self.seconds, "environment": environment(self.args.device), **extra})
         write(self.dir / "results.json", json.dumps({**content, "rows": rows}, indent=1))
-        write(self.dir / "results.csv", rows_to_csv(rows))
+        header = list(dict.fromkeys(key for row in rows for key in row))
+        write(self.dir / "results.csv", to_csv(header, [[r.get(k) for k in header] for r in rows]))
         print(f"\n{tables(shown or rows, metrics)}\n", flush=True)
         return rows
 
 
 def environment(device) -> dict:
     """What a reader needs to repeat a number: commit, versions, device, threads, processes."""
-    try:
-        git = subprocess.run(["git", "-C", str(Path(__file__).resolve().parent), "describe",
-                              "--always", "--dirty"], capture_output=True, text=True)
-        commit = git.stdout.strip() or None
-    except OSError:
-        commit = None
-    cuda = device.type == "cuda"
-    return {"commit": commit, "python": platform.python_version(), "torch": torch.__version__,
+    commit, folder = "", Path(__file__).resolve().parent
+    command = ["git", "-C", folder, "describe", "--always", "--dirty"]
+    with contextlib.suppress(OSError):  # no git
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    cuda, python = device.type == "cuda", platform.python_version()
+    return {"commit": commit or None, "python": python, "torch": torch.__version__,
             "numpy": np.__version__, "processes": world_size(), "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name(device) if cuda else platform.machine(),
             "peak_memory_gb": peak_memory_gb(device)}
@@ -1171,21 +1030,16 @@ def peak_memory_gb(device) -> float | None:
     """Peak memory in GB: the allocator's on a GPU, the resident set elsewhere, if known."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    return resource and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def device_memory(device) -> int | None:
     """Bytes of memory of a device, where the system tells."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    names = getattr(os, "sysconf_names", ())  # none on Windows
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in names \
-        else None
+    with contextlib.suppress(AttributeError, ValueError):  # Windows has neither
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def progress(batches, total, label):
@@ -1198,21 +1052,19 @@ def progress(batches, total, label):
 
 def write_predictions(path, dataset, log_probs, **columns):
     """predictions.csv, a line an example: index or file, label if known, predicted class,
-    confidence, total, aleatoric and epistemic uncertainty (nats), and the method's own columns.
-
-    dataset: a set of data.py, or None where there are neither files nor labels; log_probs [N, K],
-    or [M, N, K] of an ensemble; columns [N] by name, which may replace the standard ones.
-    """
+    confidence, total, aleatoric and epistemic uncertainty (nats), and the method's own `columns`
+    [N], which may replace these. dataset: a set of data.py, or None where there are neither files
+    nor labels; log_probs [N, K], or [M, N, K] of an ensemble."""
     files, labels = getattr(dataset, "files", None), getattr(dataset, "labels", None)
-    known = labels is not None and bool((labels >= 0).any())  # -1 where a label is not known
     log_probs = torch.as_tensor(log_probs).double()
     log_probs = log_probs if log_probs.ndim == 3 else log_probs[None]
     confidence, predicted = log_probs.exp().mean(0).max(1)
     parts = ensemble_uncertainty(log_probs)
-    table = {"file" if files else "index": files or range(len(predicted)),
-             **({"label": labels} if known else {}), "predicted": predicted,
-             "confidence": confidence,
-             **{k: parts[k] for k in ("total", "aleatoric", "epistemic")}, **columns}
+    table = {"file" if files else "index": files or range(len(predicted))}
+    if labels is not None and bool((labels >= 0).any()):  # -1 where a label is not known
+        table["label"] = labels
+    table |= {"predicted": predicted, "confidence": confidence, "total": parts["total"],
+              "aleatoric": parts["aleatoric"], "epistemic": parts["epistemic"], **columns}
     cells = [c.tolist() if hasattr(c, "tolist") else list(c) for c in table.values()]
     write(path, to_csv(list(table), zip(*cells)))
     say(f"predictions of {len(predicted)} examples in {path}")
@@ -1249,12 +1101,6 @@ def tables(rows, metrics=None, form="text") -> str:
     return "\n\n".join(format_table(*pool(part, metrics), form) for part in parts if part)
 
 
-def rows_to_csv(rows) -> str:
-    """Rows with any keys as CSV text."""
-    header = list(dict.fromkeys(key for row in rows for key in row))
-    return to_csv(header, [[row.get(key) for key in header] for row in rows])
-
-
 def to_csv(header, lines) -> str:
     """CSV text; None is an empty cell."""
     text = io.StringIO()
@@ -1287,7 +1133,7 @@ def format_table(header, lines, form="text") -> str:
         columns = r"\begin{tabular}{" + "l" * len(header) + "}"
         rows = [row.replace("_", r"\_") for row in rows]
         return "\n".join([columns, rows[0], r"\hline", *rows[1:], r"\end{tabular}"])
-    rule = "-" * len(rows[0]) if form == "text" else f"|{'|'.join('-' * (w + 2) for w in widths)}|"
+    rule = "-" * len(rows[0]) if form == "text" else f"| {' | '.join('-' * w for w in widths)} |"
     return "\n".join(row.rstrip() for row in [rows[0], rule, *rows[1:]])
 
 
@@ -1303,20 +1149,17 @@ def table(argv=None):
     for path in map(Path, args.runs):
         try:
             path = path / "results.json" if path.is_dir() else path
-            contents.append(json.loads(path.read_text()))
-            contents[-1]["config"], contents[-1]["rows"]
+            content = json.loads(path.read_text())
+            contents.append(({"script": content["script"], **content["config"]}, content["rows"]))
         except (OSError, ValueError, KeyError, TypeError):
             raise UserError(f"{path} is not the results of a run (finish it first)") from None
     aside = {"seed", "runs", "name", "out_dir", "data_dir", "device", "workers", "eval", "fresh",
              "plot", "predict"}
-    configs = [{"script": c["script"], **c["config"]} for c in contents]
-    varied = [k for k in dict.fromkeys(k for c in configs for k in c) if k not in aside
-              and len({json.dumps(c.get(k)) for c in configs}) > 1]
-    rows = []
-    for config, content in zip(configs, contents):
-        label = " ".join(f"{k}={config.get(k)}" for k in varied) or None
-        rows += [{**row, "run": label} for row in content["rows"]
-                 if not args.sets or row.get("set") in args.sets]
+    varied = [k for k in dict.fromkeys(k for config, _ in contents for k in config)
+              if k not in aside and len({json.dumps(config.get(k)) for config, _ in contents}) > 1]
+    rows = [{**row, "run": " ".join(f"{k}={config.get(k)}" for k in varied) or None}
+            for config, part in contents for row in part
+            if not args.sets or row.get("set") in args.sets]
     print(tables(rows, args.metrics, args.format))
 
 
@@ -1373,7 +1216,6 @@ def launch(main):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["table"]:
-        launch(lambda: table(sys.argv[2:]))
-    else:
+    if sys.argv[1:2] != ["table"]:
         sys.exit("usage: python common.py table RUN ... [--metrics ...] [--format ...]")
+    launch(lambda: table(sys.argv[2:]))

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchvision import datasets as tv
 from torchvision.datasets.utils import check_md5, download_url
 from torchvision.transforms import RandomResizedCrop
@@ -51,14 +51,14 @@ class Source(NamedTuple):
     std: tuple = ()         # published value is known to us
 
 
-HENDRYCKS, ZENODO = "https://github.com/hendrycks/", "https://zenodo.org/records/"
+GITHUB, ZENODO = "https://github.com/", "https://zenodo.org/records/"
 IMAGENET = (0, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # users' folders have these, too
 TINY_IMAGENET = (0, tuple(x / 255 for x in (122.4786, 114.2755, 101.3963)),  # published on 0..255
                  tuple(x / 255 for x in (70.4924, 68.5679, 71.8127)))
 SOURCES = {
     "mnist": Source("MNIST/raw", "https://ossci-datasets.s3.amazonaws.com/mnist",
                     10, (0.1307,), (0.3081,)),
-    "fashion_mnist": Source("FashionMNIST/raw", "https://github.com/zalandoresearch/fashion-mnist",
+    "fashion_mnist": Source("FashionMNIST/raw", GITHUB + "zalandoresearch/fashion-mnist",
                             10, (0.2860,), (0.3530,)),
     "kmnist": Source("KMNIST/raw", "http://codh.rois.ac.jp/kmnist", 10),
     "cifar10": Source("cifar-10-batches-py", "https://www.cs.toronto.edu/~kriz/cifar.html",
@@ -68,16 +68,15 @@ SOURCES = {
     "svhn": Source("{}_32x32.mat", "http://ufldl.stanford.edu/housenumbers",
                    10, (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
     "ambiguous_mnist": Source(
-        "AmbiguousMNIST",
-        "https://github.com/BlackHC/ddu_dirty_mnist/releases/download/data-v1.0.0",
+        "AmbiguousMNIST", GITHUB + "BlackHC/ddu_dirty_mnist/releases/download/data-v1.0.0",
         10, (0.1307,), (0.3081,)),
     "tiny_imagenet": Source("tiny-imagenet-200", "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
                             *TINY_IMAGENET),
     "imagenet": Source("imagenet", "https://www.image-net.org (sort val into class folders)",
                        *IMAGENET),
-    "imagenet_a": Source("imagenet-a", HENDRYCKS + "natural-adv-examples", *IMAGENET),
-    "imagenet_o": Source("imagenet-o", HENDRYCKS + "natural-adv-examples", *IMAGENET),
-    "imagenet_r": Source("imagenet-r", HENDRYCKS + "imagenet-r", *IMAGENET),
+    "imagenet_a": Source("imagenet-a", GITHUB + "hendrycks/natural-adv-examples", *IMAGENET),
+    "imagenet_o": Source("imagenet-o", GITHUB + "hendrycks/natural-adv-examples", *IMAGENET),
+    "imagenet_r": Source("imagenet-r", GITHUB + "hendrycks/imagenet-r", *IMAGENET),
     "cifar10_c": Source("CIFAR-10-C", ZENODO + "2535967"),
     "cifar100_c": Source("CIFAR-100-C", ZENODO + "3555552"),
     "tiny_imagenet_c": Source("Tiny-ImageNet-C", ZENODO + "2536630", *TINY_IMAGENET),
@@ -126,11 +125,7 @@ def _damaged(name, path, why):
 
 
 def _unreadable(path, error):
-    return UserError(f"{path}: unreadable ({_one_line(error)}); replace the file")
-
-
-def _one_line(error):
-    return " ".join(str(error).split())[:150] or type(error).__name__
+    return UserError(f"{path}: unreadable ({common.one_line(error)}); replace the file")
 
 
 def _choose_from(what, value, choices):
@@ -150,7 +145,7 @@ def _generator(*key):
 class _Set:
     """What all sets share. `rows`: the fields with an entry a row; `ragged`: those that hold the
     entries of one row after those of the other, as many as the field `counts` says."""
-    rows, ragged, counts = ("labels",), (), None
+    rows, ragged, counts, is_features = ("labels",), (), None, False
 
     def __post_init__(self):
         rows = {key: len(getattr(self, key)) for key in self.rows if getattr(self, key) is not None}
@@ -188,26 +183,18 @@ def _ragged(counts, index):
 
 @dataclass(frozen=True, eq=False)
 class ImageSet(_Set):
-    """N images in memory. mean, std: per channel, of pixels in [0,1], over the training set.
-
-    images       uint8 [N,C,H,W], or float32 where the source is not 8-bit (then in [0,1], unless
-                 noise was added, or they are features [N,D,1,1])
-    labels       int64 [N], in 0..num_classes-1, or -1 where unknown; or float targets
-    label_probs  float32 [N,K] where the true label distribution is known, else None
-    groups       int64 [N] or None: rows of equal group are one image, which no split separates
-    classes      the classes' names in label order, or (): by them `predict_set` compares labels
-    files        the images' paths below their folder, or ()
-    """
+    """N images in memory: uint8, or float32 where the source is not 8-bit (then in [0,1], unless
+    noise was added), or features [N,D,1,1]."""
     name: str
-    images: Tensor
-    labels: Tensor
+    images: Tensor          # [N,C,H,W]
+    labels: Tensor          # int64 [N], 0..num_classes-1, or -1 where unknown; or float targets
     num_classes: int
-    mean: tuple
+    mean: tuple             # per channel, of pixels in [0,1], over the training set
     std: tuple
-    label_probs: Tensor | None = None
-    groups: Tensor | None = None
-    classes: tuple = ()
-    files: tuple = ()
+    label_probs: Tensor | None = None   # float32 [N,K]: the true distribution, where it is known
+    groups: Tensor | None = None        # int64 [N]: equal ones are one image, split never
+    classes: tuple = ()     # names in label order, by which `predict_set` compares labels
+    files: tuple = ()       # the images' paths below their folder
 
     rows = ("images", "labels", "label_probs", "groups", "files")
 
@@ -224,28 +211,21 @@ class ImageSet(_Set):
 
 @dataclass(frozen=True, eq=False)
 class StreamedSet(_Set):
-    """N image files, decoded as they are read, to RGB uint8 [3,S,S].
-
-    shape    (3, S, S): of the centre crop
-    resize   to what the shorter side is resized before, or [height, width]
-    classes  the class folders' names in label order, by which a model of 1000 classes finds the
-             200 that ImageNet-A, -O and -R have
-    root     the folder below which `files` are named
-    expect   the (width, height) that every file must have, if any
-    """
+    """N image files, decoded as they are read, to RGB uint8 [3,S,S]."""
     name: str
     paths: tuple
     labels: Tensor
     num_classes: int
     mean: tuple
     std: tuple
-    shape: tuple
-    resize: int | list
-    classes: tuple = ()
-    root: str = ""
-    expect: tuple | None = None
+    shape: tuple            # (3, S, S): of the centre crop
+    resize: int | list      # to what the shorter side is resized before, or [height, width]
+    classes: tuple = ()     # names in label order: ImageNet-A, -O and -R have 200 of the 1000
+    root: str = ""          # the folder below which `files` are named
+    expect: tuple | None = None     # the (width, height) that every file must have
+    key: tuple | None = None        # integers that draw, with the row, how it is augmented
 
-    rows, is_features = ("paths", "labels"), False
+    rows = ("paths", "labels")
 
     @property
     def files(self):
@@ -265,18 +245,20 @@ class StreamedSet(_Set):
                             "unpack the published archive again")
         return image
 
-    def read(self, row, seed=None):
-        """uint8 [3,S,S]: file `row`, resized and cropped; with a seed under torchvision's random
+    def read(self, row):
+        """uint8 [3,S,S]: file `row`, resized and cropped; with a key under torchvision's random
         resized crop (scale .08-1, ratio 3/4-4/3) and a random flip, a function of both alone."""
         image, side = self.open(row), self.shape[-1]
-        if seed is None:
+        if self.key is None:
             return TF.pil_to_tensor(TF.center_crop(TF.resize(image, self.resize), side))
         with torch.random.fork_rng(devices=[]):  # get_params draws from the global generator
-            torch.manual_seed(seed)
+            torch.manual_seed(_generator(*self.key, row).initial_seed())
             box = RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3))
             flip = torch.rand(()) < 0.5
         image = TF.resized_crop(image, *box, [side, side])
         return TF.pil_to_tensor(TF.hflip(image) if flip else image)
+
+    __getitem__ = read  # for torch's DataLoader
 
     def unreadable(self, rows):
         """bool [n]: whether files `rows` [n] cannot be decoded. Each is read once, by threads."""
@@ -301,40 +283,26 @@ class StreamedSet(_Set):
 
 @dataclass(frozen=True, eq=False)
 class TextSet(_Set):
-    """N sentences in memory, each `[CLS] ... [SEP]`.
-
-    tokens   int32 [T], ids below len(vocab), one sentence after the other
-    lengths  int64 [N], tokens of each sentence
-    labels   int64 [N], in 0..num_classes-1, or -1 where unknown
-    vocab    the word piece of each id; 0 is "[PAD]", which no sentence holds
-    """
+    """N sentences in memory, each `[CLS] ... [SEP]`."""
     name: str
-    tokens: Tensor
-    lengths: Tensor
-    labels: Tensor
+    tokens: Tensor          # int32 [T], ids below len(vocab), one sentence after the other
+    lengths: Tensor         # int64 [N], tokens of each sentence
+    labels: Tensor          # int64 [N], in 0..num_classes-1, or -1 where unknown
     num_classes: int
-    vocab: tuple
+    vocab: tuple            # the word piece of each id; 0 is "[PAD]", which no sentence holds
 
     rows, ragged, counts = ("lengths", "labels"), ("tokens",), "lengths"
 
 
 @dataclass(frozen=True, eq=False)
 class MoleculeSet(_Set):
-    """N molecules in memory, the atoms of one after those of the other.
-
-    numbers     int64 [A], atomic numbers, in 1..100
-    positions   float64 [A,3], ångström
-    sizes       int64 [N], atoms of each molecule
-    labels      float64 [N], the target: energies in eV (float32 would be a meV off at QM9's)
-    references  float64 [101], the target of a free atom by atomic number, eV; zeros where the
-                target is no total energy
-    """
+    """N molecules in memory, the atoms of one after those of the other."""
     name: str
-    numbers: Tensor
-    positions: Tensor
-    sizes: Tensor
-    labels: Tensor
-    references: Tensor
+    numbers: Tensor         # int64 [A], atomic numbers, in 1..100
+    positions: Tensor       # float64 [A,3], ångström
+    sizes: Tensor           # int64 [N], atoms of each molecule
+    labels: Tensor          # float64 [N]: energies in eV (float32 would be a meV off at QM9's)
+    references: Tensor      # float64 [101], eV: see atom_references
 
     rows, ragged, counts = ("sizes", "labels"), ("numbers", "positions"), "sizes"
 
@@ -374,27 +342,25 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
          noise=0.0, image_size=None, limit=None):
     """One of `DATASETS` as an ImageSet or a StreamedSet; all processes must call it together.
 
-    split            "train", "val": parts of the published training set (see train_val_split), or
-                     a folder's own if it has all three; "test"; "ood": test, but of a folder all
+    split            "train", "val": parts of the published training set, chosen by `seed` (or a
+                     folder's own, if it has all three); "test"; "ood": test, but of a folder all
                      images at any depth, as one class
-    seed             chooses the split, and nothing else
-    val_fraction     share of the training set that is "val", in [0,1); with 0 all is "train"
-    published_split  "ddu": split rows even where some share an image, as DDU's code does: that
-                     leaks; "forde": as many of each class (see stratified_split)
+    val_fraction     share of the training set that is "val", in [0,1)
+    published_split  "forde": as many of each class (see stratified_split)
     noise            std, in normalised units, of Gaussian noise added once and not clipped, the
                      same for every seed; images become float32 (Dirty-MNIST: DDU's code 0, the
                      data package 0.05)
     image_size       side of the square images read from files (a folder's: 32 unless given)
     limit            keep this many rows, evenly spaced
-    Absent sets are downloaded where possible. Raises UserError for unknown names and values, absent
-    (`Absent`), damaged and ill-shaped files.
+
+    Absent sets are downloaded where possible; else `Absent` is raised.
     """
     _choose_from("split", split, SPLITS)
-    _choose_from("published_split", published_split, (None, "ddu", "forde"))
+    _choose_from("published_split", published_split, (None, "forde"))
     if not 0 <= val_fraction < 1 or noise < 0:
         raise UserError(f"val_fraction {val_fraction}, noise {noise}: expected 0 <= val_fraction "
                         "< 1, noise >= 0")
-    training, cut = split in ("train", "val"), split in ("train", "val")
+    training = cut = split in ("train", "val")
     if name.startswith("folder:"):
         dataset, cut = _folder(name, split, image_size or 32)
     else:
@@ -412,7 +378,7 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
     if cut and published_split == "forde":
         parts = stratified_split(dataset.labels, val_fraction)
     elif cut:
-        groups = None if published_split else getattr(dataset, "groups", None)
+        groups = getattr(dataset, "groups", None)
         parts = train_val_split(len(dataset), seed, val_fraction, groups)
     dataset = evenly(dataset.select(parts[SPLITS.index(split)]) if cut else dataset, limit)
     files = name.startswith("folder:") or name == "tiny_imagenet"
@@ -479,8 +445,8 @@ def _torchvision(name, training, data_dir, _):
                       **{"split": part} if name == "svhn" else {"train": training})
         except Exception as error:  # absent and cut files raise many types, few of them documented
             if present:
-                raise _damaged(name, path, _one_line(error)) from None
-            why = f" and could not be downloaded ({_one_line(error)})"
+                raise _damaged(name, path, common.one_line(error)) from None
+            why = f" and could not be downloaded ({common.one_line(error)})"
             raise _absent(name, path, why) from None
         return (raw.data, raw.labels if name == "svhn" else raw.targets,
                 DIGITS if name in ("mnist", "svhn") else raw.classes)
@@ -532,7 +498,7 @@ def _read_ambiguous(path):
         try:
             download_url(f"{SOURCES[name].site}/{path.name}", path.parent, path.name, md5)
         except Exception as error:  # urllib, ssl and torchvision raise several types
-            why = f" and could not be downloaded ({_one_line(error)})"
+            why = f" and could not be downloaded ({common.one_line(error)})"
             raise _absent(name, path, why) from None
     if not check_md5(path, md5):
         raise _damaged(name, path, f"or another release than data-v1.0.0: its MD5 is not {md5}")
@@ -618,10 +584,10 @@ def _folder(name, split, size):
             raise UserError(f"folder {root}: class {min({*own} ^ {*classes})} is in train or in "
                             f"{part} alone; all parts need the same class folders")
     three = bool(parts["test"] and parts["val"])
-    place = ("val" if three else "train") if split == "val" else (
-        "val" if split == "test" and not parts["test"] else split)
-    dataset = _class_folders(name, root / place, IMAGENET, size)
-    return dataset, split != "test" and not three
+    if not three:
+        split = "train" if split != "test" else "test" if parts["test"] else "val"
+    cut = split == "train" and not three
+    return _class_folders(name, root / split, IMAGENET, size), cut
 
 
 def _imagenet(name, training, data_dir, size):
@@ -667,16 +633,14 @@ CIFAR_C_KINDS = (
     "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur",
     "zoom_blur", "snow", "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate",
     "jpeg_compression", "speckle_noise", "gaussian_blur", "spatter", "saturate")  # last four: extra
-CORRUPTED = ("cifar10_c", "cifar100_c", "tiny_imagenet_c", "imagenet_c")
+CORRUPTED = {"cifar10_c": CIFAR_C_KINDS, "cifar100_c": CIFAR_C_KINDS,
+             "tiny_imagenet_c": CIFAR_C_KINDS[:15], "imagenet_c": CIFAR_C_KINDS[:15]}
 SEVERITIES = (1, 2, 3, 4, 5)
 
 
 def corruption_kinds(name, data_dir="data"):
-    """The kinds of a set of CORRUPTED that are there in all five severities, as a list, in the
-    order of CIFAR_C_KINDS; the main process prints a line on what is missing or no kind of it.
-
-    Empty where there is nothing. Raises UserError for an unknown name.
-    """
+    """The kinds of a set of CORRUPTED that are there in all five severities, in the order of
+    CIFAR_C_KINDS; the main process prints a line on what is missing or no kind of it."""
     _choose_from("corrupted set", name, CORRUPTED)
     folder, lacking = Path(data_dir, SOURCES[name].place), {}
     for kind in CIFAR_C_KINDS:
@@ -686,7 +650,7 @@ def corruption_kinds(name, data_dir="data"):
     present = [kind for kind, lacks in lacking.items() if not lacks]
     missing = [kind if len(lacks) == 5 else f"{kind} of severity {', '.join(map(str, lacks))}"
                for kind, lacks in lacking.items() if lacks and (
-                   len(lacks) < 5 or kind in _published_kinds(name))]
+                   len(lacks) < 5 or kind in CORRUPTED[name])]
     stray = sorted({*_folders_in(folder)} - {*CIFAR_C_KINDS})
     if common.is_main() and stray:
         print(f"{name}: no kind of corruption, ignored: {', '.join(stray)}", flush=True)
@@ -696,14 +660,10 @@ def corruption_kinds(name, data_dir="data"):
     return present
 
 
-def _published_kinds(name):
-    return CIFAR_C_KINDS if name.startswith("cifar") else CIFAR_C_KINDS[:15]
-
-
 def corrupted_name(name, kinds):
     """`name` where `kinds` are all of the published set's, else like cifar10_c_2of19: what a part
     of a set gives is not the set's."""
-    whole = _published_kinds(name)
+    whole = CORRUPTED[name]
     return name if {*whole} <= {*kinds} else f"{name}_{len(kinds)}of{len(whole)}"
 
 
@@ -720,7 +680,6 @@ def load_corrupted(name, kind, severity, data_dir="data"):
     tiny_imagenet_c        Tiny-ImageNet-C/<kind>/<severity>/<class>/, in memory
     imagenet_c             imagenet-c/<kind>/<severity>/<class>/, or imagenet-c-<kind>-<severity>/
                            <class>/, a StreamedSet, 224x224, uncropped
-    Raises UserError for unknown names and kinds, absent, damaged and ill-shaped files.
     """
     _choose_from("corrupted set", name, CORRUPTED)
     _choose_from("corruption", kind, CIFAR_C_KINDS)
@@ -751,7 +710,7 @@ def _npy(name, path, shape, rows):
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise _damaged(name, path, _one_line(error)) from None
+        raise _damaged(name, path, common.one_line(error)) from None
     if array.shape != shape or array.dtype.kind not in "iu" or len(shape) > 1 and (
             array.dtype != np.uint8):
         raise _damaged(name, path, f"{array.dtype} {array.shape}, expected {shape} of uint8")
@@ -759,24 +718,18 @@ def _npy(name, path, shape, rows):
 
 
 def corrupt(images, kind, severity, seed=0):
-    """images, uint8 or float32 in [0,1] [N,C,H,W], under a kind of CORRUPTIONS, severity 1..5.
-
-    Same shape, dtype and device; a function of the arguments alone. The corruptions are ours:
-    like those of CIFAR-10-C in kind, not comparable with them in number.
-    """
+    """images, uint8 or float32 in [0,1] [N,C,H,W], under a kind of CORRUPTIONS, severity 1..5: a
+    function of the arguments alone. The corruptions are ours, not comparable with CIFAR-10-C's."""
     _choose_from("corruption", kind, CORRUPTIONS)
     _choose_from("severity", severity, SEVERITIES)
-    (apply, strengths), out = CORRUPTIONS[kind], torch.empty_like(images)
+    apply, strengths = CORRUPTIONS[kind]
     generator = _generator(seed, list(CORRUPTIONS).index(kind))
-    for start in range(0, len(images), 1000):
-        x = apply(_unit(images[start:start + 1000].cpu()), strengths[severity - 1], generator)
-        out[start:start + 1000] = _like(x, images)
-    return out
+    return torch.cat([_like(apply(_unit(block.cpu()), strengths[severity - 1], generator), images)
+                      for block in images.split(1000)]).to(images.device)
 
 
 def corrupted(dataset, kind, severity, seed=0):
-    """An ImageSet under `corrupt`, named like cifar10_computed_gaussian_noise_s3. Raises UserError
-    for features and streamed files."""
+    """An ImageSet under `corrupt`, named like cifar10_computed_gaussian_noise_s3."""
     if not isinstance(dataset, ImageSet) or dataset.is_features:
         raise UserError(f"{dataset.name}: corruptions are computed for images in memory alone")
     return replace(dataset, name=f"{dataset.name}_computed_{kind}_s{severity}",
@@ -878,27 +831,24 @@ CORRUPTIONS = {
 
 def match(dataset, like):
     """`dataset` with the channels (grey repeated, RGB to luma), size (antialiased bilinear), mean
-    and std of `like`: OOD data are always normalised with the in-distribution statistics. Raises
-    UserError for files streamed in another shape, and for images with features."""
-    (channels, *size), changed = like.shape, {}
-    same = dataset.shape == like.shape
+    and std of `like`: OOD data are always normalised with the in-distribution statistics."""
+    (channels, *size), same = like.shape, dataset.shape == like.shape
     if dataset.is_features != like.is_features or dataset.is_features and not same:
         raise UserError(f"{dataset.name} {dataset.shape} and {like.name} {like.shape}: images and "
                         "features cannot be compared, nor features of different numbers")
     if not same and isinstance(dataset, StreamedSet):
         raise UserError(f"{dataset.name}: files streamed as {dataset.shape} cannot become "
                         f"{like.shape}; load them with image_size={size[0]}")
-    if not same:
-        images = torch.empty(len(dataset), *like.shape, dtype=dataset.images.dtype)
-        for start in range(0, len(images), 1000):
-            x = _unit(dataset.images[start:start + 1000])
-            if channels < x.shape[1]:
-                x = TF.rgb_to_grayscale(x)
-            if list(x.shape[-2:]) != size:
-                x = F.interpolate(x, size, mode="bilinear", antialias=True)
-            images[start:start + 1000] = _like(x, images)
-        changed = {"images": images}
-    return replace(dataset, mean=like.mean, std=like.std, **changed)
+    dataset = replace(dataset, mean=like.mean, std=like.std)
+    if same:
+        return dataset
+    blocks = []
+    for block in dataset.images.split(1000):
+        x = TF.rgb_to_grayscale(_unit(block)) if channels < block.shape[1] else _unit(block)
+        if list(x.shape[-2:]) != size:
+            x = F.interpolate(x, size, mode="bilinear", antialias=True)
+        blocks.append(_like(x, block).expand(-1, channels, -1, -1))
+    return replace(dataset, images=torch.cat(blocks))
 
 
 def _other_set(name, args, like, labels):
@@ -920,7 +870,7 @@ def _other_set(name, args, like, labels):
 def ood_sets(args, like, taken=()):
     """{unique name: set} of `args.ood`, in the terms of the training set `like`.
 
-    A name is one of the sets of `like`'s kind, `a+b` (both as one), folder:PATH (all its images),
+    A name is one of the sets of `like`'s kind, `a+b` (both as one; in memory), folder:PATH,
     or, where `like` holds features, PATH.npz (its labels are ignored). An absent set is left out,
     and the main process says so, unless it was asked for by name ("ood" in args.explicit). Raises
     UserError for that, and for names that are equal, in `taken`, `like`'s, train, val or test.
@@ -930,10 +880,10 @@ def ood_sets(args, like, taken=()):
         if (title := set_name(name)) in used:
             raise UserError(f"--ood {name}: another set of this run is called {title}; rename one")
         used.add(title)
-        file = name.startswith("folder:") or name.endswith(".npz")
+        whole = name.startswith("folder:") or name.endswith(".npz") or not hasattr(like, "images")
         try:
             parts = [_other_set(part, args, like, "ignored")
-                     for part in ([name] if file else name.split("+"))]
+                     for part in ([name] if whole else name.split("+"))]
         except Absent as error:
             if "ood" in args.explicit:
                 raise
@@ -955,18 +905,16 @@ def predict_set(args, like):
     """The set that `args.predict` names, as `ood_sets` reads it, with its labels in the terms of
     the training set `like`: by the names of the classes (of a folder's images: of the folders that
     they lie in); -1 where they are not known. `files` names the images of a folder."""
-    name, folder = args.predict, args.predict.startswith("folder:")
+    name = args.predict
     dataset = _other_set(name, args, like, "optional")
     if isinstance(like, MoleculeSet) or like.name == name or name.endswith(".npz"):
         return dataset
     known = {c: label for label, c in enumerate(getattr(like, "classes", ()))}
-    if folder:
-        labels = [known.get(file.split("/")[-2] if "/" in file else None, -1)
-                  for file in dataset.files]
-    else:
-        own = getattr(dataset, "classes", ())
-        labels = [known.get(own[label], -1) if own else -1 for label in dataset.labels.tolist()]
-    return replace(dataset, labels=torch.tensor(labels), num_classes=like.num_classes)
+    own = getattr(dataset, "classes", ())
+    names = ([Path(file).parent.name for file in dataset.files] if name.startswith("folder:")
+             else [own[label] if own else None for label in dataset.labels.tolist()])
+    labels = torch.tensor([known.get(c, -1) for c in names])
+    return replace(dataset, labels=labels, num_classes=like.num_classes)
 
 
 # ---- Features and toys ---------------------------------------------------------------------------
@@ -976,8 +924,7 @@ MOST_CLASSES = 1_000_000  # a label beyond is a mistake, and would be the size o
 
 def read_features(path, dim=None, labelled=False):
     """'features' [N,D] of an .npz file, finite, in its floating dtype; with `labelled` (features,
-    'labels'), int64 [N] from 0. Raises UserError for absent, damaged and ill-shaped files, labels
-    that are no class numbers, and D != dim."""
+    'labels'), int64 [N] from 0. D must be `dim`, if given."""
     arrays = common.load_arrays(path, ("features", "labels") if labelled else ("features",))
     if any(a.dtype.kind not in "fiu" for a in arrays.values()):
         raise UserError(f"{path}: arrays must hold numbers")
@@ -1004,11 +951,10 @@ def feature_set(path, like=None, labels="required"):
     mean and std are each feature's over the file (1 where it is constant: the Loader divides by
     std), or with `like`, a feature set, its own, and so is num_classes. labels: "required",
     "optional" (-1 where the file has none, or none of `like`'s) or "ignored" (all 0: OOD data have
-    other classes). Raises UserError for absent, damaged and ill-shaped files, and misfits.
+    other classes).
     """
     if like is not None and not like.is_features:
-        raise UserError(f"{path}: features cannot be compared with {like.name}'s images "
-                        f"{like.shape}")
+        raise UserError(f"{path}: features cannot be compared with {like.name}, which has none")
     features = read_features(path, None if like is None else like.shape[0])
     own = torch.zeros(len(features), dtype=torch.int64)
     if labels != "ignored":
@@ -1070,8 +1016,8 @@ def gapped_regression(n=60, seed=0):
 
 class _Batches:
     """What both loaders share. `batch_size` is global: each batch is cut into contiguous near-equal
-    pieces, as np.array_split does, of which this process gets the one of its rank (without rows, if
-    the last batch has fewer than there are processes); with `whole` all. No row is left out."""
+    pieces, as np.array_split does, of which this process gets that of its rank (it may be empty in
+    the last batch), with `whole` all: together they are, bit for bit, one process's batch."""
 
     def __init__(self, dataset, batch_size, device, seed, shuffle, whole):
         self.rank, self.world_size = (0, 1) if whole else (common.rank(), common.world_size())
@@ -1093,12 +1039,12 @@ class _Batches:
                            torch.arange(n))
 
     def _piece(self, batch):
-        """(start of the batch, first, last, its global size): this rank's part is first:last."""
+        """(first, last, global size) of a batch: this rank's part is first:last of the order."""
         begin = batch * self.batch_size
         size = min(self.batch_size, len(self.dataset) - begin)
         share, longer = divmod(size, self.world_size)
         first = begin + self.rank * share + min(self.rank, longer)
-        return begin, first, first + share + (self.rank < longer), size
+        return first, first + share + (self.rank < longer), size
 
 
 class Batch(NamedTuple):
@@ -1110,8 +1056,6 @@ class Batch(NamedTuple):
 
 class Loader(_Batches):
     """Batches of an ImageSet or a StreamedSet, in an order that depends on (seed, epoch) alone.
-
-    Together the processes' shares are, bit for bit, the batch of one process, augmented as it is.
 
     augment    "none"; "crop_flip": pad with 4 black pixels, random crop, random flip (files:
                random resized crop and flip); "reflect_crop_flip": the border is mirrored instead
@@ -1136,11 +1080,8 @@ class Loader(_Batches):
             self._place(dataset.images)
 
     def _place(self, images):
-        """Lay the padded images out so that every crop lies in one contiguous run of memory.
-
-        With rows of S pixels, the crop at (dy, dx) starts dy S + dx after its image, and has its
-        rows S apart and its channels a padded channel apart. `runs` views every run as a row.
-        """
+        """Pad the images, so that every crop lies in one contiguous run of memory: with rows of S
+        pixels, the crop at (dy, dx) starts dy S + dx after its image. `runs` views them as rows."""
         self.pad = 0 if self.augment == "none" else 4
         if self.pad:
             border = [(0, 0), (0, 0), (self.pad, self.pad), (self.pad, self.pad)]
@@ -1153,10 +1094,10 @@ class Loader(_Batches):
         self.strides = (run, height * self.row, self.row, 1)
         self.runs = images.view(-1).as_strided((images.numel() - run + 1, run), (1, 1))
 
-    def epoch(self, epoch=0, start=0):
-        """Iterate over the batches of `epoch` from number `start` on; earlier ones cost nothing."""
+    def epoch(self, epoch=0):
+        """Iterate over the batches of `epoch`."""
         generator, order = self._order(epoch)
-        pieces = [self._piece(batch) for batch in range(start, len(self))]
+        pieces = [self._piece(batch) for batch in range(len(self))]
         return (self._stream if self.streamed else self._gather)(order, pieces, generator, epoch)
 
     def _gather(self, order, pieces, generator, _):
@@ -1166,7 +1107,7 @@ class Loader(_Batches):
             flips = torch.randint(0, 2, (len(order),), generator=generator).to(self.device)
             begin += dy * self.row + dx
         order, begin = order.to(self.device), begin.to(self.device)
-        for _, first, last, size in pieces:
+        for first, last, size in pieces:
             index, b = order[first:last], last - first
             x = self.runs.index_select(0, begin[first:last])
             x = x.as_strided((b, *self.dataset.shape), self.strides)
@@ -1176,11 +1117,11 @@ class Loader(_Batches):
             yield Batch(self._normalise(x), self.labels[index], index, size)
 
     def _stream(self, order, pieces, generator, epoch):
-        files = _Files(self.dataset, None if self.augment == "none" else (self.seed, epoch))
-        rows = [order[first:last] for _, first, last, _ in pieces]
+        key = None if self.augment == "none" else (self.seed, epoch)
+        rows = [order[first:last] for first, last, _ in pieces]
         batches = iter(DataLoader(  # a generator of its own: the global one is left alone
-            files, batch_sampler=[r.tolist() for r in rows if len(r)], num_workers=self.workers,
-            pin_memory=self.device.type == "cuda", generator=generator))
+            replace(self.dataset, key=key), batch_sampler=[r.tolist() for r in rows if len(r)],
+            num_workers=self.workers, pin_memory=self.device.type == "cuda", generator=generator))
         for index, (*_, size) in zip(rows, pieces):
             try:
                 images = next(batches) if len(index) else torch.empty(0, *self.dataset.shape)
@@ -1192,16 +1133,6 @@ class Loader(_Batches):
     def _normalise(self, x):
         x = x.to(torch.float32, memory_format=self.format, copy=True)
         return x.sub_(self.shift).mul_(self.scale)
-
-
-class _Files(Dataset):
-    """The images of a StreamedSet, with a key under the augmentation drawn for it and the row."""
-
-    def __init__(self, dataset, key):
-        self.dataset, self.key = dataset, key
-
-    def __getitem__(self, row):
-        return self.dataset.read(row, self.key and _generator(*self.key, row).initial_seed())
 
 
 # ---- Embedded images -----------------------------------------------------------------------------
@@ -1315,7 +1246,6 @@ def load_text(name, split, data_dir="data", *, vocab_file=None, like=None, limit
                 it knows words that training lacks, so that length does not give OOD data away
     like        a TextSet whose vocabulary is used instead: that of the model's training set
     limit       keep this many sentences, evenly spaced
-    Raises UserError for unknown names and values, absent and damaged files.
     """
     _choose_from("dataset", name, TEXTS)
     _choose_from("split", split, SPLITS[:3])
@@ -1339,23 +1269,18 @@ def load_molecules(name, split, data_dir="data", *, target="u0", limit=None):
             there, else the same shares of a permutation drawn in the same way
     target  one of `QM9_TARGETS`, for qm9; clusters have one target, their energy
     limit   keep this many molecules, evenly spaced
-    Raises UserError for unknown names and values, absent and damaged files.
     """
     _choose_from("dataset", name, MOLECULES)
     _choose_from("split", split, SPLITS[:3])
     _choose_from("target", target, QM9_TARGETS if name == "qm9" else ("u0",))
-    if name != "qm9":
-        return evenly(_embedded_molecules(name).select(_part(split, 4000)), limit)
-    dataset, part = _qm9(Path(data_dir) / SOURCES["qm9"].place, target), SPLITS.index(split)
-    order = torch.from_numpy(np.random.default_rng(0).permutation(len(dataset)))
-    ends = [round(rows / QM9_MOLECULES * len(dataset)) for rows in (0, 110000, 120000)]
-    return evenly(dataset.select(order[slice(*[*ends, None][part:part + 2])]), limit)
-
-
-def _part(split, training):
-    """The rows of an embedded set's train, val (500) or test (1000)."""
-    return {"train": slice(training), "val": slice(training, training + 500),
-            "test": slice(training + 500, training + 1500)}[split]
+    if name == "qm9":
+        dataset = _qm9(Path(data_dir) / SOURCES["qm9"].place, target)
+        order = torch.from_numpy(np.random.default_rng(0).permutation(len(dataset)))
+        ends = [round(rows / QM9_MOLECULES * len(dataset)) for rows in (110000, 120000)]
+    else:
+        dataset = _embedded_molecules(name)
+        order, ends = torch.arange(len(dataset)), [4000, 4500]
+    return evenly(dataset.select(order.tensor_split(ends)[SPLITS.index(split)]), limit)
 
 
 class TextBatch(NamedTuple):
@@ -1374,8 +1299,6 @@ class Molecules(NamedTuple):
     sources: Tensor     # int64 [e], atoms in 0..a-1
     targets: Tensor     # int64 [e], ascending
     count: int          # molecules
-    atom_rows: tuple | None = None  # (first, total): where these lie among the global batch's
-    edge_rows: tuple | None = None
 
 
 class MoleculeBatch(NamedTuple):
@@ -1400,8 +1323,8 @@ class SequenceLoader(_Batches):
         if isinstance(dataset, MoleculeSet):
             self.sources, self.targets, self.edges = find_edges(dataset, cutoff)
 
-    def epoch(self, epoch=0, start=0):
-        """Iterate over the batches of `epoch` from number `start` on; earlier ones cost nothing."""
+    def epoch(self, epoch=0):
+        """Iterate over the batches of `epoch`."""
         (generator, order), batches = self._order(epoch), torch.arange(len(self))
         text, n = isinstance(self.dataset, TextSet), len(self.dataset)
         if text:
@@ -1410,31 +1333,29 @@ class SequenceLoader(_Batches):
             order = order[key.argsort(stable=True)]
             if self.shuffle:
                 batches = torch.randperm(len(self), generator=generator)
-        for batch in batches[start:].tolist():
-            begin, first, last, size = self._piece(batch)
-            index, whole = order[first:last], order[begin:begin + size]
-            make = self._tokens if text else self._molecules
-            parts = make(self.dataset.select(index), index, whole, order[begin:first])
+        for batch in batches.tolist():
+            first, last, size = self._piece(batch)
+            index, begin = order[first:last], batch * self.batch_size
+            parts = (self._tokens(index, order[begin:begin + size]) if text else
+                     self._molecules(index))
             index = index.to(self.device, non_blocking=True)
             yield (TextBatch if text else MoleculeBatch)(parts, self.labels[index], index, size)
 
-    def _tokens(self, part, _, whole, __):
-        """int64 [b,L]: the sentences of `part`, as long as the longest of `whole`."""
-        real = torch.arange(int(self.dataset.lengths[whole].max())) < part.lengths[:, None]
+    def _tokens(self, index, whole):
+        """int64 [b,L]: the sentences `index`, as long as the longest of `whole`."""
+        part, longest = self.dataset.select(index), int(self.dataset.lengths[whole].max())
+        real = torch.arange(longest) < part.lengths[:, None]
         tokens = torch.zeros(real.shape, dtype=torch.int64)
         return tokens.masked_scatter_(real, part.tokens.long()).to(self.device, non_blocking=True)
 
-    def _molecules(self, part, index, whole, before):
-        """The graph of `part`, the rows `index` of `whole`, which come after the rows `before`."""
-        at, first = _ragged(self.edges, index), part.sizes.cumsum(0) - part.sizes
+    def _molecules(self, index):
+        part, at = self.dataset.select(index), _ragged(self.edges, index)
+        first = part.sizes.cumsum(0) - part.sizes
         shift = first.repeat_interleave(self.edges[index])
         tensors = (part.numbers, part.positions.float(),
                    torch.arange(len(index)).repeat_interleave(part.sizes),
                    self.sources[at] + shift, self.targets[at] + shift)
-        where = ((int(counts[before].sum()), int(counts[whole].sum()))
-                 for counts in (self.dataset.sizes, self.edges))
-        return Molecules(*(t.to(self.device, non_blocking=True) for t in tensors), len(index),
-                         *where)
+        return Molecules(*(t.to(self.device, non_blocking=True) for t in tensors), len(index))
 
 
 def find_edges(dataset, cutoff=5.0):
@@ -1544,25 +1465,22 @@ def tokenise(sentences, vocab, max_length=268):
     return torch.tensor(tokens, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int64)
 
 
-class _Characters(dict):
-    """For str.translate: what becomes of a decomposed, lower-case character."""
-
-    def __missing__(self, code):
-        c, kind = chr(code), unicodedata.category(chr(code))
-        cjk = any(low <= code <= high for low, high in CJK)
-        # all ASCII signs count as punctuation, "$" and "^" too
-        sign = kind[0] == "P" or c.isascii() and c.isprintable() and not c.isalnum()
-        self[code] = f" {c} " if cjk or sign else c
-        if c in "\t\n\r" or kind == "Zs":
-            self[code] = " "
-        elif c == "\ufffd" or kind[0] == "C" or kind == "Mn":  # control characters, accents
-            self[code] = ""
-        return self[code]
+@lru_cache(maxsize=None)
+def _character(c):
+    """What becomes of a decomposed, lower-case character."""
+    kind = unicodedata.category(c)
+    if c in "\t\n\r" or kind == "Zs":
+        return " "
+    if c == "\ufffd" or kind[0] == "C" or kind == "Mn":  # control characters, accents
+        return ""
+    # all ASCII signs count as punctuation, "$" and "^" too
+    sign = kind[0] == "P" or c.isascii() and not c.isalnum()
+    return f" {c} " if sign or any(low <= ord(c) <= high for low, high in CJK) else c
 
 
-def _words(text, characters=_Characters()):
+def _words(text):
     """The words of a text, in lower case and without accents; punctuation and CJK alone."""
-    return unicodedata.normalize("NFD", text.lower()).translate(characters).split()
+    return "".join(map(_character, unicodedata.normalize("NFD", text.lower()))).split()
 
 
 def _word_pieces(word, table):
@@ -1664,7 +1582,7 @@ def _read_sdf(path):
             if len(columns[-1]) != len(header) - 1:
                 raise ValueError(f"{len(rows[row])} fields in {table.name}")
         except (ValueError, IndexError, KeyError) as error:
-            raise _damaged("qm9", path, f"molecule {row + 1}: {_one_line(error)}") from None
+            raise _damaged("qm9", path, f"molecule {row + 1}: {common.one_line(error)}") from None
     return numbers, np.array(positions), sizes, dict(zip(header[1:], np.array(columns).T))
 
 
@@ -1701,23 +1619,12 @@ def pair_energy(numbers, positions):
 
 @lru_cache(maxsize=None)
 def _embedded_molecules(name):
-    """All 5,500 rows of clusters or clusters_large."""
-    sizes = (4, 10) if name == "clusters" else (11, 16)
-    generator = _generator(2103, sizes[0])
-    n = torch.randint(sizes[0], sizes[1] + 1, (5500,), generator=generator)
-    numbers, positions = _grow(n, sizes[1], generator)
-    real = numbers > 0
-    return MoleculeSet(name, numbers[real], positions[real], n, pair_energy(numbers, positions),
-                       atom_references())
-
-
-def _grow(sizes, largest, generator, tries=12):
-    """(numbers int64 [N,largest], 0 after `sizes` atoms; positions float64 [N,largest,3]).
-
-    Each atom is put near bond length from an earlier one: at the first of `tries` random places no
-    nearer to any than 0.85 of the sum of radii, else at the widest.
-    """
-    n = len(sizes)
+    """All 5,500 rows of clusters or clusters_large. Each atom is put near bond length from an
+    earlier one: at the first of `tries` random places no nearer to any than 0.85 of the sum of
+    radii, else at the widest."""
+    smallest, largest = (4, 10) if name == "clusters" else (11, 16)
+    n, tries, generator = 5500, 12, _generator(2103, smallest)
+    sizes = torch.randint(smallest, largest + 1, (n,), generator=generator)
     elements, shares = torch.tensor([1, 6, 7, 8]), torch.tensor([0.45, 0.3, 0.12, 0.13])
     numbers = elements[shares.multinomial(n * largest, True, generator=generator)].view(n, -1)
     radius = torch.tensor([PAIR_TERMS.get(z, (0, 0))[1] for z in range(9)], dtype=torch.float64)
@@ -1733,7 +1640,9 @@ def _grow(sizes, largest, generator, tries=12):
         room = (apart / (radius[:, None, :atom] + radius[:, None, atom:atom + 1])).amin(2)
         best = torch.where((room >= 0.85).any(1), (room >= 0.85).byte().argmax(1), room.argmax(1))
         positions[:, atom] = place[rows[:, 0], best]
-    return torch.where(torch.arange(largest) < sizes[:, None], numbers, 0), positions
+    real = torch.arange(largest) < sizes[:, None]
+    energies = pair_energy(numbers.where(real, 0), positions)
+    return MoleculeSet(name, numbers[real], positions[real], sizes, energies, atom_references())
 
 
 SUBJECTS = ("the film", "the movie", "the plot", "the acting", "the script", "this one",
@@ -1803,7 +1712,7 @@ def _opinions(n, generator):
 
 def _reviews(n, generator):
     """[(sentence, label)], at most n: one or two opinions, of one sign around "and", and the sign
-    of their weighted sum; those within 0.3 of zero are left out, and those of over 30 words."""
+    of their weighted sum, which is not within 0.3 of zero; no more than 30 words."""
     (first, a), (second, b) = (_opinions(n, generator) for _ in range(2))
     joins, weights = _choose(JOINS, n, generator, 0.5)
     score = weights[:, 0] * a + weights[:, 1] * b
@@ -1817,13 +1726,14 @@ def _reviews(n, generator):
 
 @lru_cache(maxsize=None)
 def _embedded_text(name, split):
-    """(sentences, labels int64): a part of 7,500 different rows."""
-    n, generator = 13000, _generator(2104, len(name))
+    """(sentences, labels int64): 6,000, 500 or 1,000 of 7,500 different rows."""
+    n, generator, part = 13000, _generator(2104, len(name)), SPLITS.index(split)
     if name == "reviews":
         rows = _reviews(n, generator)
     else:
         columns = [_choose(options, n, generator)[0]
                    for options in (COMPANIES, REPORTS, FIGURES, CONTEXTS, TIMES)]
         rows = [(" ".join(filter(None, row)), 0) for row in zip(*columns)]
-    sentences, labels = zip(*[*dict(rows).items()][:7500][_part(split, 6000)])
+    first, last = (0, 6000, 6500, 7500)[part:part + 2]
+    sentences, labels = zip(*[*dict(rows).items()][first:last])
     return sentences, torch.tensor(labels)

@@ -4,7 +4,9 @@ Processes come from a fork server that has imported the scripts already: each is
 own, with its own signals, streams and exit status, but starts in a fraction of a second.
 """
 
+import fcntl
 import importlib
+import json
 import multiprocessing
 import os
 import pickle
@@ -30,8 +32,21 @@ from PIL import Image  # noqa: E402
 torch.set_num_threads(1)
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["pytest", "ddu", "forde", "gbnn2d", "proxy_distill",
-                               "swag_laplace_ensembles"])
+SCRIPTS = ("ddu", "forde", "gbnn2d", "proxy_distill", "swag_laplace_ensembles")
+SERVER.set_forkserver_preload(["pytest", "ddu"])
+CPU = ["--device", "cpu"]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `-n 2`: a file's tests with "story" in their names share a worker, and so the fixture."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Stories(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return nodeid.split("::")[0] if "story" in nodeid else nodeid
+
+    return Stories(config, log)
 
 
 class Child:
@@ -95,7 +110,7 @@ def run_script(name, argv):
     """What `python NAME.py ARGV` does, in this process."""
     import common
     sys.argv = [f"{name}.py", *(str(a) for a in argv)]
-    common.run_script(importlib.import_module(name).main)
+    common.launch(importlib.import_module(name).main)
 
 
 def in_double(batch):
@@ -130,58 +145,19 @@ def in_float64(script, replace=setattr):
         replace(script, "make_loader", load_wide)
 
 
-def run_ddu(*argv):
-    run_script("ddu", argv)
+def _runner(script, wide):
+    def run(*argv):
+        if wide:
+            in_float64(importlib.import_module(script))
+        run_script(script, argv)
+
+    run.__name__ = run.__qualname__ = f"run_{script}" + "_in_float64" * wide
+    return run
 
 
-def run_ddu_in_float64(*argv):
-    import ddu
-    in_float64(ddu)
-    run_ddu(*argv)
-
-
-def run_forde(*argv):
-    run_script("forde", argv)
-
-
-def run_forde_in_float64(*argv):
-    import forde
-    in_float64(forde)
-    run_forde(*argv)
-
-
-def run_gbnn2d(*argv):
-    run_script("gbnn2d", argv)
-
-
-def run_gbnn2d_in_float64(*argv):
-    import gbnn2d
-    in_float64(gbnn2d)
-    run_gbnn2d(*argv)
-
-
-def run_proxy_distill(*argv):
-    run_script("proxy_distill", argv)
-
-
-def run_proxy_distill_in_float64(*argv):
-    import data
-    import proxy_distill
-    in_float64(proxy_distill)
-    load = data.load
-    data.load = lambda name, split, *rest, **more: load(
-        name, split, *rest, **{**more, "limit": 400 if split == "test" else more.get("limit")})
-    run_proxy_distill(*argv)
-
-
-def run_swag_laplace_ensembles(*argv):
-    run_script("swag_laplace_ensembles", argv)
-
-
-def run_swag_laplace_ensembles_in_float64(*argv):
-    import swag_laplace_ensembles
-    in_float64(swag_laplace_ensembles)
-    run_swag_laplace_ensembles(*argv)
+# run_ddu(*argv): `python ddu.py ARGV` in this process; run_ddu_in_float64: in_float64
+globals().update((run.__name__, run) for script in SCRIPTS for wide in (False, True)
+                 for run in [_runner(script, wide)])
 
 
 def free_port():
@@ -221,20 +197,56 @@ def refusal(folder, function, *argv, timeout=120):
     return err
 
 
+def strict_json(path):
+    """The content of a JSON file without NaN or infinity."""
+    def refuse(constant):
+        raise AssertionError(f"{constant} in {path}")
+
+    return json.loads(Path(path).read_text(), parse_constant=refuse)
+
+
+def snapshot(folder):
+    """Every file below `folder` by its relative path, but for locks."""
+    folder = Path(folder)
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*"))
+            if p.is_file() and p.name != ".lock"}
+
+
+def leaves(tree, path=""):
+    """(path, tensor) of the numbers and tensors in nested dicts and lists."""
+    if isinstance(tree, (dict, list)):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from leaves(value, f"{path}/{key}")
+    elif isinstance(tree, (int, float, torch.Tensor)):
+        yield path, torch.as_tensor(tree)
+
+
+def assert_same_checkpoints(a, b):
+    """Two checkpoints agree bit for bit in all but what names the run and measures time."""
+    a, b = (torch.load(p, weights_only=True) for p in (a, b))
+    for state in (a, b):
+        del state["config"]
+        state["history"] = [{k: v for k, v in row.items() if k != "seconds" and "_per_s" not in k}
+                            for row in state["history"]]
+    left, right = (dict(leaves(state)) for state in (a, b))
+    assert left.keys() == right.keys() and len(left) > 3
+    assert not [key for key, value in left.items() if not torch.equal(value, right[key])]
+
+
 @pytest.fixture
 def refused(request, tmp_path, monkeypatch, capfd):
     """refused(*argv): stderr of a start of the module's SCRIPT, in this process, that must end with
     status 2 and one line, and leave every file as it is but for those in `writes`."""
     import common
-    from test_runs import snapshot
     script = request.module.SCRIPT
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handlers stay pytest's
 
     def run(*argv, writes=()):
         before = snapshot(tmp_path)
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, argv)])
         capfd.readouterr()
         with pytest.raises(SystemExit) as stop:
-            common.run_script(importlib.import_module(script).main)
+            common.launch(importlib.import_module(script).main)
         err = capfd.readouterr().err
         assert stop.value.code == 2 and err.count("\n") == 1, (stop.value.code, err)
         assert err.startswith(f"{script}.py: error: "), err
@@ -259,13 +271,18 @@ def ranks(tmp_path):
 
 @pytest.fixture(scope="session")
 def real_data(tmp_path_factory):
-    """A --data-dir with the real data sets that lie in shared/data beside the checkout."""
+    """A --data-dir with the real data sets that lie in shared/data beside the checkout; one for all
+    workers of pytest-xdist."""
     unpack = REPO.parent / "shared" / "data" / "unpack.py"
     if not unpack.exists():
         pytest.skip("no real data: ../shared/data is absent")
-    folder = tmp_path_factory.mktemp("real_data")
-    subprocess.run([sys.executable, str(unpack), str(folder)], check=True,
-                   stdout=subprocess.DEVNULL)
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "real_data"
+    folder.mkdir(exist_ok=True)
+    with open(folder / ".lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # what is there already is left alone
+        subprocess.run([sys.executable, str(unpack), str(folder)], check=True,
+                       stdout=subprocess.DEVNULL)
     return folder
 
 

@@ -1,147 +1,127 @@
-"""The run lines of common.py: processes, checkpoints, command line, results, signals."""
+"""The run layer of common.py: options, processes, files, runs, tables, signals; and the README."""
 
-import argparse
+import csv
+import importlib
+import io
 import json
 import math
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
+import zipfile
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from conftest import REPO, Child, wait_for
+from conftest import (CPU, REPO, SCRIPTS, Child, assert_same_checkpoints, free_port, run_ddu,
+                      start_ranks, strict_json, wait_for)
 from torch import nn
 
 import common
-from common import UserError, World
+from common import UserError
 
-MAIN = World()
+# ---- Options ------------------------------------------------------------------------------------
 
-
-# ---- Errors and the command line ----------------------------------------------------------------
-
-
-def run_python(code):
-    return subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True,
-                          timeout=120)
+PRESETS = {"": dict(epochs=3, batch_size=32, lr=0.5), "main": dict(taste="sweet", lr=0.25),
+           "other": dict(epochs=9), "cifar10": dict(taste="cold")}
 
 
-def test_user_error_is_one_line_and_status_2():
-    done = run_python("import sys, common; sys.argv = ['some/dir/x.py']\n"
-                      "def main(): raise common.UserError('first line\\n  and a second')\n"
-                      "common.run_script(main)")
-    assert (done.returncode, done.stderr) == (2, "x.py: error: first line and a second\n")
-    assert done.stdout == ""
+def parse(*argv, **defaults):
+    parser = common.Parser("One line.\n\nMore.", PRESETS, "main")
+    parser.group("method")("--taste", default="none", help="of it (paper: bitter)")
+    parser.group("evaluation")("--measure", type=common.between(0, 1), default=0.5,
+                               help="how far")
+    return parser.parse([*argv, *CPU], **defaults)
 
 
-def status_of(main, capsys):
-    with pytest.raises(SystemExit) as stop:
-        common.run_script(main)
-    return stop.value.code or 0, capsys.readouterr().err
+def one_line(error):
+    text = str(error.value)
+    assert "\n" not in text and "Traceback" not in text
+    return text
 
 
-def test_run_script_statuses(capsys):
-    assert status_of(lambda: {"a": 1}, capsys) == (0, "")
-
-    def stopped():
-        raise common.Stopped(signal.SIGTERM, "in epoch 3 after step 7")
-
-    status, err = status_of(stopped, capsys)
-    assert status == 143 and err.count("\n") == 1 and "error" not in err
-    assert "SIGTERM in epoch 3 after step 7" in err
-
-    def interrupted():
-        raise KeyboardInterrupt
-
-    assert status_of(interrupted, capsys)[0] == 130
-
-
-def test_run_script_does_not_hide_programming_errors():
-    with pytest.raises(ZeroDivisionError):
-        common.run_script(lambda: 1 / 0)
-
-
-PRESETS = {"": dict(epochs=7, batch_size=32, lr=0.5, width=1.0, amp="off", compile=False),
-           "other": dict(epochs=9)}
-
-
-def parse(*argv, default="main"):
-    parser = common.Parser(prog="x.py")
-    common.add_common_arguments(parser, ["main", "other"])
-    return common.resolve_arguments(parser.parse_args(argv), PRESETS, default)
-
-
-@pytest.mark.parametrize("argv", [
-    ["--epochs", "many"], ["--amp", "fp8"], ["--nonsense"], ["--lr"], ["extra"]])
-def test_parser_errors_are_one_line(argv, capsys):
-    with pytest.raises(SystemExit) as stop:
-        parse(*argv)
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.count("\n") == 1 and err.startswith("x.py: error: ")
-
-
-def test_presets_fill_what_the_command_line_leaves_out():
+def test_presets_are_defaults_and_do_not_leak_into_each_other():
     args = parse()
-    assert (args.dataset, args.epochs, args.batch_size, args.lr) == ("main", 7, 32, 0.5)
-    args = parse("--dataset", "other")
-    assert (args.epochs, args.lr) == (9, 0.5)
-    args = parse("--dataset", "other", "--epochs", "0", "-b", "5", "--lr", "0")
+    assert (args.dataset, args.epochs, args.lr, args.taste) == ("main", 3, 0.25, "sweet")
+    args = parse("--dataset", "other")  # nothing of the default data set's preset
+    assert (args.epochs, args.lr, args.taste) == (9, 0.5, "none")
+    args = parse("--dataset", "other", "-e", "0", "-b", "5", "--lr", "0", "--no-plot", "--compile")
     assert (args.epochs, args.batch_size, args.lr) == (0, 5, 0.0)  # 0 is a value, not an absence
-    assert parse("--compile").compile is True and parse("--no-plot").plot is False
+    assert args.plot is False and args.compile is True
+    assert set(args.explicit) == {"dataset", "epochs", "batch_size", "lr", "plot", "compile",
+                                  "device"}
+    args = parse(epochs=7)  # a script's own defaults win over presets, the command line over both
+    assert (args.epochs, parse("-e", "1", epochs=7).epochs) == (7, 1)
+    assert parse("--dataset", "folder:/some/where").taste == "cold"
+    args = parse("--dataset", "folder:/some/where", "--preset", "other")
+    assert (args.taste, args.epochs, args.dataset) == ("none", 9, "folder:/some/where")
 
 
-@pytest.mark.parametrize("argv, name", [
-    (["--epochs", "-1"], "--epochs -1"), (["-b", "0"], "--batch-size 0"),
-    (["--lr", "-0.1"], "--lr -0.1"), (["--lr", "nan"], "--lr nan"),
-    (["--lr", "inf"], "--lr inf"), (["--width", "0"], "--width 0"),
-    (["--limit-steps", "0"], "--limit-steps 0"), (["--seed", "-1"], "--seed -1"),
-    (["--seed", str(2**31)], f"--seed {2**31}")])
-def test_values_out_of_range_are_refused_by_name(argv, name):
-    with pytest.raises(UserError, match=re.escape(name)):
-        parse(*argv)
+def test_what_differs_is_printed_with_threads_and_help_shows_the_presets_values(capsys):
+    parse("--dataset", "other", "--measure", "0.25")
+    [line] = capsys.readouterr().out.splitlines()
+    for word in ("dataset other", "epochs 9", "measure 0.25", "1 threads", "1 process"):
+        assert word in line
+    assert "batch_size" not in line and "data_dir" not in line
+    with pytest.raises(SystemExit):
+        parse("--dataset", "other", "--help")
+    text = capsys.readouterr().out
+    assert re.search(r"passes over the training set\s+\(9\)", text) and "paper" in text
+    for flag in ("--dataset --preset --image-size --width --seed --epochs --batch-size --lr --amp "
+                 "--limit-steps --runs --predict --data-dir --out-dir --name --device --workers "
+                 "--compile --no-compile --eval --fresh --plot --no-plot --taste").split():
+        assert flag in text, flag
 
 
-def test_check_batch():
-    args = argparse.Namespace(batch_size=63)
-    common.check_batch(args, World(size=1))
-    common.check_batch(args, World(size=9))
-    with pytest.raises(UserError, match="63.*2 processes"):
-        common.check_batch(args, World(size=2))
+@pytest.mark.parametrize("argv, named", [
+    ("--epochs many", "--epochs"), ("--epochs -1", "--epochs"), ("-b 0", "--batch-size"),
+    ("--lr -0.1", "--lr"), ("--lr nan", "--lr"), ("--lr inf", "--lr"), ("--width 0", "--width"),
+    ("--width 1000000", "--width"), ("--limit-steps 0", "--limit-steps"), ("--seed -1", "--seed"),
+    ("--seed 1.5", "--seed"), (f"--seed {2**31}", "--seed"), ("--runs 0", "--runs"),
+    ("--amp fp8", "--amp"), ("--image-size 5000", "--image-size"), ("--workers -1", "--workers"),
+    ("--nonsense", "--nonsense"), ("--lr", "--lr"), ("extra", "extra"), ("--ep 3", "--ep"),
+    ("--dataset nonsense", "nonsense"), ("--preset nonsense", "nonsense"), ("--dataset", "dataset"),
+    ("--measure 1.1", "--measure")])
+def test_bad_options_are_refused_by_name(argv, named):
+    with pytest.raises(UserError) as error:
+        parse(*argv.split())
+    assert named in one_line(error)
 
 
 @pytest.mark.parametrize("device", ["banana", "meta", "cuda:99", ""])
-def test_start_world_refuses_devices_that_are_not_there(device):
+def test_devices_that_are_not_there(device):
     with pytest.raises(UserError, match=f"--device {device}"):
-        common.start_world(device)
+        common.start(device)
 
 
-def test_start_world_alone():
-    assert common.start_world("cpu") == (0, 0, 1, torch.device("cpu")) and MAIN.is_main
+def test_an_error_of_the_options_is_one_line_and_status_2_of_the_process(tmp_path):
+    child = Child(tmp_path, run_ddu, "--dataset", "nonsense").wait()
+    assert child.status == 2 and child.stdout == ""
+    assert child.stderr.count("\n") == 1 and child.stderr.startswith("ddu.py: error: ")
 
 
-# ---- Seeds --------------------------------------------------------------------------------------
+def test_launch_hides_no_programming_error():
+    with pytest.raises(ZeroDivisionError):
+        common.launch(lambda: 1 / 0)
 
 
-def test_derive_seed_mixes():
-    grid = [(s, e, t) for s in range(12) for e in range(12) for t in range(12)]
-    seeds = [common.derive_seed(*key) for key in grid]
+# ---- Processes ----------------------------------------------------------------------------------
+
+
+def test_derive_seed_mixes_and_seed_all_seeds_everything():
+    seeds = [common.derive_seed(s, e, t) for s in range(9) for e in range(9) for t in range(9)]
     assert len(set(seeds)) == len(seeds) and all(0 <= s < 2**63 for s in seeds)
-    assert common.derive_seed(1, 2) != common.derive_seed(2, 1) != common.derive_seed(3)
-    assert common.derive_seed(1, 2, 3) == common.derive_seed(1, 2, 3)
+    assert common.derive_seed(1, 2) != common.derive_seed(2, 1)
     flipped = [bin(common.derive_seed(s, 4) ^ common.derive_seed(s + 1, 4)).count("1")
                for s in range(400)]
     assert 30 < np.mean(flipped) < 33 and min(flipped) > 10  # of 63 bits, half flip: 31.5
 
-
-def test_seed_all_seeds_everything():
     def draw(*key):
         common.seed_all(*key)
         return random.random(), np.random.rand(), torch.rand(()).item()
@@ -150,50 +130,60 @@ def test_seed_all_seeds_everything():
     assert all(a != b for a, b in zip(draw(3, 1), draw(3, 2)))
 
 
-# ---- Several processes --------------------------------------------------------------------------
+SHARDS = [(4, 3), (5, 0), (1, 6)]
 
 
-def in_gather(sizes):
-    world = common.start_world("cpu")
-    first = sum(sizes[:world.rank])
-    order = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(0))
-    mine = order[first:first + sizes[world.rank]]
-    rows = torch.stack([mine * 2.0, mine * 3.0], 1)
-    placed = common.gather_rows(rows, mine, sum(sizes), world)
-    joined = common.concat_rows(mine, world)
-    problems = []
-    for index, n in ((mine, sum(sizes) + 1), (torch.zeros_like(mine), sum(sizes)),
-                     (mine + 1, sum(sizes))):
+def in_collectives(folder):
+    common.start("cpu")
+    rank = common.rank()
+    found = {"rank": (rank, common.world_size(), common.is_main())}
+
+    def prepare():
+        if rank == 0:
+            time.sleep(0.2)
+            (folder / "made").touch()
+        return (folder / "made").exists()
+
+    found["first"] = common.main_first(prepare)
+    found["sum"] = common.all_reduce(torch.tensor(float(rank + 1))).item()
+    found["main's"] = common.broadcast({"a": torch.arange(3), "b": f"from {rank}"})
+    found["all"] = common.gather_objects(10 * rank)
+    with common.alone():
+        found["alone"] = (common.rank(), common.world_size(), common.gather_objects(rank),
+                          common.all_reduce(torch.tensor(rank)).item())
+    found["rows"] = []
+    for sizes in SHARDS:
+        order = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(0))
+        mine = order.split(sizes)[rank]
+        rows = torch.stack([mine * 2.0, mine * 3.0], 1).t().contiguous().t()  # strided
+        found["rows"].append(common.gather_rows(mine, rows, mine.int()))
+    for wrong in (torch.tensor([0, 1]), torch.tensor([0, 1]) + 3 * rank):  # twice; missing
         try:
-            common.gather_rows(rows, index, n, world)
-            problems.append("")
+            found["wrong"] = found.get("wrong", []) + [common.gather_rows(wrong, wrong)]
         except RuntimeError as error:
-            problems.append(str(error))
+            found["wrong"] = found.get("wrong", []) + [str(error)]
     dist.destroy_process_group()
-    return placed, torch.equal(joined, order), problems
+    return found
 
 
-@pytest.mark.parametrize("sizes", [(4, 3), (5, 0), (1, 6)])
-def test_gather_and_concat_rows_of_uneven_shards(ranks, sizes):
-    n = torch.arange(7.0 if sum(sizes) == 7 else 5.0)
-    for placed, joined, problems in ranks(in_gather, sizes):
-        assert torch.equal(placed, torch.stack([2 * n, 3 * n], 1)) and joined
-        assert all("rows for" in p for p in problems)  # missing, twice, out of range
+def test_collectives_of_two_processes(ranks, tmp_path):
+    main, other = ranks(in_collectives, tmp_path)
+    assert main["rank"] == (0, 2, True) and other["rank"] == (1, 2, False)
+    for r, found in enumerate((main, other)):
+        assert found["first"] and found["sum"] == 3 and found["all"] == [0, 10]
+        assert found["main's"]["b"] == "from 0" and found["main's"]["a"].tolist() == [0, 1, 2]
+        assert found["alone"] == (0, 1, [r], r)
+    for sizes, (rows, index) in zip(SHARDS, main["rows"]):
+        n = torch.arange(float(sum(sizes)))
+        assert torch.equal(rows, torch.stack([2 * n, 3 * n], 1)) and torch.equal(index, n.int())
+    assert other["rows"] == [None] * 3 and other["wrong"] == [None] * 2
+    assert all("missing or came twice" in text for text in main["wrong"])
 
 
-def test_gather_rows_alone_and_its_errors():
-    index = torch.tensor([2, 0, 1])
-    assert common.gather_rows(index * 10, index, 3, MAIN).tolist() == [0, 10, 20]
-    assert common.concat_rows(index, MAIN) is index
-    for wrong in ([0, 1], [0, 1, 1], [0, 1, 3], [0, 1, 2, 2]):
-        with pytest.raises(RuntimeError, match="rows for 3 examples"):
-            common.gather_rows(torch.ones(len(wrong)), torch.tensor(wrong), 3, MAIN)
-
-
-def batch_norm_case(shape=(7, 3, 4, 5)):
+def batch_norm_case():
     """A float64 batch far from zero mean, a cotangent, and a layer with a true affine map."""
     generator = torch.Generator().manual_seed(5)
-    x, w = (torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    x, w = (torch.randn(7, 3, 4, 5, generator=generator, dtype=torch.float64) for _ in range(2))
     layer = nn.BatchNorm2d(3, eps=1e-3, momentum=0.2, dtype=torch.float64)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([0.5, -1.0, 2.0]))
@@ -209,212 +199,124 @@ def batch_norm_derivatives(layer, x, w):
     first = torch.autograd.grad((y.tanh() * w).sum(), [x, layer.weight, layer.bias],
                                 create_graph=True)
     second = torch.autograd.grad(first[0].square().sum() / 2, [x, layer.weight])
-    return [y, *first, *second, layer.running_mean, layer.running_var, layer.num_batches_tracked]
+    statistics = [layer.running_mean, layer.running_var, layer.num_batches_tracked]
+    return [t.detach() for t in (y, *first, *second, *statistics, layer.eval()(x))]
 
 
-def in_batch_norm(sizes):
-    world = common.start_world("cpu")
-    x, w, layer = batch_norm_case()
-    net = common.sync_batch_norm(nn.Sequential(nn.Conv2d(1, 1, 1), nn.Sequential(layer)), world)
-    assert type(net[1][0]) is common.GlobalBatchNorm2d and set(net[1][0].state_dict()) == {
-        "weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
-    mine = slice(0, sizes[0]) if world.rank == 0 else slice(sizes[0], None)
-    parts = batch_norm_derivatives(layer, x[mine], w[mine])
-    parts += [layer.eval()(x[mine])]
+def in_batch_norm(all_sizes):
+    device, results = common.start("cpu"), []
+    for sizes in all_sizes:
+        x, w, layer = batch_norm_case()
+        net = common.data_parallel(nn.Sequential(nn.Conv2d(1, 1, 1), layer), device)
+        assert isinstance(net, nn.parallel.DistributedDataParallel)
+        assert type(layer) is common.GlobalBatchNorm2d and len(layer.state_dict()) == 5
+        mine = slice(0, sizes[0]) if common.rank() == 0 else slice(sizes[0], None)
+        results.append(batch_norm_derivatives(layer, x[mine], w[mine]))
     dist.destroy_process_group()
-    return [p.detach() for p in parts]
+    return results
 
 
-@pytest.mark.parametrize("sizes", [(3, 4), (7, 0)])
-def test_global_batch_norm_equals_batch_norm_of_the_whole_batch(ranks, sizes):
+def test_global_batch_norm_equals_batch_norm_of_the_whole_batch(ranks):
+    sizes = [(3, 4), (7, 0)]
     x, w, layer = batch_norm_case()
     whole = batch_norm_derivatives(layer, x, w)
-    whole += [layer.eval()(x)]
-    a, b = ranks(in_batch_norm, sizes)
     close = dict(rtol=1e-9, atol=1e-11)
-    for i in (0, 1, 4, 9):  # y, dx, ddx, eval y: rows of the batch
-        torch.testing.assert_close(torch.cat([a[i], b[i]]), whole[i].detach(), **close)
-    for i in (2, 3, 5):     # gradients of the parameters: DDP sums them
-        torch.testing.assert_close(a[i] + b[i], whole[i].detach(), **close)
-    for i in (6, 7, 8):     # the same running statistics on all
-        torch.testing.assert_close(a[i], whole[i], **close)
-        assert torch.equal(a[i], b[i])
+    for a, b in zip(*ranks(in_batch_norm, sizes)):
+        for i in (0, 1, 4, 9):  # y, dx, ddx, eval y: rows of the batch
+            assert torch.allclose(torch.cat([a[i], b[i]]), whole[i], **close), i
+        for i in (2, 3, 5):  # of the affine map: each process's share
+            assert torch.allclose(a[i] + b[i], whole[i], **close), i
+        for i in (6, 7, 8):
+            assert torch.allclose(a[i], whole[i], **close) and torch.equal(a[i], b[i]), i
 
 
-def test_sync_batch_norm_alone_changes_nothing():
-    net = nn.Sequential(nn.BatchNorm2d(2))
-    assert common.sync_batch_norm(net, MAIN) is net and type(net[0]) is nn.BatchNorm2d
+# ---- Files --------------------------------------------------------------------------------------
 
 
-def dropout_output(x):
-    layer = common.Dropout(0.3)
-    torch.manual_seed(11)
-    outputs = [layer(x), layer(x)]
-    return torch.stack([*outputs, layer.eval()(x)])
+def test_write_is_whole_or_nothing_and_synced_before_the_rename(tmp_path, monkeypatch):
+    path, calls, fsync, replace = tmp_path / "x", [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda n: calls.append("fsync") or fsync(n))
+    monkeypatch.setattr(os, "replace", lambda a, b: calls.append("replace") or replace(a, b))
+    common.write(path, "old")
+    assert calls == ["fsync", "replace"] and path.read_text() == "old"
 
+    def full(*_):
+        raise OSError(28, "No space left on device")
 
-def dropout_input(memory_format):
-    return torch.ones(6, 4, 5, 3).contiguous(memory_format=memory_format)
-
-
-def in_dropout(memory_format):
-    world = common.start_world("cpu")
-    x = dropout_input(memory_format).chunk(2)[world.rank].contiguous(memory_format=memory_format)
-    y = dropout_output(x)
-    dist.destroy_process_group()
-    return y
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_dropout_masks_do_not_depend_on_the_number_of_processes(ranks, memory_format):
-    whole = dropout_output(dropout_input(memory_format))
-    assert 0.15 < (whole[0] == 0).float().mean() < 0.45 and not torch.equal(whole[0], whole[1])
-    assert torch.equal(whole[2], torch.ones_like(whole[2]))
-    assert torch.equal(torch.cat(ranks(in_dropout, memory_format), 1), whole)
-
-
-def in_main_first(folder):
-    world = common.start_world("cpu")
-    with common.main_first(world):
-        if world.rank == 0:
-            time.sleep(0.3)
-            (folder / "made").touch()
-        there = (folder / "made").exists()
-    total = common.all_reduce(torch.tensor(float(world.rank + 1)), world).item()
-    common.barrier(world)
-    dist.destroy_process_group()
-    return there, total, tuple(world[:3])
-
-
-def test_main_first_lets_the_first_process_prepare(ranks, tmp_path):
-    assert ranks(in_main_first, tmp_path) == [(True, 3.0, (0, 0, 2)), (True, 3.0, (1, 1, 2))]
-
-
-# ---- Atomic files -------------------------------------------------------------------------------
-
-
-def state_of(value, n=1000):
-    return {"config": {"value": value}, "weights": torch.full((n,), float(value))}
-
-
-def test_a_crash_inside_the_write_keeps_the_old_checkpoint(tmp_path, monkeypatch):
-    path = tmp_path / "last.pt"
-    common.save_checkpoint(path, state_of(1))
-    before = path.read_bytes()
-
-    def crash(state, file):
-        file.write(b"half a checkpoint")
-        raise OSError("no space left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", crash)
-        with pytest.raises(OSError, match="no space"):
-            common.save_checkpoint(path, state_of(2))
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-    common.save_checkpoint(path, state_of(3))
-    assert common.load_checkpoint(path)["weights"][0] == 3 and list(tmp_path.iterdir()) == [path]
-
-
-def test_checkpoints_are_synced_before_and_after_the_rename(tmp_path, monkeypatch):
-    path, calls = tmp_path / "last.pt", []
-    fsync, replace = os.fsync, os.replace
-
-    def note_fsync(number):
-        calls.append("directory" if os.path.isdir(f"/proc/self/fd/{number}") else "file")
-        fsync(number)
-
-    def note_replace(source, target):
-        assert os.path.dirname(source) == str(tmp_path) and target == path
-        calls.append("rename")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(os, "replace", note_replace)
-    common.save_checkpoint(path, state_of(1))
-    assert calls == ["file", "rename", "directory"] or not os.path.isdir("/proc/self/fd")
+    for name in ("fsync", "replace"):  # a disk that fills up
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, full)
+            with pytest.raises(UserError) as error:
+                common.write(path, "new")
+            assert "No space left" in one_line(error) and str(path) in str(error.value)
+    for place in (tmp_path / "absent" / "x", path / "below a file", tmp_path):
+        with pytest.raises(UserError, match="cannot write"):
+            common.write(place, "new")
+        with pytest.raises(UserError, match="cannot write"):
+            common.check_writable(place)
+    common.check_writable(tmp_path / "new")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
 def write_for_ever(path):
     for i in range(10**9):
-        common.save_checkpoint(path, state_of(i, 300_000))
-        common.write_json(path.with_suffix(".json"), {"value": i, "padding": "x" * 100_000})
+        state = {"value": i, "weights": torch.full((300_000,), float(i))}
+        common.write(path, common.to_bytes(state))
 
 
-def test_kill_9_at_any_moment_leaves_whole_files(tmp_path):
+def test_kill_9_at_any_moment_leaves_a_whole_file(tmp_path):
     path = tmp_path / "last.pt"
-    for attempt in range(6):
-        child = Child(tmp_path, write_for_ever, path)
+    for attempt in range(3):
         seen = path.stat().st_mtime_ns if path.exists() else 0
-        wait_for(lambda: path.with_suffix(".json").exists() and path.stat().st_mtime_ns > seen,
-                 what="checkpoint")
+        child = Child(tmp_path, write_for_ever, path)
+        wait_for(lambda: path.exists() and path.stat().st_mtime_ns > seen, what="file")
         time.sleep(0.013 * attempt)
-        os.kill(child.process.pid, signal.SIGKILL)
+        child.process.kill()
         child.process.join()
-        assert child.status == -signal.SIGKILL
         state = common.load_checkpoint(path)
-        assert (state["weights"] == state["config"]["value"]).all()
-        assert len(json.loads(path.with_suffix(".json").read_text())["padding"]) == 100_000
+        assert (state["weights"] == state["value"]).all()
 
 
-def test_checkpoints_round_trip(tmp_path):
+def checkpoint(path):
+    """A file with tensors of several types; (its bytes, its content)."""
     state = {"config": {"a": 1, "b": [1, "x", None], "c": True}, "t": torch.arange(3),
-             "nested": {"f": 0.5}}
-    common.save_checkpoint(tmp_path / "x.pt", state)
-    loaded = common.load_checkpoint(tmp_path / "x.pt", same=state["config"])
-    assert loaded["config"] == state["config"] and loaded["nested"] == state["nested"]
-    assert torch.equal(loaded["t"], state["t"])
+             "net": {"w": torch.randn(40, 5), "half": torch.ones(7).bfloat16()}, "f": 0.5}
+    common.write(path, common.to_bytes(state))
+    return path.read_bytes(), state
 
 
-def one_line(error):
-    text = str(error.value)
-    assert "\n" not in text
-    return text
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return a == b
 
 
-def test_load_checkpoint_absent(tmp_path):
-    with pytest.raises(UserError) as error:
-        common.load_checkpoint(tmp_path / "last.pt")
-    assert "no checkpoint" in one_line(error) and "last.pt" in str(error.value)
-
-
-@pytest.mark.parametrize("damage", [
-    "truncated", "empty", "text", "not_ours", "no_config", "directory"])
-def test_load_checkpoint_refuses_what_is_not_a_checkpoint(tmp_path, damage):
+def test_a_flipped_byte_in_any_record_is_found(tmp_path):
     path = tmp_path / "last.pt"
-    common.save_checkpoint(path, state_of(1))
-    whole = path.read_bytes()
-    if damage == "truncated":
-        path.write_bytes(whole[:len(whole) // 2])
-    elif damage == "empty":
-        path.write_bytes(b"")
-    elif damage == "text":
-        path.write_text("not a checkpoint\nat all\n")
-    elif damage == "directory":
-        path.unlink()
-        path.mkdir()
-    else:
-        torch.save([1, 2] if damage == "not_ours" else {"model": torch.ones(2)}, path)
-    with pytest.raises(UserError) as error:
-        common.load_checkpoint(path)
-    assert "last.pt" in one_line(error)
+    whole, state = checkpoint(path)
+    assert same(common.load_checkpoint(path), state)
+    data = set()
+    for record in zipfile.ZipFile(io.BytesIO(whole)).infolist():
+        head = record.header_offset
+        names = sum(int.from_bytes(whole[head + k:head + k + 2], "little") for k in (26, 28))
+        start = head + 30 + names
+        data |= {start, start + record.file_size // 2, start + record.file_size - 1}
+    assert len(data) > 12  # the pickle, the tensors, versions
+    anywhere = set(range(0, len(whole), 37))
+    for place in data | anywhere:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1:])
+        try:
+            loaded = common.load_checkpoint(path)
+        except UserError:
+            continue
+        assert place not in data, place
+        assert same(loaded, state), place  # padding, or a date
 
 
-def test_load_checkpoint_lists_the_options_that_differ(tmp_path):
-    path = tmp_path / "last.pt"
-    config = {"lr": 0.1, "epochs": 5, "model": "a", "gone": 1}
-    common.save_checkpoint(path, {"config": common.to_json(config)})
-    with pytest.raises(UserError) as error:
-        common.load_checkpoint(path, same={"lr": 0.2, "epochs": 5, "model": "b", "new": 2})
-    text = one_line(error)
-    for part in ("lr (0.1 there, 0.2 now)", "model (a there, b now)", "gone (1 there",
-                 "new (None there"):
-        assert part in text
-    assert "epochs" not in text
-    common.load_checkpoint(path, same={**config, "lr": torch.tensor(0.1, dtype=torch.float64)})
-
-
-class Malicious:
-    """Unpickling this would make a file."""
+class Hostile:
+    """Unpickling this would make a directory."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -423,201 +325,479 @@ class Malicious:
         return os.mkdir, (self.path,)
 
 
-def test_checkpoints_run_no_code(tmp_path):
-    trap, path = tmp_path / "trap", tmp_path / "last.pt"
-    torch.save({"config": {}, "x": Malicious(trap)}, path)
-    with pytest.raises(UserError):
+@pytest.mark.parametrize("damage", [
+    "truncated", "empty", "text", "no_dict", "hostile", "directory", "absent"])
+def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path, damage):
+    path, trap = tmp_path / "last.pt", tmp_path / "trap"
+    whole, _ = checkpoint(path)
+    if damage in ("directory", "absent"):
+        path.unlink()
+        if damage == "directory":
+            path.mkdir()
+    elif damage in ("no_dict", "hostile"):
+        torch.save([1, 2] if damage == "no_dict" else {"config": {}, "x": Hostile(trap)}, path)
+    else:
+        path.write_bytes({"truncated": whole[:len(whole) // 2], "empty": b"",
+                          "text": b"not a checkpoint\nat all\n"}[damage])
+    with pytest.raises(UserError) as error:
         common.load_checkpoint(path)
-    assert not trap.exists()
-    torch.load(path, weights_only=False)  # the trap does work
-    assert trap.exists()
+    text = one_line(error)
+    assert "last.pt" in text and "weights_only" not in text and not trap.exists()
+    if damage == "hostile":
+        torch.load(path, weights_only=False)  # the trap does work
+        assert trap.exists()
 
 
 def test_load_arrays(tmp_path):
     path = tmp_path / "x.npz"
-    common.save_arrays(path, {"a": torch.arange(3.0), "b": np.ones((2, 2))})
-    assert list(tmp_path.iterdir()) == [path]
+    common.save_arrays(path, a=torch.arange(3.0), b=np.ones((2, 2)))
     arrays = common.load_arrays(path, ("a", "b"))
     assert arrays["a"].tolist() == [0, 1, 2] and arrays["b"].shape == (2, 2)
-    with pytest.raises(UserError, match=r"no array .*\bc\b"):
-        common.load_arrays(path, ("a", "c"))
-    with pytest.raises(UserError, match="no file"):
-        common.load_arrays(tmp_path / "y.npz", ("a",))
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(UserError, match="not a readable"):
-        common.load_arrays(path, ("a",))
-    np.savez(path, a=np.array([Malicious(tmp_path / "trap")], dtype=object))
-    with pytest.raises(UserError, match="not a readable"):
-        common.load_arrays(path, ("a",))
+    assert list(tmp_path.iterdir()) == [path]
+    hostile = tmp_path / "hostile.npz"
+    np.savez(hostile, a=np.array([Hostile(tmp_path / "trap")], dtype=object))
+    (tmp_path / "cut.npz").write_bytes(path.read_bytes()[:100])
+    for name, names, text in (("x", "ac", r"no array .*\bc\b"), ("y", "a", "no file"),
+                              ("cut", "a", "not a readable"), ("hostile", "a", "not a readable")):
+        with pytest.raises(UserError, match=text):
+            common.load_arrays(tmp_path / f"{name}.npz", tuple(names))
     assert not (tmp_path / "trap").exists()
 
 
-def test_json_is_strict(tmp_path):
+def test_plain_is_strict_json():
     value = {"nan": math.nan, "list": (1, -math.inf, np.float32(0.5), np.int64(3)),
              7: torch.tensor([1.0, math.nan]), "flag": True, "np_flag": np.bool_(False),
              "path": REPO / "x", "none": None, "array": np.array([[1, 2]]), "big": 2**60}
-    common.write_json(tmp_path / "x.json", value)
-
-    def refuse(name):
-        raise AssertionError(name)
-
-    back = json.loads((tmp_path / "x.json").read_text(), parse_constant=refuse)
+    back = json.loads(json.dumps(common.plain(value), allow_nan=False))
     assert back == {"nan": None, "list": [1, None, 0.5, 3], "7": [1.0, None], "flag": True,
                     "np_flag": False, "path": str(REPO / "x"), "none": None, "array": [[1, 2]],
                     "big": 2**60}
     assert back["flag"] is True and back["np_flag"] is False
-    assert list(tmp_path.iterdir()) == [tmp_path / "x.json"]
 
 
-# ---- The run directory --------------------------------------------------------------------------
+# ---- Runs ---------------------------------------------------------------------------------------
 
 
-def make_run(tmp_path, config, **options):
-    defaults = dict(out_dir=str(tmp_path / "runs"), resume="auto", eval=False, quiet=True)
-    run = common.Run(argparse.Namespace(**{**defaults, **options}), "x", "name", config, MAIN)
-    run.open()
-    return run
+def make_run(folder, *argv, name="name"):
+    return common.Run(parse("--out-dir", str(folder), *argv), "x", name)
 
 
-def test_run_directory(tmp_path):
-    run = make_run(tmp_path, {"lr": 0.1})
-    assert run.load() is None
-    assert json.loads((run.directory / "args.json").read_text()) == {"lr": 0.1}
-    run.log(epoch=1, epochs=2, loss=1.5, seconds=0.1)
-    run.save(model={"w": torch.ones(2)})
-    run.log(epoch=2, epochs=2, loss=math.nan, seconds=0.1)
-    run.save(model={"w": torch.zeros(2)})
-    rows = [json.loads(line) for line in (run.directory / "log.jsonl").read_text().splitlines()]
-    assert [(row["epoch"], row["loss"]) for row in rows] == [(1, 1.5), (2, None)]
-    assert rows[0]["peak_memory_gb"] > 0
-    again = make_run(tmp_path, {"lr": 0.1})
-    assert torch.equal(again.load()["model"]["w"], torch.zeros(2)) and len(again.history) == 2
-    assert make_run(tmp_path, {"lr": 0.1}, resume="never").load() is None
-    other = make_run(tmp_path / "other", {"lr": 0.1}, resume=str(run.checkpoint))
-    assert other.load() is not None
-    with pytest.raises(UserError, match="no checkpoint"):
-        make_run(tmp_path / "other", {"lr": 0.1}, resume=str(tmp_path / "absent.pt")).load()
-    content = run.results({"test/nll": math.nan}, {"train_s": 1.0}, extra=[1])
-    assert content == json.loads((run.directory / "results.json").read_text())
-    assert set(content) == {"config", "metrics", "timing", "environment", "extra"}
-    assert {"commit", "python", "torch", "device", "processes"} <= set(content["environment"])
+def parts():
+    common.seed_all(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 1))
+    return net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 
 
-def test_a_refused_start_leaves_the_run_directory_alone(tmp_path):
-    run = make_run(tmp_path, {"lr": 0.1})
-    run.save(model={})
-    before = {p.name: p.read_bytes() for p in run.directory.iterdir()}
-    with pytest.raises(UserError, match="lr"):
-        make_run(tmp_path, {"lr": 0.2}).load()
-    assert {p.name: p.read_bytes() for p in run.directory.iterdir()} == before
+def fit(run, epochs=3, spoil=None, stop=None, **more):
+    """A small training by `run.epochs`; spoil(net, epoch) before each log, stop: in that epoch."""
+    net, optimiser = parts()
+    for epoch in run.epochs(epochs, net=net, optimiser=optimiser, **more):
+        common.seed_all(1, epoch)
+        x = torch.randn(32, 4)
+        loss = (net(x)[:, 0] - x.sum(1)).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        if epoch == stop:
+            return None
+        if spoil and epoch:
+            loss = spoil(net, loss)
+        run.log(loss, accuracy=torch.tensor(0.5), lr=0.05, examples=32)
+    return net.state_dict()
 
 
-def test_log_tells_of_the_last_epoch_even_if_killed_while_saving(tmp_path, monkeypatch):
-    """Between the two files of a save: whichever is old, the next start makes them agree."""
-    run, real, calls = make_run(tmp_path, {}), common._replacing, []
-
-    def killed_after_the_first(path):
-        calls.append(path)
-        if len(calls) > 1:
-            raise KeyboardInterrupt
-        return real(path)
-
-    run.log(epoch=1, epochs=1, loss=0.5, seconds=0.1)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(common, "_replacing", killed_after_the_first)
-        run.save(model={}, epoch=1)
-    again = make_run(tmp_path, {})
-    if again.load() is not None:  # the checkpoint has the epoch, so nothing more is saved
-        again.results({}, {})
-        assert (again.directory / "log.jsonl").exists()
-
-
-def test_run_refuses_a_path_that_is_no_directory(tmp_path):
-    (tmp_path / "runs").write_text("a file")
-    with pytest.raises(UserError, match="cannot write"):
-        make_run(tmp_path, {})
-    assert (tmp_path / "runs").read_text() == "a file"
+def test_epochs_resume_exactly_and_leave_a_log(tmp_path, capsys):
+    whole = fit(make_run(tmp_path / "whole"))
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if line.startswith("last ")]
+    assert len(lines) == 3 and "last 1/3" in lines[0]
+    for word in ("loss", "accuracy 0.5", "lr 0.05", "examples_per_s", "s left"):
+        assert word in lines[0]
+    for stop in (1, 2):
+        assert fit(make_run(tmp_path / "cut"), stop=stop) is None
+    assert not capsys.readouterr().err
+    run = make_run(tmp_path / "cut")
+    assert same(fit(run), whole)
+    a, b = (tmp_path / k / "x" / "name" for k in ("whole", "cut"))
+    assert_same_checkpoints(a / "last.pt", b / "last.pt")
+    rows = [json.loads(line) for line in (b / "last.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows] == [1, 2, 3] and rows == common.plain(run.history)
+    again = make_run(tmp_path / "cut")
+    before = (b / "last.pt").read_bytes()
+    assert same(fit(again), whole) and (b / "last.pt").read_bytes() == before
+    assert again.seconds.get("train") is None  # nothing was trained
 
 
-# ---- Signals ------------------------------------------------------------------------------------
+def test_eval_needs_a_finished_run_and_may_change_how_it_is_computed(tmp_path):
+    with pytest.raises(UserError, match="train first"):
+        make_run(tmp_path, "--eval")
+    assert not (tmp_path / "x").exists()
+    fit(make_run(tmp_path), stop=2)
+    with pytest.raises(UserError, match="2 of 3 epochs"):
+        fit(make_run(tmp_path, "--eval"))
+    whole = fit(make_run(tmp_path))
+    free = "-b 7 --amp bf16 --limit-steps 2 --measure 0.1 --runs 4 --workers 0".split()
+    assert same(fit(make_run(tmp_path, "--eval", *free)), whole)
+    with pytest.raises(UserError, match="lr 0.25 there, 0.3 now"):
+        make_run(tmp_path, "--eval", "--lr", "0.3")
 
 
-def test_stop_signals():
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        with common.StopSignals() as stop:
-            assert stop.asked(MAIN) == 0
-            os.kill(os.getpid(), number)
-            assert stop.asked(MAIN, step=3) == number
-            if number == signal.SIGINT:
-                with pytest.raises(KeyboardInterrupt):
-                    os.kill(os.getpid(), number)
-                    time.sleep(1)
-        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+def test_fresh_starts_anew_once(tmp_path):
+    whole = fit(make_run(tmp_path))
+    run = make_run(tmp_path, "--fresh", "--lr", "0.3")  # other options too
+    assert run.load("last") is None
+    assert fit(run, stop=1) is None
+    run.epochs(3)
+    assert run.load("last")["epoch"] == 1  # what it wrote itself counts
+    assert same(fit(make_run(tmp_path, "--fresh")), whole)
 
 
-def test_stop_signals_in_a_thread_are_left_alone():
-    found = []
+@pytest.mark.parametrize("spoil", ["loss", "weight", "mean", "variance"])
+def test_what_is_not_finite_never_replaces_a_good_checkpoint(tmp_path, spoil):
+    """The running statistics, too: they are buffers, no parameters."""
+    def ruin(net, loss):
+        if spoil == "loss":
+            return loss * math.nan
+        tensor = {"weight": net[0].weight, "mean": net[1].running_mean,
+                  "variance": net[1].running_var}[spoil]
+        tensor.data[1] = math.nan if spoil == "weight" else math.inf
+        return loss
 
-    def body():
-        with common.StopSignals() as stop:
-            found.append(stop.asked(MAIN))
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    assert found == [0]
-
-
-def in_stop():
-    world = common.start_world("cpu")
-    with common.StopSignals() as stop:
-        before = [stop.asked(world, step) for step in range(12)]
-        if world.rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        dist.barrier()
-        after = [stop.asked(world, step) for step in (12, 19, 20)]
-    dist.destroy_process_group()
-    return before, after
-
-
-def test_all_processes_stop_when_one_is_asked(ranks):
-    assert ranks(in_stop) == [([0] * 12, [0, 0, signal.SIGTERM])] * 2
-
-
-# ---- Small things -------------------------------------------------------------------------------
-
-
-def test_check_finite_names_step_loss_and_learning_rate():
-    common.check_finite(torch.ones(4), 0, lambda step: 1.0)
-    common.check_finite(torch.ones(0), 0, lambda step: 1.0)
-    for value, shown in ((math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")):
+    for _ in range(2):  # and again: nothing was lost or changed
         with pytest.raises(UserError) as error:
-            common.check_finite(torch.tensor([1.0, 2.0, value, math.nan]), 30,
-                                lambda step: step / 64)
-        assert f"loss {shown} at step 32 with learning rate 0.5" in one_line(error)
+            fit(make_run(tmp_path), spoil=ruin)
+        assert "--lr" in one_line(error) and "epoch 2" in str(error.value)
+        state = common.load_checkpoint(tmp_path / "x" / "name" / "last.pt")
+        assert state["epoch"] == 1 and common.all_finite(state)
+    assert same(fit(make_run(tmp_path)), fit(make_run(tmp_path / "calm")))
 
 
-def test_format_table():
-    table = common.format_table(["name", "value"], [["a", 1.5], ["long name", None], ["b", 123456]])
-    assert table.split("\n") == ["name        value", "-----------------", "a             1.5",
-                                 "long name", "b          123456"]
+def test_a_checkpoint_that_does_not_fit_is_refused_and_left_alone(tmp_path):
+    path = tmp_path / "x" / "name" / "last.pt"
+    fit(make_run(tmp_path))
+    good = torch.load(path, weights_only=True)
+    for change in ({"optimiser": None}, {"history": None}, {"config": None},
+                   {"net": {"0.weight": torch.ones(2)}}):
+        state = {k: v for k, v in {**good, **change}.items() if v is not None}
+        torch.save(state, path)
+        before = path.read_bytes()
+        with pytest.raises(UserError) as error:
+            fit(make_run(tmp_path))
+        assert "last.pt" in one_line(error) and path.read_bytes() == before
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match="last.pt"):
+        fit(make_run(tmp_path))
 
 
-def test_progress_is_silent_off_a_terminal(capsys):
-    batches = [1, 2]
-    assert common.progress(batches, 2, "epoch", False, MAIN) is batches
+def test_a_directory_belongs_to_one_set_of_options(tmp_path):
+    fit(make_run(tmp_path))
+    make_run(tmp_path, "--measure", "0.1", "--no-plot", "--workers", "1", "--runs", "2")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "x" / "name").iterdir()}
+    with pytest.raises(UserError) as error:
+        make_run(tmp_path, "--lr", "0.3", "--taste", "bitter", "-e", "4")
+    for part in ("lr 0.25 there, 0.3 now", "taste sweet there, bitter now", "epochs 3 there"):
+        assert part in one_line(error)
+    assert "seed" not in str(error.value)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "x" / "name").iterdir()} == before
+
+
+def hold(folder, argv=()):
+    make_run(folder, *argv)
+    (folder / "held").touch()
+    time.sleep(300)
+
+
+def test_a_directory_belongs_to_one_process_and_forgets_what_a_killed_one_left(tmp_path):
+    child = Child(tmp_path, hold, tmp_path)
+    wait_for(lambda: (tmp_path / "held").exists() or not child.process.is_alive(), what="run")
+    for argv in ([], ["--lr", "0.3"], ["--fresh"]):
+        with pytest.raises(UserError, match="in use by another process"):
+            make_run(tmp_path, *argv)
+    child.process.kill()
+    child.process.join()
+    left_over = tmp_path / "x" / "name" / ".last.pt.tmp"
+    left_over.write_bytes(b"half a checkpoint")
+    make_run(tmp_path)
+    assert not left_over.exists()
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", "/tmp/x", "..", ".", "nul\0byte", "x" * 300])
+def test_a_name_is_one_part_of_a_path(tmp_path, name):
+    with pytest.raises(UserError, match="--name") as error:
+        make_run(tmp_path / "out", "--name", name)
+    assert "\0" not in one_line(error) and not list(tmp_path.iterdir())
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(UserError, match="cannot write"):
+        make_run(tmp_path / "file")
+    with pytest.raises(UserError, match="cannot write"):
+        make_run(tmp_path / ("x" * 300))
+    assert (tmp_path / "file").read_text() == "kept"
+    assert make_run(tmp_path, name="folder:/a b/ü").dir.parent == tmp_path / "x"
+
+
+def test_pieces_have_their_own_identity(tmp_path):
+    run = make_run(tmp_path)
+    assert run.load("fit") is None
+    run.save("fit", {"samples": 3}, mean=torch.ones(2))
+    assert torch.equal(make_run(tmp_path).load("fit", {"samples": 3})["mean"], torch.ones(2))
+    with pytest.raises(UserError, match="samples 3 there, 4 now"):
+        make_run(tmp_path).load("fit", {"samples": 4})
+
+
+# ---- Rows, reports, tables ----------------------------------------------------------------------
+
+
+def rows_of(seeds, shift=0.0):
+    rng = np.random.default_rng(0)
+    return [row for seed in seeds for a in [rng.random(2) + shift] for row in (
+        {"method": "DDU", "seed": seed, "set": "t", "n": 10, "accuracy": a[0], "nll": a[1]},
+        {"method": "DDU", "seed": seed, "set": "t", "against": "o_d", "n": 10, "auroc": a[0]})]
+
+
+def test_report_writes_and_prints_mean_and_standard_error(tmp_path, capsys):
+    rows, run = rows_of([1, 2, 3]), make_run(tmp_path, "--measure", "0.25")
+    rows[0]["odd"] = math.nan
+    with run.clock("fit"):
+        time.sleep(0.01)
+    capsys.readouterr()
+    back = run.report(rows, ["accuracy", "auroc"], curve=torch.ones(2))
+    content = strict_json(run.dir / "results.json")
+    assert content["rows"] == back and content["curve"] == [1.0, 1.0] and back[0]["odd"] is None
+    assert content["config"]["measure"] == 0.25 and content["config"]["device"] == "cpu"
+    assert content["script"] == "x" and 0.01 <= content["seconds"]["fit"] < content["seconds"]["total"]
+    environment = content["environment"]
+    assert environment["threads"] == 1 and environment["processes"] == 1
+    assert environment["torch"] == torch.__version__ and 0.01 < environment["peak_memory_gb"]
+    assert {"commit", "python", "numpy", "device"} <= environment.keys()
+    with open(run.dir / "results.csv") as file:
+        cells = list(csv.DictReader(file))
+    assert len(cells) == 6 and float(cells[0]["accuracy"]) == rows[0]["accuracy"]
+    assert cells[0]["against"] == "" and cells[1]["against"] == "o_d" and cells[0]["odd"] == ""
+    out = capsys.readouterr().out
+    for values, metric in (([r["accuracy"] for r in rows[::2]], "accuracy"),
+                           ([r["auroc"] for r in rows[1::2]], "auroc")):
+        error = np.std(values, ddof=1) / math.sqrt(3)
+        assert f"{np.mean(values):.4f} ± {error:.4f}" in out and metric in out
+    assert "nll" not in out
+
+
+def test_table_pools_seeds_of_directories_and_separates_options(tmp_path, capsys):
+    values = {}
+    for lr in ("0.1", "0.2"):
+        for seed in (1, 2, 3):
+            rows = rows_of([seed], shift=seed * float(lr))
+            make_run(tmp_path, "--seed", str(seed), "--lr", lr, name=f"{lr}-{seed}").report(rows)
+            values.setdefault(lr, []).append(rows[0]["accuracy"])
+    folders = [str(p) for p in sorted((tmp_path / "x").iterdir())]
+    folders[0] += "/results.json"
+
+    def table(*argv):
+        capsys.readouterr()
+        common.table([*folders, *argv])
+        return capsys.readouterr().out.strip()
+
+    text = {form: table("--metrics", "accuracy", "auroc", "--format", form)
+            for form in ("text", "markdown", "latex", "csv")}
+    for lr, v in values.items():
+        mean, error = np.mean(v), np.std(v, ddof=1) / math.sqrt(3)
+        for form, sign in (("text", " ± "), ("markdown", " ± "), ("latex", " $\\pm$ ")):
+            [line] = [li for li in text[form].splitlines() if f"lr={lr}" in li and "o" not in li]
+            assert f"{mean:.4f}{sign}{error:.4f}" in line and " 3 " in line, line
+        first = next(csv.DictReader(io.StringIO(text["csv"].split("\n\n")[0])))
+        assert float(first["accuracy_se"]) > 0 and first["seeds"] == "3"
+        [row] = [r for r in csv.DictReader(io.StringIO(text["csv"].split("\n\n")[0]))
+                 if r["run"] == f"lr={lr}"]
+        assert float(row["accuracy"]) == pytest.approx(mean, rel=1e-12)
+        assert float(row["accuracy_se"]) == pytest.approx(error, rel=1e-9)
+    assert re.fullmatch(r"[|: -]+", text["markdown"].splitlines()[1]) and r"o\_d" in text["latex"]
+    assert text["latex"].count(r"\begin{tabular}") == text["latex"].count(r"\end{tabular}") == 2
+    assert "nll" not in text["text"] and "nll" in table() and "seed=" not in text["text"]
+    assert table("--sets", "absent") == ""
+    (tmp_path / "no.json").write_text("{}")
+    for wrong in (tmp_path / "absent", tmp_path, tmp_path / "no.json"):
+        with pytest.raises(UserError, match="not the results of a run"):
+            common.table([str(wrong)])
+
+
+def test_tables_of_mixed_cells():
+    header, lines = common.pool([
+        {"method": "a", "seed": 1, "set": "s", "n": 3, "x": 1.5, "kind": "flat"},
+        {"method": "a", "seed": 2, "set": "s", "n": 3, "x": 2.5, "kind": "flat"},
+        {"method": "b", "seed": 1, "set": "s", "n": 3, "x": None, "y": 123456.7}])
+    assert header == ["method", "set", "n", "seeds", "x", "kind", "y"]
+    assert lines[0] == ["a", "s", 3, 2, (2.0, 0.5), "flat", None]
+    assert lines[1] == ["b", "s", 3, 1, None, None, (123456.7, None)]
+    text = common.format_table(header, lines).splitlines()
+    assert text[2].split() == ["a", "s", "3", "2", "2.0000", "±", "0.5000", "flat"]
+    assert text[3].split() == ["b", "s", "3", "1", "1.2346e+05"]
+
+
+class Files:
+    files, labels = ("a/0.png", "b, c/1.png"), torch.tensor([1, -1])
+
+
+def test_predictions_are_a_line_an_example(tmp_path):
+    members = torch.randn(3, 2, 4, dtype=torch.float64).log_softmax(-1)
+    for dataset, log_probs in ((Files, members), (None, members[0])):
+        common.write_predictions(tmp_path / "p.csv", dataset, log_probs, decision=["ood", "clean"],
+                                 density=torch.tensor([1.5, -2.0]))
+        with open(tmp_path / "p.csv") as file:
+            rows = list(csv.DictReader(file))
+        probs = log_probs.exp() if log_probs.ndim == 3 else log_probs.exp()[None]
+        mean, entropies = probs.mean(0), -(probs * probs.log()).sum(-1)
+        total = -(mean * mean.log()).sum(-1)
+        for i, row in enumerate(rows):
+            assert int(row["predicted"]) == mean[i].argmax()
+            expected = {"confidence": mean[i].max(), "total": total[i], "density": [1.5, -2.0][i],
+                        "aleatoric": entropies[:, i].mean(),
+                        "epistemic": total[i] - entropies[:, i].mean()}
+            for name, value in expected.items():
+                assert float(row[name]) == pytest.approx(float(value), abs=1e-9), name
+            assert row["decision"] == ["ood", "clean"][i]
+        if dataset:
+            assert [(r["file"], r["label"]) for r in rows] == [("a/0.png", "1"),
+                                                               ("b, c/1.png", "-1")]
+        else:
+            assert [r["index"] for r in rows] == ["0", "1"] and "label" not in rows[0]
+
+
+# ---- Signals, platforms, pictures ---------------------------------------------------------------
+
+
+def train_for_ever(folder):
+    run = make_run(folder, "-e", "1000000")
+    sys.argv = ["x.py"]
+
+    def main():
+        net, optimiser = parts()
+        for _ in run.epochs(1_000_000, net=net, optimiser=optimiser):
+            time.sleep(0.01)
+            run.log(1.0)
+
+    common.launch(main)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_one_line_and_128_more(tmp_path, number):
+    child, path = Child(tmp_path, train_for_ever, tmp_path), tmp_path / "x" / "name" / "last.pt"
+    wait_for(lambda: path.exists() or not child.process.is_alive(), what="checkpoint")
+    os.kill(child.process.pid, number)
+    child.wait(30)
+    assert child.status == 128 + number
+    assert child.stderr.count("\n") == 1 and number.name in child.stderr
+    assert common.load_checkpoint(path)["epoch"] >= 1
+
+
+def on_windows(folder):
+    """What is missing there: POSIX modules and calls."""
+    sys.modules["fcntl"] = sys.modules["resource"] = None
+    for name in ("sysconf", "sysconf_names", "getuid", "fork"):
+        if hasattr(os, name):
+            delattr(os, name)
+    module = importlib.reload(common)
+    assert module.fcntl is None
+    run = make_run(folder)
+    fit(run)
+    run.report(rows_of([1]))
+    return module.peak_memory_gb(run.args.device), module.device_memory(run.args.device)
+
+
+def test_scripts_start_without_posix_modules(tmp_path):
+    assert Child(tmp_path, on_windows, tmp_path).value() == (None, None)
+
+
+def test_memory_of_this_machine():
+    cpu = torch.device("cpu")
+    assert 0.01 < common.peak_memory_gb(cpu) < common.device_memory(cpu) / 1e9
+
+
+def test_under_torchrun_an_error_is_printed_last_and_once(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
+               "--master_addr=127.0.0.1", f"--master_port={free_port()}", "ddu.py", "--dataset",
+               "nonsense", "--out-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=200)
+    assert done.returncode != 0 and not list(tmp_path.iterdir())
+    text = done.stdout + done.stderr
+    assert text.count("--dataset nonsense: choose from") == 1
+    after = text.split("--dataset nonsense: choose from")[1]
+    assert after.count("\n") <= 12 and "ddu.py: error" in text
+
+
+def in_a_refusal(folder):
+    sys.argv = ["x.py"]
+    common.launch(lambda: make_run(folder, "-b", "1"))
+
+
+def test_what_all_processes_see_ends_all_of_them(tmp_path):
+    main, other = start_ranks(tmp_path, 2, in_a_refusal, tmp_path)
+    assert main.wait(60).status == 2 and other.wait(60).status != 0
+    assert "--batch-size 1 is global" in main.stderr and main.stderr.count("\n") == 1
+    assert not (tmp_path / "x").exists()
+
+
+def test_progress_is_silent_off_a_terminal(capsys, tmp_path):
+    batches = [1, 2, 3]
+    assert common.progress(batches, 3, "epoch") is batches
+
+    class Loader:
+        def __len__(self):
+            return 3
+
+        def epoch(self, epoch):
+            return [f"{epoch}:{i}" for i in range(3)]
+
+    run = make_run(tmp_path, "--limit-steps", "2")
+    assert list(run.steps(Loader(), 5)) == [(0, "5:0"), (1, "5:1")]
     assert capsys.readouterr().err == ""
 
 
-def test_pyplot_absent(monkeypatch, capsys):
+def test_pictures_need_matplotlib_and_say_so(tmp_path, monkeypatch, capsys):
+    plt = common.pyplot()
+    figure, axis = plt.subplots()
+    axis.plot([1, 2])
+    common.save_figure(plt, figure, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 1000 and not plt.get_fignums()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert common.pyplot() is None
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "pip install matplotlib" in err
+    out = "".join(capsys.readouterr())
+    assert out.count("\n") == 1 and "pip install matplotlib" in out
 
 
-def test_memory_and_time():
-    watch = common.Stopwatch(MAIN.device)
-    assert 0 <= watch.seconds() < 5
-    assert 0.01 < common.peak_memory_gb(MAIN) < common.device_memory(MAIN) / 1e9
+# ---- The README ---------------------------------------------------------------------------------
+
+
+def readme_lines():
+    """The commands of README.md: of fenced blocks (joined, chains split), and `python X.py ...`."""
+    text = (REPO / "README.md").read_text()
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    lines = [part.strip().removeprefix("$ ") for line in lines
+             for part in re.split(r"&&|;|\|", line)]
+    spans = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    return lines, [" ".join(span.split()) for span in spans]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_commands_of_the_readme_and_the_docstring_parse(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script, (lines, spans) = importlib.import_module(name), readme_lines()
+    pattern = rf"([A-Z_]+=\S+ )?((python|torchrun)\b.* )?{name}\.py( -|$)"
+    lines = [line for line in lines + spans if re.match(pattern, line.split("#")[0].strip())]
+    usage = script.__doc__.split("Usage:")[1].split("\n\n")[0].replace("\\\n", " ")
+    commands = [line.strip() for line in usage.splitlines() if line.strip()]
+    assert lines and len(commands) >= 2
+    for line in lines + commands:  # published results rest on them
+        words = shlex.split(line.replace("…", ""), comments=True)
+        for file in filter(re.compile(r"[\w.]+\.(ckpt|npz)").fullmatch, words):
+            (tmp_path / file).touch()  # some are looked for at once
+        script.parse_args(words[words.index(f"{name}.py") + 1:])
+
+
+def test_the_files_of_the_readmes_commands_exist():
+    for line in readme_lines()[0]:
+        for script in re.findall(r"(?:python|torchrun)\b.*?(\w+\.py)\b", line.split("#")[0]):
+            assert (REPO / script).exists() or (REPO / "tests" / script).exists(), line

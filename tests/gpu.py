@@ -1,0 +1,328 @@
+"""What one GPU does, in at most ten minutes: speeds for the README, then the tests that need CUDA.
+
+  python tests/gpu.py --data-dir data            # data/ holds CIFAR-10's files: accuracies too
+  python tests/gpu.py                            # random images: speed alone
+  python tests/gpu.py ddu forde --out gpu.json   # some of the rows
+  python tests/gpu.py --tiny                     # on the CPU, in seconds: does it run?
+
+Training runs through each script's own loop: loader, augmentation, optimiser, logging. The rate is
+that of the second epoch. The bf16 peak is measured here, by a product of 8192 x 8192 matrices, and
+the floating-point operations of a training step are counted by torch.utils.flop_counter, those of
+power iterations left out. A row that fails is reported as such, and the next one begins.
+"""
+
+import argparse
+import ast
+import contextlib
+import io
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+TESTS = Path(__file__).resolve().parent
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]
+import common  # noqa: E402
+import data  # noqa: E402
+import ddu  # noqa: E402
+import forde  # noqa: E402
+import gbnn2d  # noqa: E402
+import proxy_distill  # noqa: E402
+import swag_laplace_ensembles as sle  # noqa: E402
+from bench import like_weights  # noqa: E402
+
+LIMIT_S = 600
+
+
+class Bench:
+    """The device, the sizes, and the rows so far."""
+
+    def __init__(self, asked, folder):
+        self.asked, self.folder, self.rows, self.name = asked, folder, [], None
+        self.device = torch.device("cpu" if asked.tiny else "cuda")
+        self.start, self.peak = time.perf_counter(), None
+
+    def size(self, whole, tiny):
+        return tiny if self.asked.tiny else whole
+
+    def left_s(self):
+        return LIMIT_S - (time.perf_counter() - self.start)
+
+    def options(self, script, *argv):
+        """A script's options, without the line it prints about them."""
+        argv = [*map(str, argv), "--device", self.device.type, "--out-dir", str(self.folder)]
+        with contextlib.redirect_stdout(io.StringIO()):
+            return script.parse_args(argv)
+
+    def seconds(self, work):
+        """(seconds of work(), its value), the device waited for."""
+        self.wait()
+        start = time.perf_counter()
+        value = work()
+        self.wait()
+        return time.perf_counter() - start, value
+
+    def wait(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def forget_memory(self):
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def add(self, what, value, unit, flops=None, **more):
+        """Note a row; flops: of an image, where the value is images a second."""
+        row = {"name": self.name, "what": what, "value": value, "unit": unit, **more}
+        if flops:
+            row |= {"tflops": 1e-12 * flops * value, "share_of_bf16_peak": 1e-12 * flops * value
+                    / self.peak}
+        if self.device.type == "cuda":
+            row["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        self.rows.append(row)
+        print(format_row(row), flush=True)
+
+    def images(self, split, n, side=32, classes=10):
+        """CIFAR-10's where --data-dir is given, else random ones."""
+        if self.asked.data_dir and side == 32:
+            return data.load("cifar10", split, self.asked.data_dir, val_fraction=0.0, limit=n)
+        generator = torch.Generator().manual_seed(0)
+        pixels = torch.randint(0, 256, (n, 3, side, side), dtype=torch.uint8, generator=generator)
+        return data.ImageSet("random", pixels, torch.arange(n) % classes, classes, (0.5,) * 3,
+                             (0.25,) * 3)
+
+    def measure_peak(self):
+        """TFLOP/s of a bf16 matrix product."""
+        n = self.size(8192, 128)
+        a, b = (torch.randn(n, n, device=self.device, dtype=torch.bfloat16) for _ in range(2))
+        several = lambda: [a @ b for _ in range(10)] and None
+        seconds = min(self.seconds(several)[0] for _ in range(5)) / 10
+        self.peak = 2e-12 * n**3 / seconds
+
+
+def format_row(row):
+    """A line of a markdown table."""
+    share = f"{100 * row['share_of_bf16_peak']:.1f} %" if "share_of_bf16_peak" in row else ""
+    memory = f"{row['memory_gb']:.1f} GB" if "memory_gb" in row else ""
+    value = row.get("error") or f"{row['value']:,.4g} {row['unit']}"
+    return f"| {row['name']} | {row['what']} | {value} | {share} | {memory} |"
+
+
+def flops_of(net, x, training=True):
+    """Floating-point operations of a forward pass, and of a backward pass too, by image."""
+    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
+        outputs = net(x)
+        if training:
+            (outputs[0] if isinstance(outputs, tuple) else outputs).sum().backward()
+    net.zero_grad()
+    return counter.get_total_flops() / len(x)
+
+
+def bench_ddu(bench):
+    """Training of WRN-28-10 with spectral norm, as the paper's, with and without --amp bf16; with
+    CIFAR-10 a whole short run."""
+    steps, width, depth = bench.size(150, 1), bench.size(1.0, 0.05), bench.size(28, 10)
+    net_argv = ["--dataset", "cifar10", "--width", width, "--depth", depth, "--batch-size",
+                bench.size(128, 8)]
+    train_set = bench.images("train", bench.size(50_000, 16))
+    plain = ddu.make_network(bench.options(ddu, *net_argv, "--no-sn"), 10, train_set.shape)
+    flops = flops_of(plain, torch.randn(8, *train_set.shape, device=bench.device))
+    for amp in ("off", "bf16"):
+        args = bench.options(ddu, *net_argv, "--amp", amp, "--epochs", 2, "--limit-steps", steps,
+                             "--lr", 0.01)
+        bench.forget_memory()
+        net, run = ddu.make_network(args, 10, train_set.shape), common.Run(args, "gpu", amp)
+        ddu.train(net, train_set, args, 1, run, "network")
+        bench.add(f"WRN-{depth}-{10 * width:g} training, spectral norm, amp {amp}",
+                  run.history[-1]["examples_per_s"], "images/s", flops)
+    if bench.asked.data_dir:
+        there = [name for name, file in (("cifar100", "cifar-100-python"),
+                                         ("svhn", "test_32x32.mat"))
+                 if any(Path(bench.asked.data_dir).rglob(file))]
+        argv = [*net_argv, "--amp", "bf16", "--epochs", bench.size(8, 1), "--schedule", "one_cycle",
+                "--data-dir", bench.asked.data_dir, "--device", bench.device.type, "--out-dir",
+                bench.folder, "--no-plot", "--ood", *there,
+                *bench.size([], ["--limit-steps", "1"])]
+        seconds, rows = bench.seconds(lambda: ddu.main([str(word) for word in argv]))
+        for row in rows:
+            for key in ("accuracy", "nll", "ece15", "auroc_density", "auroc_entropy"):
+                if row.get(key) is not None:
+                    sets = filter(None, (row["set"], row.get("against")))
+                    bench.add(f"{bench.size(8, 1)} epochs, {' against '.join(sets)}", row[key],
+                              key, seconds=seconds)
+
+
+def bench_forde(bench):
+    """An epoch of FoRDE-PCA with ten ResNet-18, and of its deep ensemble."""
+    members, steps = bench.size(10, 2), bench.size(40, 1)
+    train_set = bench.images("train", bench.size(50_000, 16))
+    argv = ["--dataset", "cifar10", "--members", members, "--width", bench.size(1.0, 0.05), "--lr",
+            0.01, "--batch-size", bench.size(128, 8), "--epochs", 2, "--limit-steps", steps]
+    basis, dim = None, math.prod(train_set.shape)
+    if bench.asked.tiny:  # a basis of 3072 dimensions takes the CPU minutes
+        basis = torch.eye(dim), torch.ones(dim)
+    for method in ("deep_ensemble", "forde_pca"):
+        for amp in ("off", "bf16"):
+            for chunk in (members, members // 2, 1):
+                bench.forget_memory()
+                try:
+                    args = bench.options(forde, *argv, "--amp", amp, "--chunk", chunk)
+                    args = forde.with_method(args, method)
+                    run = common.Run(args, "forde", f"{method}-{amp}-{chunk}")
+                    if method == "forde_pca" and basis is None:
+                        seconds, basis = bench.seconds(
+                            lambda: forde.principal_components(train_set, args))
+                        bench.add(f"basis of {dim} dimensions", seconds, "s")
+                    nets = forde.make_ensemble(args, 1, 10, train_set.shape)
+                    forde.train(nets, {"train": train_set}, basis, run, "nets", args, 1)
+                    break
+                except torch.OutOfMemoryError:
+                    nets = None
+            whole = len(train_set) // args.batch_size / steps
+            bench.add(f"{method}, {members} ResNet-18, {chunk} at once, amp {amp}",
+                      run.history[-1]["seconds"] * whole, "s an epoch")
+
+
+def bench_proxy_distill(bench):
+    """Training and evaluation of ResNet-50 on 224x224 images that are on the device already."""
+    side, classes = bench.size(224, 72), bench.size(1000, 10)
+    dataset = bench.images("train", bench.size(4096, 8), side, classes)
+    shape, batch = dataset.shape, bench.size(256, 4)
+    for amp in ("off", "bf16"):
+        args = bench.options(
+            proxy_distill, "--dataset", "imagenet", "--model", bench.size("resnet50", "resnet18"),
+            "--width", bench.size(1.0, 0.05), "--amp", amp, "--base-epochs", 2, "--batch-size",
+            batch, "--limit-steps", bench.size(16, 1), "--lr", 0.01)
+        args = proxy_distill.network_args(args, "base", 1)
+        bench.forget_memory()
+        net = proxy_distill.make_network(args.model, classes, shape, args.width)
+        net = net.to(args.device, memory_format=torch.channels_last)
+        x = torch.randn(4, *shape, device=bench.device)
+        run = common.Run(args, "gpu", f"resnet50-{amp}")
+        proxy_distill.train(net, dataset, args, run)
+        bench.add(f"{args.model} training, batch {batch}, amp {amp}",
+                  run.history[-1]["examples_per_s"], "images/s", flops_of(net, x))
+        bench.forget_memory()
+        models = proxy_distill.Models([net.eval()])
+        evaluate = lambda: sum(1 for _ in proxy_distill.passes(models, dataset, args))
+        seconds = min(bench.seconds(evaluate)[0] for _ in range(2))
+        bench.add(f"{args.model} evaluation, amp {amp}", len(dataset) / seconds, "images/s",
+                  flops_of(net, x, training=False))
+
+
+def bench_swag(bench):
+    """A sample of WRN-28-10 from 25 iterates: drawn, and evaluated on 10,000 images."""
+    own = bench.images("test", bench.size(10_000, 16))
+    argv = ["--dataset", "cifar10", "--model", "wrn_28_10", "--width", bench.size(1.0, 0.05)]
+    argv += bench.size([], ["--depth", 10])
+    for amp in ("off", "bf16"):
+        args = bench.options(sle, *argv, "--amp", amp)
+        bench.forget_memory()
+        net = sle.make_network(args, own)
+        mean, rank = sle.get_vector(net), bench.size(25, 3)
+        if amp == "off":
+            iterates = mean + 1e-3 * sle.seeded_noise((rank, len(mean)), bench.device, 1)
+            moments = sle.swag_moments(iterates)
+            draw = lambda: sle.swag_samples(
+                *moments, sle.seeded_noise((8, len(mean)), bench.device, 2),
+                sle.seeded_noise((8, rank), bench.device, 3))
+            seconds = min(bench.seconds(draw)[0] for _ in range(3)) / 8
+            bench.add(f"SWAG draw of {len(mean):,} weights, rank {rank}", 1e3 * seconds, "ms")
+        sampler = sle.Sampler(net.eval())
+        seconds = min(bench.seconds(lambda: sle.predict(sampler, own, args))[0] for _ in range(2))
+        bench.add(f"evaluation of a sample on {len(own):,} images, amp {amp}", seconds, "s")
+
+
+def bench_gbnn2d(bench):
+    """The mixture of WRN-28-10's weights: learned, labelled, merged."""
+    n, k = bench.size(36_518_832, 4000), bench.size(6000, 16)
+    mu, sigma = like_weights(n).T.contiguous().to(bench.device)
+    size = torch.rand(n, device=bench.device)
+    bench.forget_memory()
+    seconds, found = bench.seconds(lambda: gbnn2d.share_weights(
+        mu, sigma, size, torch.Generator().manual_seed(0), k0=k, min_cluster=bench.size(20, 2)))
+    bench.add(f"mixture of {n:,} weights, K0 = {k}, merged to {len(found[1].centres)}", seconds,
+              "s")
+
+
+def cuda_tests():
+    """Node ids of the tests that are skipped without CUDA."""
+    found = []
+    for path in sorted(TESTS.glob("test_*.py")):
+        body = ast.parse(path.read_text()).body
+        marks = {target.id for node in body if isinstance(node, ast.Assign)
+                 and "cuda.is_available" in ast.unparse(node) for target in node.targets}
+        for node in body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                text = ast.unparse(node)
+                used = {ast.unparse(d).split("(")[0] for d in node.decorator_list}
+                if "cuda.is_available" in text or used & marks:
+                    found.append(f"{path}::{node.name}")
+    return found
+
+
+def run_tests(bench):
+    """The last line of pytest on them, in a process of its own."""
+    found = cuda_tests()
+    if bench.asked.tiny or not found:
+        return f"not run: {len(found)} tests need CUDA"
+    try:
+        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+                               *found], cwd=TESTS.parent, capture_output=True, text=True,
+                              timeout=max(30, bench.left_s()))
+    except subprocess.TimeoutExpired:
+        return f"{len(found)} tests were not done in time"
+    print(done.stdout[-4000:], done.stderr[-2000:], flush=True)
+    return f"{(done.stdout.strip().splitlines() or ['no output'])[-1]} (status {done.returncode})"
+
+
+ROWS = {"ddu": bench_ddu, "forde": bench_forde, "proxy_distill": bench_proxy_distill,
+        "swag": bench_swag, "gbnn2d": bench_gbnn2d}
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(ROWS)}, tests")
+    parser.add_argument("--data-dir", help="with CIFAR-10's files (and CIFAR-100's, SVHN's)")
+    parser.add_argument("--out", default="gpu.json", help="the rows as JSON")
+    parser.add_argument("--tiny", action="store_true", help="on the CPU, in seconds")
+    asked = parser.parse_args(argv)
+    if unknown := {*asked.names} - {*ROWS, "tests"}:
+        parser.error(f"no row {min(unknown)}; choose from {', '.join(ROWS)}, tests")
+    if not asked.tiny and not torch.cuda.is_available():
+        parser.error("no CUDA device; --tiny runs on the CPU")
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(asked, folder)
+        bench.measure_peak()
+        environment = common.environment(bench.device)
+        print(f"{environment['device']}, torch {torch.__version__}: bf16 peak "
+              f"{bench.peak:,.4g} TFLOP/s\n| row | what | value | of the bf16 peak | memory |\n"
+              "|---|---|---|---|---|", flush=True)
+        for bench.name in asked.names or ROWS:
+            if bench.name == "tests":
+                continue
+            try:
+                if bench.left_s() < LIMIT_S / 5:
+                    raise TimeoutError("no time left; ask for this row by name")
+                ROWS[bench.name](bench)
+            except Exception as error:  # the other rows are worth having
+                traceback.print_exc()
+                bench.rows.append({"name": bench.name, "what": "failed",
+                                   "error": f"{type(error).__name__}: {error}"})
+        tests = run_tests(bench) if "tests" in (asked.names or ["tests"]) else "not asked for"
+    print(f"tests: {tests}\n\n" + "\n".join(map(format_row, bench.rows)))
+    content = {"environment": environment, "bf16_peak_tflops": bench.peak, "tests": tests,
+               "seconds": LIMIT_S - bench.left_s(), "rows": bench.rows}
+    Path(asked.out).write_text(json.dumps(common.plain(content), indent=1))
+    return bench.rows
+
+
+if __name__ == "__main__":
+    sys.exit(any("error" in row for row in main()))

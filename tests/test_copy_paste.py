@@ -1,0 +1,220 @@
+"""The Method section of each script, cut out and run alone under the script's own imports: no
+common, no data, no process group. What a reader would copy is checked on inputs of its own against
+brute force in float64."""
+
+import ast
+import builtins
+import dis
+import json
+import math
+import re
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.linalg import sqrtm
+from scipy.stats import multivariate_normal
+from torch.distributions import Categorical, Dirichlet, kl_divergence
+
+REPO = Path(__file__).resolve().parent.parent
+SCRIPTS = ("ddu", "forde", "gbnn2d", "proxy_distill", "swag_laplace_ensembles")
+OURS = ("common", "data", *SCRIPTS)
+
+
+def paste(script):
+    """(namespace with the script's imports, but for ours, and its Method section; its code)."""
+    text = (REPO / f"{script}.py").read_text()
+    imports = [n for n in ast.parse(text).body if isinstance(n, (ast.Import, ast.ImportFrom))
+               and {getattr(n, "module", ""), n.names[0].name}.isdisjoint(OURS)]
+    section = re.search(r"^# ---- Method -+\n(.*?)^# ---- Training -+\n", text, re.M | re.S)[1]
+    module, code = types.ModuleType(f"{script}_method"), compile(section, script, "exec")
+    exec(compile(ast.Module(imports, []), "imports", "exec"), vars(module))
+    exec(code, vars(module))
+    return module, code
+
+
+@pytest.fixture
+def method(request, monkeypatch):
+    """The pasted section of the script that the test's name begins with."""
+    for name in OURS:
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
+    torch.manual_seed(0)
+    return paste(next(s for s in SCRIPTS if request.node.name.startswith(f"test_{s}")))[0]
+
+
+def double(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def close(ours, wanted, rtol=1e-9, atol=1e-11):
+    ours, wanted = (x.detach() if torch.is_tensor(x) else x for x in (ours, wanted))
+    np.testing.assert_allclose(ours, wanted, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_section_knows_no_name_from_elsewhere(script):
+    module, code = paste(script)
+    codes = [code]
+    for inner in codes:  # grows: functions, and functions in them
+        codes += [const for const in inner.co_consts if isinstance(const, types.CodeType)]
+    loads = {i.argval for inner in codes for i in dis.get_instructions(inner)
+             if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    unknown = loads - {*vars(module), *dir(builtins), "__name__", "__qualname__", "__annotations__"}
+    assert "torch" in loads and len(codes) > 10 and not unknown
+    assert not [inner.co_name for inner in codes if "args" in inner.co_varnames]
+
+
+@pytest.mark.parametrize("n, dim, eps", [(90, 5, 0.0), (24, 12, 0.3)])
+def test_ddu_density(method, n, dim, eps):
+    labels = torch.arange(n) % 3 * (torch.arange(n) > 5)  # the classes differ in size
+    z, new = double(n, dim) @ double(dim, dim) + labels[:, None], 2 * double(40, dim)
+    own = [z[labels == c].numpy() for c in range(3)]
+    joint = torch.tensor(np.stack([
+        multivariate_normal(rows.mean(0), np.cov(rows.T) + eps * np.eye(dim)).logpdf(new)
+        + math.log(len(rows) / n) for rows in own], 1))
+    fitted = method.fit_gaussians(z, labels, 3, priors=True, eps=eps)
+    scores = method.density_scores(fitted, new)
+    close(scores["density"], joint.logsumexp(1))
+    close(scores["log_posterior"], joint.log_softmax(1))
+
+
+@pytest.mark.parametrize("m", [2, 4, 5])
+def test_forde_repulsion_and_its_gradient(method, m):
+    g, a, b = double(m, 3, 6).requires_grad_(), double(6, 4), 3
+    value = method.repulsion(g, a)
+    gradient, = torch.autograd.grad(value, g)
+    length = np.linalg.norm(g.detach(), axis=-1)
+    unit = g.detach().numpy() / length[..., None]
+    s, k, h = unit @ a.numpy(), np.zeros((m, m, b)), np.zeros((m, b))
+    for j, n in np.ndindex(m, b):
+        squared = ((s[:, n] - s[j, n]) ** 2).sum(1)
+        h[j, n] = np.median(squared) / math.log(m) + 1e-12
+        k[:, j, n] = np.exp(-squared / h[j, n])
+    close(value, sum(math.log(k[i].sum() / b) for i in range(m)) / b)
+    wanted = np.zeros(g.shape)
+    for i, n in np.ndindex(m, b):
+        for j in range(m):  # of k in its first argument alone, then through A and g / |g|
+            wanted[i, n] -= k[i, j, n] * 2 / h[j, n] * (a.numpy() @ (s[i, n] - s[j, n]))
+        wanted[i, n] -= unit[i, n] * (unit[i, n] @ wanted[i, n])
+        wanted[i, n] /= b * k[i].sum() * length[i, n]
+    close(gradient, wanted)
+
+
+def test_gbnn2d_mixture_is_that_of_plain_em(method):
+    x = torch.cat([double(150, 2) * t + u for t, u in ((.3, 0), (1., 2), (.1, -2))])
+    x *= torch.tensor([1.0, 0.01])
+    cells = method.bin_points(x, bins=4096)
+    assert len(cells.count) == len(x)  # each point has its own cell: the sparse EM is the plain one
+    z = (x - cells.shift) / cells.scale
+    start, eye = z[[3, 100, 200, 400]], 1e-6 * torch.eye(2)
+    ours, history = method.fit_mixture(cells, start, iterations=8, tolerance=-math.inf)
+    r = torch.nn.functional.one_hot(torch.cdist(z, start).argmin(1), 4).double()
+    for step in range(9):
+        mass, centres = r.sum(0), r.T @ z / r.sum(0)[:, None]
+        scatter = [(z - c).T @ ((z - c) * own[:, None]) for c, own in zip(centres, r.T)]
+        full = [s / own.sum() + eye for s, own in zip(scatter, r.T)]
+        joint = (mass / len(z)).log() + torch.tensor(np.stack(
+            [multivariate_normal(c, s).logpdf(z) for c, s in zip(centres, full)], 1))
+        if step < 8:
+            close(history[step], joint.logsumexp(1).mean())
+            r = joint.softmax(1)
+    flat = torch.stack([s.flatten()[[0, 1, 3]] for s in full])
+    for own, wanted in zip(ours, (mass / len(z), centres, flat)):
+        close(own, wanted, rtol=1e-7, atol=1e-9)
+    labels, rim, second, alpha = method.assign(
+        x, cells, method.rescale(ours, cells.shift, cells.scale))
+    top, best = joint.topk(2)
+    assert torch.equal(labels.long(), best[:, 0]) and torch.equal(second, best[rim, 1])
+    close(alpha, top[rim].softmax(1)[:, 0], rtol=1e-6)
+    d, precision = z - centres[best[:, 0]], torch.stack(full).inverse()[best[:, 0]]
+    outside = torch.einsum("ni,nij,nj->n", d, precision, d) > 5.991464547  # 95 %
+    assert torch.equal(rim, outside.nonzero()[:, 0]) and 5 < len(rim) < 100
+
+
+def naive_w2(c, s, d, t):
+    s, t = (np.array([[v[0], v[1]], [v[1], v[2]]]) for v in (s, t))
+    root = sqrtm(s)
+    return math.sqrt(((c - d) ** 2).sum() + np.trace(s + t - 2 * sqrtm(root @ t @ root)).real)
+
+
+def test_gbnn2d_merges_the_closest_pair_until_none_is_close(method):
+    k, tau = 12, 0.9
+    covariances = method.covariances_of(0.2 * double(k, 3) + torch.tensor([.5, 0, .5]))
+    mixture = method.Mixture(double(k).softmax(0), double(k, 2), covariances)
+    parts = [[w, c, s, {i}] for i, (w, c, s) in enumerate(zip(*(t.numpy() for t in mixture)))]
+    _, c, s = mixture
+    close(method.wasserstein(c[0], s[0], c[1:], s[1:]),
+          [naive_w2(*parts[0][1:3], *p[1:3]) for p in parts[1:]])
+    merged, _, number, *_ = method.merge_mixture(mixture, torch.zeros(k), tau, tau_v=math.inf)
+    while True:
+        w2, i, j = min((naive_w2(*parts[i][1:3], *parts[j][1:3]), i, j)
+                       for j in range(len(parts)) for i in range(j))
+        if w2 >= tau:
+            break
+        (w, c, s, own), (v, d, t, other) = parts[i], parts.pop(j)
+        p, q, (x, y) = w / (w + v), v / (w + v), c - d
+        s = p * s + q * t + p * q * np.array([x * x, x * y, y * y])
+        parts[i] = [w + v, p * c + q * d, s, own | other]
+    assert 3 < len(parts) < k - 2
+    assert [p[3] for p in parts] == [{*np.flatnonzero(number == n)} for n in range(len(parts))]
+    for own, wanted in zip(merged, zip(*parts)):
+        close(own, np.stack(wanted))
+
+
+@pytest.mark.parametrize("target", ["published", "paper"])
+def test_proxy_distill_reverse_kl(method, target):
+    members = [double(6, 5) + double(6, 5) for _ in range(4)]
+    ensemble = method.ensemble_statistics(iter(members))
+    p = torch.stack(members).softmax(-1)
+    pi = p.mean(0)
+    rmi = torch.stack([kl_divergence(Categorical(pi), Categorical(q)) for q in p]).mean(0)
+    precision = method.proxy_precision(ensemble)
+    close(precision, 4 / (2 * rmi + 2**-23), rtol=1e-8)
+    z, t = double(6, 5).requires_grad_(), 0.7
+    b = precision + (5 * t if target == "published" else 0)
+    plain = kl_divergence(Dirichlet(z.exp() + 0.3), Dirichlet(pi * b[:, None] + 1)) / b
+    ours = method.rkl_proxy_loss(z, ensemble, precision, 0.3, t, target)
+    close(*(torch.autograd.grad(value.sum(), z, retain_graph=True)[0] for value in (ours, plain)),
+          rtol=1e-8)
+    constant = torch.lgamma(pi * b[:, None] + 1).sum(1) - torch.lgamma(b + 5)
+    close(ours, plain - constant / b, rtol=1e-8)
+    wanted = kl_divergence(Dirichlet(pi * precision[:, None] + t), Dirichlet(z.exp() + 0.3))
+    close(method.proxy_loss(z, ensemble, precision, 0.3, t), wanted, rtol=1e-8)
+
+
+def test_swag_laplace_ensembles_swag(method):
+    iterates, scale, r, p = double(4, 6), 0.7, 4, 6
+    mean, variance, deviations = method.swag_moments(iterates.clone())
+    close(variance, iterates.var(0, correction=0))
+    basis = torch.eye(p + r).double()  # samples are linear in the noise: their covariance, exactly
+    root = method.swag_samples(mean, variance, deviations, basis[:, :p].clone(), basis[:, p:],
+                               scale) - mean
+    wanted = iterates.var(0, correction=0).diag() + iterates.T.cov()
+    close(root.T @ root, scale * wanted / 2)
+
+
+def test_swag_laplace_ensembles_laplace(method):
+    x, y, theta, delta = double(30, 4), torch.arange(30) % 3, double(15), 0.2
+
+    def loss(theta):
+        logits = x @ theta[:12].view(3, 4).T + theta[12:]
+        return torch.nn.functional.cross_entropy(logits, y, reduction="sum")
+
+    last, hessian = method.LastLayer(x, y), torch.autograd.functional.hessian(loss, theta)
+    outputs = method.head_outputs(theta[None], last)
+    close(-30 * method.log_predictive_density(outputs, y), loss(theta))
+    for structure, wanted in (("full", hessian), ("diag", hessian.diagonal().diag())):
+        spectrum = method.decompose(structure, last, theta)
+        root = method.laplace_samples(theta, spectrum, delta, torch.eye(15).double()) - theta
+        close(root.T @ root, torch.linalg.inv(wanted + delta * torch.eye(15)), rtol=1e-7)
+
+
+def test_the_gpu_script_runs_on_the_cpu(tmp_path):
+    import gpu
+    gpu.main(["--tiny", "--out", str(tmp_path / "gpu.json")])
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert {row["name"] for row in rows} == {*gpu.ROWS} and len(rows) > 12
+    assert all(row.get("value", 0) > 0 for row in rows), rows
