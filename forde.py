@@ -20,7 +20,14 @@ Usage:
       forde.py --dataset cifar100                          # two machines, R = 0 and 1
 
 Expected:
-  not measured yet
+  glyphs, mean +- standard error of n = 10 seeds (1-5, on whose first the setting was chosen, and
+    6-10 to confirm), 40-50 s a seed with one thread on two CPU cores; the differences are paired:
+    NLL under corruption 0.637 +- 0.008 nats (deep ensemble), FoRDE-PCA 0.026 +- 0.003 and
+    FoRDE-identity 0.029 +- 0.002 lower (seeds 6-10 alone: 0.020 +- 0.003, 0.029 +- 0.003); its ECE
+    5.3 +- 0.2 %, 1.3 +- 0.1 and 0.7 +- 0.1 lower. AUROC of letters by epistemic entropy 0.817 +-
+    0.004, 0.016 +- 0.002 and 0.012 +- 0.002 higher. Accuracy 95.95 +- 0.18, 96.08, 96.10 %.
+  cifar100: not measured. The paper has, for ten members: NLL 0.70, 0.71, 0.70 nats, accuracy 81.8,
+    81.4, 82.1 %, accuracy under corruption 54.3, 56.1, 54.1 %.
 
 Differs from the published code (github.com/AaltoPML/FoRDE, commit e8f9d74; JAX and Haiku):
   - It also does what the code leaves out: tuned lengthscales, the repulsions the paper compares,
@@ -35,6 +42,9 @@ Differs from the published code (github.com/AaltoPML/FoRDE, commit e8f9d74; JAX 
   - Corruption metrics pool all kinds of a severity, as published; those of each kind are extra.
   - TinyImageNet is scaled to [0, 1] (there 0 to 255, with the statistics of that scale).
   - Nesterov momentum has no flag (the published one is ignored); no warm-up (off there).
+  - Feature repulsion projects on the largest directions of the likelihood gradients, by a singular
+    value decomposition (its published code: on the smallest eigenvectors of their Gram matrix, and
+    with squared distances squared again in the bandwidth).
   - nll_miss is None where the ensemble makes no error (there NaN).
 """
 
@@ -614,9 +624,10 @@ def principal_components(train_set, args) -> tuple[Tensor, Tensor]:
         raise UserError(f"{train_set.name} is not in memory and has no basis; use --methods "
                         "forde_identity")
     dim = math.prod(train_set.shape)
-    content = hashlib.sha256(repr((train_set.shape, train_set.mean, train_set.std)).encode())
-    content.update(train_set.images.contiguous().numpy())
-    path = Path(args.out_dir, "forde", f"pca-{content.hexdigest()[:20]}.pt")
+    rows = train_set.images.flatten(1).contiguous().numpy()
+    content = sum(int(hashlib.sha256(row).hexdigest(), 16) for row in rows)  # in any order
+    content = repr((content, train_set.shape, train_set.mean, train_set.std)).encode()
+    path = Path(args.out_dir, "forde", f"pca-{hashlib.sha256(content).hexdigest()[:20]}.pt")
     if not args.pca and not common.broadcast(path.exists()):
         needed, memory = 5 * 8 * dim**2, common.device_memory(args.device)
         if memory and needed > memory:

@@ -18,7 +18,11 @@ Usage:
   python proxy_distill.py --dataset imagenet --eval --ensemble-paths seed0.ckpt seed1.ckpt \
       --student-path student.ckpt            # the published checkpoints, as they are
 
-EXPECTED
+Expected:
+  numbers under noise, `python proxy_distill.py` with the members of seed 1 (n = 1, two CPU cores
+    shared with other work): a single network 90.1 %, NLL 0.320; the ensemble of five 95.9 %, 0.249;
+    AUROC of letters 0.961 (total uncertainty) and 0.995 (epistemic). Students: not measured.
+  imagenet, ResNet-50, the published checkpoints: not measured.
 
 Differs from the published code (github.com/yandex-research/proxy-dirichlet-distillation):
   - The default loss is the paper's, rkl_proxy. The published ImageNet command has --loss proxy, the

@@ -20,8 +20,13 @@ Usage:
   torchrun --nnodes 2 --nproc_per_node 8 --node_rank R --master_addr HOST --master_port 29500 \
       swag_laplace_ensembles.py --dataset cifar10 --methods swag --members 1 --seed 3   # a piece
 
-Expected:
-  not measured yet.
+Expected (two CPU cores, shared with other work; LPD in nats; mean +- standard error):
+  glyphs, --members 1 (seed 1, n = 1, 1.8 CPU minutes): accuracy and LPD of DE 99.10 %, -.0384; SWA
+    99.10, -.0345; SWAG 99.20, -.0352; LLLA 99.10, -.0384; LA-NF 99.10, -.0358. LPD minus DE's and
+    its interval over 1,000 examples: SWAG +.0031 [.0019, .0042], LA-NF +.0025 [.0023, .0028].
+    The five members of the default, and K = 5: not measured.
+  --methods ivon --members 3 (n = 3): glyphs 98.77 +- .49 %, -.043 +- .014; --dataset reviews (with
+    --samples 4) 84.2 +- 1.4 %, -.247 +- .014; --dataset clusters MAE 120.0 +- .6 meV, +.55 +- .02.
   cifar10, cifar100, sst2, qm9 at the paper's size: not measured.
 
 Differs from the published code:
@@ -1576,9 +1581,9 @@ def evaluate_molecules(study, method, part) -> tuple:
         pit = torch.special.ndtr((y - mean) / variance.sqrt()).mean(0)
         lpd = log_density(outputs, y).logsumexp(0) - math.log(len(outputs))
         values = [lpd, (mean.mean(0) - y).abs(), pit, total.sqrt(), epistemic.sqrt()]
+        sizes = [len(mean)] if method in ("map", "swa") else draws
         own.append((e, torch.stack(values, 1), {
-            n: common.regression_metrics(mean[:n], variance[:n], y)
-            for n in {*draws, len(mean)} if n <= len(mean)}))
+            n: common.regression_metrics(mean[:n], variance[:n], y) for n in sizes}))
     found = [job for jobs in common.gather_objects(own) for job in jobs]
     less = {(e, n): metrics for e, _, by in found for n, metrics in by.items() if n < max(by)}
     return torch.stack([job[1] for job in found]), [by[max(by)] for *_, by in found], less
