@@ -16,7 +16,13 @@ Usage:
   python ddu.py --features train.npz --score test.npz ood.npz  # on your own features
 
 Expected:
-@@EXPECTED@@
+  dirty_glyphs, `python ddu.py --runs 3`, n = 3, mean +- standard error, two minutes a seed on two
+    CPU cores: AUROC of letters against the test set: density 0.970 +- 0.003, softmax entropy 0.717
+    +- 0.006; of ambiguous against clean digits: entropy 0.995 +- 0.000, density 0.913 +- 0.003.
+    1.0 +- 0.1 % of the test set and 76 +- 2 % of the letters lie below the threshold.
+  cifar10 against SVHN, WRN-28-10: not measured. The authors' repository gives accuracy
+    95.97 +- 0.03 %, AUROC 98.09 +- 0.10 % (density) and 94.44 +- 0.43 % (softmax entropy).
+
 Differs from the published code (github.com/omegafragger/DDU, commit f597744):
   - Class log densities stay in float64. The published evaluation keeps them in float32, where the
     posteriors of the Gaussians tie (64 features: entropy AUROC .56 where float64 gives .97).
