@@ -27,6 +27,7 @@ Expected (two CPU cores, shared with other work; LPD in nats; mean +- standard e
     98.84, -.0406; LA-NF 98.84, -.0390; for K = 5 (n = 1): DE 99.6 %, -.0325; SWA 99.7, -.0301;
     SWAG 99.7, -.0303; LLLA 99.6, -.0325; LA-NF 99.6, -.0304. LPD minus DE's with its interval over
     1,000 examples: SWAG +.0025 [.0016, .0033] at K = 1, +.0022 [.0015, .0027] at K = 5.
+    With two threads one member trains worse: LPD of DE -.078 +- .030 and -.062, SWAG -.072, -.058.
   --methods ivon --members 3 (n = 3): glyphs 98.77 +- .49 %, -.043 +- .014; --dataset reviews (with
     --samples 4) 84.2 +- 1.4 %, -.247 +- .014; --dataset clusters MAE 120.0 +- .6 meV, +.55 +- .02.
   cifar10, cifar100, sst2, qm9 at the paper's size: not measured.
