@@ -20,9 +20,9 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it
 REPO = Path(__file__).resolve().parent.parent
 PATHS = [str(REPO), str(REPO / "tests")]
-sys.path[:0] = [p for p in PATHS if p not in sys.path]
+sys.path[:0] = PATHS
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    dict.fromkeys([*PATHS, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))
+    filter(None, [*PATHS, os.environ.get("PYTHONPATH")]))
 
 import numpy as np  # noqa: E402  after the thread count is set
 import pytest  # noqa: E402
@@ -61,9 +61,8 @@ class Child:
         world = {} if size is None else {
             "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        streams = str(self.out), str(self.err), str(self.result)
-        work = (streams, world, function, args)
-        self.process = SERVER.Process(target=_in_child, args=work)
+        streams = self.out, self.err, self.result
+        self.process = SERVER.Process(target=_in_child, args=(streams, world, function, args))
         self.process.start()
 
     def wait(self, timeout=300):
@@ -102,15 +101,7 @@ def _in_child(streams, world, function, args):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores it
     os.environ.update({k: str(v) for k, v in world.items()})
     torch.set_num_threads(1)
-    value = function(*args)
-    Path(streams[2]).write_bytes(pickle.dumps(value))
-
-
-def run_script(name, argv):
-    """What `python NAME.py ARGV` does, in this process."""
-    import common
-    sys.argv = [f"{name}.py", *(str(a) for a in argv)]
-    common.launch(importlib.import_module(name).main)
+    streams[2].write_bytes(pickle.dumps(function(*args)))
 
 
 def in_double(batch):
@@ -145,13 +136,16 @@ def in_float64(script, replace=setattr):
         replace(script, "make_loader", load_wide)
 
 
-def _runner(script, wide):
+def _runner(name, wide):
     def run(*argv):
+        import common
+        script = importlib.import_module(name)
         if wide:
-            in_float64(importlib.import_module(script))
-        run_script(script, argv)
+            in_float64(script)
+        sys.argv = [f"{name}.py", *map(str, argv)]
+        common.launch(script.main)
 
-    run.__name__ = run.__qualname__ = f"run_{script}" + "_in_float64" * wide
+    run.__name__ = run.__qualname__ = f"run_{name}" + "_in_float64" * wide
     return run
 
 
@@ -169,8 +163,7 @@ def free_port():
 def start_ranks(folder, size, function, *args, each=None):
     """`size` processes with one process group to be; `each(rank)` gives further arguments."""
     port = free_port()
-    more = each or (lambda rank: ())
-    return [Child(folder, function, *args, *more(r), rank=r, size=size, port=port)
+    return [Child(folder, function, *args, *(each(r) if each else ()), rank=r, size=size, port=port)
             for r in range(size)]
 
 
@@ -183,20 +176,6 @@ def wait_for(condition, timeout=200, what="condition"):
         time.sleep(0.005)
 
 
-def refusal(folder, function, *argv, timeout=120):
-    """stderr of a start that must end with status 2 and one line, in a process."""
-    child = Child(folder, function, *argv)
-    child.process.join(timeout)
-    if child.process.is_alive():
-        child.process.kill()
-        pytest.fail(f"no error within {timeout} s: {child.stdout}")
-    err = child.stderr
-    assert "Traceback" not in err, err
-    assert child.status == 2 and err.count("\n") == 1, (child.status, err)
-    assert err.startswith(f"{function.__name__.removeprefix('run_')}.py: error: "), err
-    return err
-
-
 def strict_json(path):
     """The content of a JSON file without NaN or infinity."""
     def refuse(constant):
@@ -207,8 +186,7 @@ def strict_json(path):
 
 def snapshot(folder):
     """Every file below `folder` by its relative path, but for locks."""
-    folder = Path(folder)
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*"))
+    return {str(p.relative_to(folder)): p.read_bytes() for p in Path(folder).rglob("*")
             if p.is_file() and p.name != ".lock"}
 
 
@@ -228,7 +206,7 @@ def assert_same_checkpoints(a, b):
         del state["config"]
         state["history"] = [{k: v for k, v in row.items() if k != "seconds" and "_per_s" not in k}
                             for row in state["history"]]
-    left, right = (dict(leaves(state)) for state in (a, b))
+    left, right = dict(leaves(a)), dict(leaves(b))
     assert left.keys() == right.keys() and len(left) > 3
     assert not [key for key, value in left.items() if not torch.equal(value, right[key])]
 
