@@ -58,19 +58,20 @@ def row(what, seconds, *peers, note="", cost=False):
 
 
 def options(script, *argv):
-    """A script's options, without the line it prints about them."""
+    """A script's options (on a CPU), without the line it prints about them."""
     with contextlib.redirect_stdout(io.StringIO()):
-        return script.parse_args([*map(str, argv), "--device", "cpu"])
+        return script.parse_args(["--device", "cpu", *map(str, argv)])
 
 
 def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def random_set(n):
-    """n random images of CIFAR-10's size, with labels."""
-    images = torch.randint(0, 256, (n, 3, 32, 32), dtype=torch.uint8, generator=seeded())
-    return data.ImageSet("random", images, torch.arange(n) % 10, 10, (0.5,) * 3, (0.25,) * 3)
+def random_set(n, side=32, classes=10):
+    """n random images with labels, of CIFAR-10's size unless said."""
+    images = torch.randint(0, 256, (n, 3, side, side), dtype=torch.uint8, generator=seeded())
+    return data.ImageSet("random", images, torch.arange(n) % classes, classes, (0.5,) * 3,
+                         (0.25,) * 3)
 
 
 def bench_loader():

@@ -8,13 +8,12 @@
 Training runs through each script's own loop: loader, augmentation, optimiser, logging. The rate is
 that of the second epoch. The bf16 peak is measured here, by a product of 8192 x 8192 matrices, and
 the floating-point operations of a training step are counted by torch.utils.flop_counter, those of
-power iterations left out. A row that fails is reported as such, and the next one begins.
+power iterations left out. A row that fails is reported as such, and the next one begins. Tests that
+need CUDA have "gpu" or "cuda" in their names.
 """
 
 import argparse
-import ast
-import contextlib
-import io
+import itertools
 import json
 import math
 import subprocess
@@ -36,7 +35,7 @@ import forde  # noqa: E402
 import gbnn2d  # noqa: E402
 import proxy_distill  # noqa: E402
 import swag_laplace_ensembles as sle  # noqa: E402
-from bench import like_weights  # noqa: E402
+from bench import like_weights, options, random_set  # noqa: E402
 
 LIMIT_S = 600
 
@@ -56,10 +55,7 @@ class Bench:
         return LIMIT_S - (time.perf_counter() - self.start)
 
     def options(self, script, *argv):
-        """A script's options, without the line it prints about them."""
-        argv = [*map(str, argv), "--device", self.device.type, "--out-dir", str(self.folder)]
-        with contextlib.redirect_stdout(io.StringIO()):
-            return script.parse_args(argv)
+        return options(script, *argv, "--device", self.device.type, "--out-dir", self.folder)
 
     def seconds(self, work):
         """(seconds of work(), its value), the device waited for."""
@@ -82,8 +78,8 @@ class Bench:
         """Note a row; flops: of an image, where the value is images a second."""
         row = {"name": self.name, "what": what, "value": value, "unit": unit, **more}
         if flops:
-            row |= {"tflops": 1e-12 * flops * value, "share_of_bf16_peak": 1e-12 * flops * value
-                    / self.peak}
+            tflops = 1e-12 * flops * value
+            row |= {"tflops": tflops, "share_of_bf16_peak": tflops / self.peak}
         if self.device.type == "cuda":
             row["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
         self.rows.append(row)
@@ -93,10 +89,7 @@ class Bench:
         """CIFAR-10's where --data-dir is given, else random ones."""
         if self.asked.data_dir and side == 32:
             return data.load("cifar10", split, self.asked.data_dir, val_fraction=0.0, limit=n)
-        generator = torch.Generator().manual_seed(0)
-        pixels = torch.randint(0, 256, (n, 3, side, side), dtype=torch.uint8, generator=generator)
-        return data.ImageSet("random", pixels, torch.arange(n) % classes, classes, (0.5,) * 3,
-                             (0.25,) * 3)
+        return random_set(n, side, classes)
 
     def measure_peak(self):
         """TFLOP/s of a bf16 matrix product."""
@@ -148,15 +141,13 @@ def bench_ddu(bench):
                  if any(Path(bench.asked.data_dir).rglob(file))]
         argv = [*net_argv, "--amp", "bf16", "--epochs", bench.size(8, 1), "--schedule", "one_cycle",
                 "--data-dir", bench.asked.data_dir, "--device", bench.device.type, "--out-dir",
-                bench.folder, "--no-plot", "--ood", *there,
-                *bench.size([], ["--limit-steps", "1"])]
-        seconds, rows = bench.seconds(lambda: ddu.main([str(word) for word in argv]))
-        for row in rows:
-            for key in ("accuracy", "nll", "ece15", "auroc_density", "auroc_entropy"):
-                if row.get(key) is not None:
-                    sets = filter(None, (row["set"], row.get("against")))
-                    bench.add(f"{bench.size(8, 1)} epochs, {' against '.join(sets)}", row[key],
-                              key, seconds=seconds)
+                bench.folder, "--no-plot", "--ood", *there, *bench.size([], ["--limit-steps", 1])]
+        seconds, rows = bench.seconds(lambda: ddu.main([*map(str, argv)]))
+        metrics = ("accuracy", "nll", "ece15", "auroc_density", "auroc_entropy")
+        for row, key in itertools.product(rows, metrics):
+            if row.get(key) is not None:
+                sets = " against ".join(filter(None, (row["set"], row.get("against"))))
+                bench.add(f"{bench.size(8, 1)} epochs, {sets}", row[key], key, seconds=seconds)
 
 
 def bench_forde(bench):
@@ -168,26 +159,25 @@ def bench_forde(bench):
     basis, dim = None, math.prod(train_set.shape)
     if bench.asked.tiny:  # a basis of 3072 dimensions takes the CPU minutes
         basis = torch.eye(dim), torch.ones(dim)
-    for method in ("deep_ensemble", "forde_pca"):
-        for amp in ("off", "bf16"):
-            for chunk in (members, members // 2, 1):
-                bench.forget_memory()
-                try:
-                    args = bench.options(forde, *argv, "--amp", amp, "--chunk", chunk)
-                    args = forde.with_method(args, method)
-                    run = common.Run(args, "forde", f"{method}-{amp}-{chunk}")
-                    if method == "forde_pca" and basis is None:
-                        seconds, basis = bench.seconds(
-                            lambda: forde.principal_components(train_set, args))
-                        bench.add(f"basis of {dim} dimensions", seconds, "s")
-                    nets = forde.make_ensemble(args, 1, 10, train_set.shape)
-                    forde.train(nets, {"train": train_set}, basis, run, "nets", args, 1)
-                    break
-                except torch.OutOfMemoryError:
-                    nets = None
-            whole = len(train_set) // args.batch_size / steps
-            bench.add(f"{method}, {members} ResNet-18, {chunk} at once, amp {amp}",
-                      run.history[-1]["seconds"] * whole, "s an epoch")
+    for method, amp in itertools.product(("deep_ensemble", "forde_pca"), ("off", "bf16")):
+        for chunk in (members, members // 2, 1):
+            bench.forget_memory()
+            try:
+                args = bench.options(forde, *argv, "--amp", amp, "--chunk", chunk)
+                args = forde.with_method(args, method)
+                run = common.Run(args, "forde", f"{method}-{amp}-{chunk}")
+                if method == "forde_pca" and basis is None:
+                    seconds, basis = bench.seconds(
+                        lambda: forde.principal_components(train_set, args))
+                    bench.add(f"basis of {dim} dimensions", seconds, "s")
+                nets = forde.make_ensemble(args, 1, 10, train_set.shape)
+                forde.train(nets, {"train": train_set}, basis, run, "nets", args, 1)
+                break
+            except torch.OutOfMemoryError:
+                nets = None
+        whole = len(train_set) // args.batch_size / steps
+        bench.add(f"{method}, {members} ResNet-18, {chunk} at once, amp {amp}",
+                  run.history[-1]["seconds"] * whole, "s an epoch")
 
 
 def bench_proxy_distill(bench):
@@ -252,33 +242,17 @@ def bench_gbnn2d(bench):
               "s")
 
 
-def cuda_tests():
-    """Node ids of the tests that are skipped without CUDA."""
-    found = []
-    for path in sorted(TESTS.glob("test_*.py")):
-        body = ast.parse(path.read_text()).body
-        marks = {target.id for node in body if isinstance(node, ast.Assign)
-                 and "cuda.is_available" in ast.unparse(node) for target in node.targets}
-        for node in body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                text = ast.unparse(node)
-                used = {ast.unparse(d).split("(")[0] for d in node.decorator_list}
-                if "cuda.is_available" in text or used & marks:
-                    found.append(f"{path}::{node.name}")
-    return found
-
-
 def run_tests(bench):
-    """The last line of pytest on them, in a process of its own."""
-    found = cuda_tests()
-    if bench.asked.tiny or not found:
-        return f"not run: {len(found)} tests need CUDA"
+    """The last line of pytest on those that need CUDA, in a process of its own."""
+    if bench.asked.tiny:
+        return "not run"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k",
+               "(gpu or cuda) and not script", TESTS]
     try:
-        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-                               *found], cwd=TESTS.parent, capture_output=True, text=True,
+        done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True,
                               timeout=max(30, bench.left_s()))
     except subprocess.TimeoutExpired:
-        return f"{len(found)} tests were not done in time"
+        return "not done in time"
     print(done.stdout[-4000:], done.stderr[-2000:], flush=True)
     return f"{(done.stdout.strip().splitlines() or ['no output'])[-1]} (status {done.returncode})"
 
@@ -317,7 +291,7 @@ def main(argv=None):
                 bench.rows.append({"name": bench.name, "what": "failed",
                                    "error": f"{type(error).__name__}: {error}"})
         tests = run_tests(bench) if "tests" in (asked.names or ["tests"]) else "not asked for"
-    print(f"tests: {tests}\n\n" + "\n".join(map(format_row, bench.rows)))
+    print(f"tests: {tests}")
     content = {"environment": environment, "bf16_peak_tflops": bench.peak, "tests": tests,
                "seconds": LIMIT_S - bench.left_s(), "rows": bench.rows}
     Path(asked.out).write_text(json.dumps(common.plain(content), indent=1))

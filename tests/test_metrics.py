@@ -611,10 +611,15 @@ def test_input_types(name):
         close = dict(rel=1e-5, abs=1e-6) if variant == "float32" else dict(rel=1e-12, abs=1e-12)
         assert metric(*map(change, arguments)) == pytest.approx(expected, **close), variant
     assert all(map(torch.equal, kept, arguments))
-    if torch.cuda.is_available():
-        moved = [x.cuda() for x in arguments]
-        for same in (moved, [moved[0], *arguments[1:]]):
-            assert metric(*same) == pytest.approx(expected, rel=1e-8, abs=1e-10)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", SCORES)
+def test_a_gpu_gives_the_same(name):
+    metric, *arguments = SCORES[name]
+    moved, expected = [x.cuda() for x in arguments], metric(*arguments)
+    for same in (moved, [moved[0], *arguments[1:]]):
+        assert metric(*same) == pytest.approx(expected, rel=1e-8, abs=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
