@@ -260,13 +260,9 @@ def average_precision(scores, positive) -> float:
     return float(np.diff(tp, prepend=0) @ (tp / (tp + fp)) / tp[-1])
 
 
-def fpr_at_tpr(scores, positive, tpr: float = 0.95, interpolate: bool = False) -> float:
-    """Smallest false positive rate among thresholds score >= t with true positive rate >= tpr.
-    With `interpolate` the ROC points are joined by straight lines, as in ood-metrics: where several
-    have this true positive rate, the largest of their false positive rates, at tpr = 1 always 1."""
+def fpr_at_tpr(scores, positive, tpr: float = 0.95) -> float:
+    """Smallest false positive rate among thresholds score >= t with true positive rate >= tpr."""
     tp, fp = _threshold_counts(scores, positive, tpr)
-    if interpolate:
-        return float(np.interp(tpr, np.append(0, tp) / tp[-1], np.append(0, fp) / fp[-1]))
     return float(fp[np.argmax(tp / tp[-1] >= tpr)] / fp[-1])
 
 
@@ -373,19 +369,6 @@ def mixture_crps(means, variances, targets) -> float:
     return float(_mean_abs(y - m, v).mean() - pairs / len(m) / 2)
 
 
-def _matched(means, variances, targets) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean and standard deviation of each mixture, and the targets: [N] in numpy."""
-    targets = _mixture(means, variances, targets)[2]
-    moments = gaussian_mixture_moments(means, variances)
-    return tuple(x.cpu().numpy() for x in (moments.mean, moments.total.sqrt(), targets))
-
-
-def gaussian_crps(means, variances, targets) -> float:
-    """CRPS of the Gaussian with the moments of the mixture, `mixture_crps` of S = 1."""
-    mean, std, y = _matched(means, variances, targets)
-    return mixture_crps(mean[None], std[None] ** 2, y)
-
-
 def regression_ece(means, variances, targets) -> float:
     """Mean over 20 levels .01, ..., .99 of |level - share of targets at or below that quantile of
     the mixture|, that is, F(y) = (1/S) sum_s Phi((y - m_s) / sqrt(v_s)) <= level. 0..0.5."""
@@ -396,46 +379,31 @@ def regression_ece(means, variances, targets) -> float:
     return float(np.abs(below - levels).mean())
 
 
-def ence(means, variances, targets) -> float:
+def ence(std, error) -> float:
     """Expected normalised calibration error, mean_b |RMV_b - RMSE_b| / RMV_b (root mean variance)
-    over chunks of ceil(N / 15) points sorted by standard deviation. Points of equal variance share
+    over chunks of ceil(N / 15) points sorted by standard deviation. Points of equal deviation share
     their mean squared error: their order does not matter."""
-    mean, std, targets = _matched(means, variances, targets)
-    std, error = _sort_sharing_ties(std, (targets - mean) ** 2)
+    std, square = _sort_sharing_ties(_vector(std, "std"), _vector(error, "error") ** 2)
     start = np.arange(0, len(std), -(-len(std) // 15))
-    variance, error = (np.add.reduceat(x, start) for x in (std**2, error))
-    return float(np.abs(1 - np.sqrt(error / variance)).mean())
-
-
-def z_score_variance(means, variances, targets) -> float | None:
-    """Unbiased variance of (y - mean) / std of the mixtures; 1 is calibrated; None for N = 1."""
-    mean, std, targets = _matched(means, variances, targets)
-    return float(((targets - mean) / std).var(ddof=1)) if len(std) > 1 else None
-
-
-def rmv(means, variances) -> float:
-    """Root mean variance sqrt(mean_n total_n), the sharpness, in the unit of the means."""
-    return math.sqrt(float(gaussian_mixture_moments(means, variances).total.mean()))
-
-
-def cv(means, variances) -> float | None:
-    """Coefficient of variation of the mixtures' standard deviations, unbiased; None for N = 1."""
-    std = gaussian_mixture_moments(means, variances).total.sqrt()
-    return float(std.std() / std.mean()) if len(std) > 1 else None
+    variance, square = (np.add.reduceat(x, start) for x in (std**2, square))
+    return float(np.abs(1 - np.sqrt(square / variance)).mean())
 
 
 def regression_metrics(means, variances, targets) -> dict[str, float | None]:
     """All scores of regression by an equal mixture, 23 numbers, in O(N S); None where undefined.
     Of the mixture: lpd, ece (`regression_ece`) and the means over n of aleatoric, epistemic and
-    total variance. Of the Gaussian with its moments: ence, z_score_var, rmv, cv, and what
-    uncertainty-toolbox reports: nll; mae, rmse, mdae (median); marpd, mean of 2 |y - m| / (|y| +
-    |m|), 0..2 and not percent as there, 0 / 0 = 0; r2, corr; crps; check and interval score, means
-    over the levels .01, ..., .99; rms_cal, ma_cal, miscal_area: root mean square, mean and area of
-    the gaps between 100 levels 0..1 of central intervals and the share of targets inside; sharp =
-    rmv."""
+    total variance. Of the Gaussian with its moments m, s^2: ence; z_score_var, the variance of
+    (y - m) / s; cv, standard deviation of s / mean of s (both unbiased); rmv = sharp, the root of
+    mean s^2; and what uncertainty-toolbox reports: nll; mae, rmse, mdae (median); marpd, mean of
+    2 |y - m| / (|y| + |m|), 0..2 and not percent as there, 0 / 0 = 0; r2, corr; crps; check and
+    interval score, means over the levels .01, ..., .99; rms_cal, ma_cal, miscal_area: root mean
+    square, mean and area of the gaps between 100 levels 0..1 of central intervals and the share of
+    targets inside."""
     mixture, moments = (means, variances, targets), gaussian_mixture_moments(means, variances)
-    mean, std, y = _matched(*mixture)
+    wide = moments.total.sqrt().cpu()
+    mean, std, y = moments.mean.cpu().numpy(), wide.numpy(), _mixture(*mixture)[2].cpu().numpy()
     gaussian, z = (mean[None], std[None] ** 2), (y - mean) / std
+    rmv, several = math.sqrt(float(wide.square().mean())), len(y) > 1
     error, size = np.abs(y - mean), np.abs(y) + np.abs(mean)
     square, spread = (error**2).mean(), np.ptp(y) > 0
     level = np.linspace(0.01, 0.99, 99)[:, None]
@@ -460,14 +428,14 @@ def regression_metrics(means, variances, targets) -> dict[str, float | None]:
         "check": float((std * np.maximum(level * above, (level - 1) * above)).mean()),
         "interval": float((std * (2 * half + 2 / (1 - level) * outside)).mean()),
         "ece": regression_ece(*mixture),
-        "ence": ence(*gaussian, y),
-        "z_score_var": z_score_variance(*gaussian, y),
+        "ence": ence(std, error),
+        "z_score_var": float(z.var(ddof=1)) if several else None,
         "rms_cal": math.sqrt((gap**2).mean()),
         "ma_cal": float(np.abs(gap).mean()),
         "miscal_area": float((square_ends / np.where(ends > 0, ends, 1)).mean() / 2),
-        "rmv": rmv(*gaussian),
-        "sharp": rmv(*gaussian),
-        "cv": cv(*gaussian),
+        "rmv": rmv,
+        "sharp": rmv,
+        "cv": float(wide.std() / wide.mean()) if several else None,
         **{name: float(getattr(moments, name).mean()) for name in Moments._fields[1:]},
     }
 
@@ -543,9 +511,8 @@ def broadcast(value):
 
 def gather_objects(value) -> list:
     """The values of all processes, by rank, on all processes."""
-    values = [value]
-    if world_size() > 1:
-        values = [None] * world_size()
+    values = [value] * world_size()
+    if len(values) > 1:
         dist.all_gather_object(values, value)
     return values
 
@@ -851,10 +818,9 @@ def load_arrays(path, names) -> dict:
             return {name: file[name] for name in names}
     except FileNotFoundError:
         raise UserError(f"no file {path}") from None
-    except KeyError as error:
-        raise UserError(f"{path} has no array {error}; it needs {', '.join(names)}") from None
     except Exception:  # numpy raises many kinds for a damaged file
-        raise UserError(f"{path} is not a readable .npz file of plain arrays") from None
+        raise UserError(f"{path} is not a readable .npz file of the plain arrays "
+                        f"{', '.join(names)}") from None
 
 
 def save_arrays(path, **arrays):
@@ -984,8 +950,11 @@ class Run:
 
     def steps(self, loader, epoch):
         """(step, batch) of an epoch, at most --limit-steps; a progress bar on a terminal."""
-        steps = min(len(loader), self.args.limit_steps or len(loader))
-        return zip(range(steps), progress(loader.epoch(epoch), steps, f"epoch {epoch + 1}"))
+        steps, batches = min(len(loader), self.args.limit_steps or len(loader)), loader.epoch(epoch)
+        if is_main() and sys.stderr.isatty():
+            from tqdm import tqdm
+            batches = tqdm(batches, f"epoch {epoch + 1}", steps, leave=False)
+        return zip(range(steps), batches)
 
     @contextlib.contextmanager
     def clock(self, part):
@@ -1014,24 +983,21 @@ class Run:
 
 
 def environment(device) -> dict:
-    """What a reader needs to repeat a number: commit, versions, device, threads, processes."""
+    """What a reader needs to repeat a number: commit, versions, device, threads, processes; and the
+    peak memory in GB: the allocator's on a GPU, the resident set elsewhere, if known."""
     commit, folder = "", Path(__file__).resolve().parent
     command = ["git", "-C", folder, "describe", "--always", "--dirty"]
     with contextlib.suppress(OSError):  # no git
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    cuda, python = device.type == "cuda", platform.python_version()
-    return {"commit": commit or None, "python": python, "torch": torch.__version__,
-            "numpy": np.__version__, "processes": world_size(), "threads": torch.get_num_threads(),
-            "device": torch.cuda.get_device_name(device) if cuda else platform.machine(),
-            "peak_memory_gb": peak_memory_gb(device)}
-
-
-def peak_memory_gb(device) -> float | None:
-    """Peak memory in GB: the allocator's on a GPU, the resident set elsewhere, if known."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+        name, peak = torch.cuda.get_device_name(device), torch.cuda.max_memory_allocated(device)
+    else:
+        name, unit = platform.machine(), 1 if sys.platform == "darwin" else 1024
+        peak = resource and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"commit": commit or None, "python": platform.python_version(),
+            "torch": torch.__version__, "numpy": np.__version__, "processes": world_size(),
+            "threads": torch.get_num_threads(), "device": name,
+            "peak_memory_gb": peak and peak / 1e9}
 
 
 def device_memory(device) -> int | None:
@@ -1040,14 +1006,6 @@ def device_memory(device) -> int | None:
         return torch.cuda.mem_get_info(device)[1]
     with contextlib.suppress(AttributeError, ValueError):  # Windows has neither
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def progress(batches, total, label):
-    """tqdm on the main process of a terminal; otherwise the batches as they are."""
-    if not is_main() or not sys.stderr.isatty():
-        return batches
-    from tqdm import tqdm
-    return tqdm(batches, label, total, leave=False)
 
 
 def write_predictions(path, dataset, log_probs, **columns):
@@ -1142,7 +1100,6 @@ def table(argv=None):
     parser = argparse.ArgumentParser(prog="common.py table", description=table.__doc__)
     parser.add_argument("runs", nargs="+", help="run directories, or results.json files")
     parser.add_argument("--metrics", nargs="+", help="columns (default: all)")
-    parser.add_argument("--sets", nargs="+", help="rows of these sets alone")
     parser.add_argument("--format", choices=["text", "markdown", "latex", "csv"], default="text")
     args = parser.parse_args(argv)
     contents = []
@@ -1158,8 +1115,7 @@ def table(argv=None):
     varied = [k for k in dict.fromkeys(k for config, _ in contents for k in config)
               if k not in aside and len({json.dumps(config.get(k)) for config, _ in contents}) > 1]
     rows = [{**row, "run": " ".join(f"{k}={config.get(k)}" for k in varied) or None}
-            for config, part in contents for row in part
-            if not args.sets or row.get("set") in args.sets]
+            for config, part in contents for row in part]
     print(tables(rows, args.metrics, args.format))
 
 
