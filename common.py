@@ -162,8 +162,7 @@ def brier(probs, labels) -> float:
     """Brier score (1/N) sum_n sum_k (p_nk - [k = y_n])^2, 0..2: sum over classes, not mean."""
     probs, labels = _with_labels(probs, labels, "probs")
     _check_probs(probs)
-    error = probs.double()
-    error = error.scatter_add(1, labels[:, None], -error.new_ones(len(error), 1))
+    error = probs.double() - nn.functional.one_hot(labels, probs.shape[1])
     return float(error.square().sum(1).mean())
 
 
@@ -400,10 +399,11 @@ def regression_metrics(means, variances, targets) -> dict[str, float | None]:
     square, mean and area of the gaps between 100 levels 0..1 of central intervals and the share of
     targets inside."""
     mixture, moments = (means, variances, targets), gaussian_mixture_moments(means, variances)
-    wide = moments.total.sqrt().cpu()
-    mean, std, y = moments.mean.cpu().numpy(), wide.numpy(), _mixture(*mixture)[2].cpu().numpy()
+    deviation = moments.total.sqrt().cpu()
+    y = _mixture(*mixture)[2].cpu().numpy()
+    mean, std = moments.mean.cpu().numpy(), deviation.numpy()
     gaussian, z = (mean[None], std[None] ** 2), (y - mean) / std
-    rmv, several = math.sqrt(float(wide.square().mean())), len(y) > 1
+    rmv, several = math.sqrt(float(deviation.square().mean())), len(y) > 1
     error, size = np.abs(y - mean), np.abs(y) + np.abs(mean)
     square, spread = (error**2).mean(), np.ptp(y) > 0
     level = np.linspace(0.01, 0.99, 99)[:, None]
@@ -435,7 +435,7 @@ def regression_metrics(means, variances, targets) -> dict[str, float | None]:
         "miscal_area": float((square_ends / np.where(ends > 0, ends, 1)).mean() / 2),
         "rmv": rmv,
         "sharp": rmv,
-        "cv": float(wide.std() / wide.mean()) if several else None,
+        "cv": float(deviation.std() / deviation.mean()) if several else None,
         **{name: float(getattr(moments, name).mean()) for name in Moments._fields[1:]},
     }
 

@@ -297,21 +297,6 @@ def bench_laplace():
         note=f"NLL {nll[0]:.4f} and {nll[1]:.4f} (other noise)")
 
 
-def bench_swag():
-    """Drawing a sample of WRN-16-4 against evaluating it on 10,000 images."""
-    n, rank, width = size(500, 20), size(100, 4), size(1.0, 0.1)
-    args = options(sle, "--dataset", "cifar10", "--width", width)
-    own = random_set(n)
-    net = sle.make_network(args, own)
-    mean = sle.get_vector(net)
-    moments = sle.swag_moments(mean + 1e-3 * torch.randn(rank, len(mean), generator=seeded()))
-    draw_s, evaluate_s = best_seconds(
-        lambda: sle.swag_samples(*moments, torch.randn(8, len(mean)), torch.randn(8, rank)),
-        lambda: sle.predict(sle.Sampler(net.eval()), own, args))
-    row(f"a draw of {len(mean):,} weights, rank {rank}",
-        (draw_s / 8, evaluate_s * 10_000 / n), "its evaluation on 10,000 images", cost=True)
-
-
 if __name__ == "__main__":
     ROWS = [name.removeprefix("bench_") for name in list(globals()) if name.startswith("bench_")]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])

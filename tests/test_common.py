@@ -247,25 +247,6 @@ def test_write_is_whole_or_nothing_and_synced_before_the_rename(tmp_path, monkey
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def write_for_ever(path):
-    for i in range(10**9):
-        state = {"value": i, "weights": torch.full((300_000,), float(i))}
-        common.write(path, common.to_bytes(state))
-
-
-def test_kill_9_at_any_moment_leaves_a_whole_file(tmp_path):
-    path = tmp_path / "last.pt"
-    for attempt in range(3):
-        seen = path.stat().st_mtime_ns if path.exists() else 0
-        child = Child(tmp_path, write_for_ever, path)
-        wait_for(lambda: path.exists() and path.stat().st_mtime_ns > seen, what="file")
-        time.sleep(0.013 * attempt)
-        child.process.kill()
-        child.process.join()
-        state = common.load_checkpoint(path)
-        assert (state["weights"] == state["value"]).all()
-
-
 def checkpoint(path):
     """A file with tensors of several types; (its bytes, its content)."""
     state = {"config": {"a": 1, "b": [1, "x", None], "c": True}, "t": torch.arange(3),
