@@ -1125,12 +1125,11 @@ def table(argv=None):
 def pyplot():
     """matplotlib.pyplot for files, or None after one line that says how to get it."""
     try:
-        import matplotlib
+        from matplotlib import pyplot
     except ImportError:
         say("no pictures: matplotlib is not installed (pip install matplotlib)")
         return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot.switch_backend("Agg")
     return pyplot
 
 
