@@ -144,8 +144,13 @@ def in_collectives(folder):
     found["main's"] = common.broadcast({"a": torch.arange(3), "b": f"from {rank}"})
     found["all"] = common.gather_objects(10 * rank)
     with common.alone():
+        with common.alone():
+            pass
         found["alone"] = (common.rank(), common.world_size(), common.gather_objects(rank),
                           common.all_reduce(torch.tensor(rank)).item())
+    run = make_run(folder / str(rank))  # machines need not share a disk
+    run.save("piece", value=rank)
+    found["piece"] = run.load("piece")["value"]
     found["rows"], found["wrong"] = [], []
     for sizes in SHARDS:
         order = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(0))
@@ -167,7 +172,7 @@ def test_collectives_of_two_processes(ranks, tmp_path):
     for r, found in enumerate((main, other)):
         assert found["first"] and found["sum"] == 3 and found["all"] == [0, 10]
         assert found["main's"]["b"] == "from 0" and found["main's"]["a"].tolist() == [0, 1, 2]
-        assert found["alone"] == (0, 1, [r], r)
+        assert found["alone"] == (0, 1, [r], r) and found["piece"] == 0
     for sizes, (rows, index) in zip(SHARDS, main["rows"]):
         n = torch.arange(float(sum(sizes)))
         assert torch.equal(rows, torch.stack([2 * n, 3 * n], 1)) and torch.equal(index, n.int())
@@ -444,8 +449,8 @@ def test_a_directory_belongs_to_one_set_of_options(tmp_path):
     make_run(tmp_path, "--measure", "0.1", "--no-plot", "--workers", "1", "--runs", "2")
     before = snapshot(tmp_path)
     with pytest.raises(UserError) as error:
-        make_run(tmp_path, "--lr", "0.3", "--taste", "bitter", "-e", "4")
-    for part in ("lr 0.25 there, 0.3 now", "taste sweet there, bitter now", "epochs 3 there"):
+        make_run(tmp_path, "--lr", "0.3", "--taste", "bitter", "-b", "7")
+    for part in ("lr 0.25 there, 0.3 now", "taste sweet there, bitter now", "batch_size 32 there"):
         assert part in one_line(error)
     assert "seed" not in str(error.value) and snapshot(tmp_path) == before
 
