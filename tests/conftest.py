@@ -39,7 +39,7 @@ CPU = ["--device", "cpu"]
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With `-n 2`: a file's tests with "story" in their names share a worker, and so the fixture."""
+    """With `-n 2`: the tests of a file with "story" in their names share a worker and a fixture."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Stories(LoadScopeScheduling):
