@@ -818,9 +818,10 @@ def load_arrays(path, names) -> dict:
             return {name: file[name] for name in names}
     except FileNotFoundError:
         raise UserError(f"no file {path}") from None
+    except KeyError as error:
+        raise UserError(f"{path} has no array {error}; it needs {', '.join(names)}") from None
     except Exception:  # numpy raises many kinds for a damaged file
-        raise UserError(f"{path} is not a readable .npz file of the plain arrays "
-                        f"{', '.join(names)}") from None
+        raise UserError(f"{path} is not a readable .npz file of plain arrays") from None
 
 
 def save_arrays(path, **arrays):
@@ -1100,6 +1101,7 @@ def table(argv=None):
     parser = argparse.ArgumentParser(prog="common.py table", description=table.__doc__)
     parser.add_argument("runs", nargs="+", help="run directories, or results.json files")
     parser.add_argument("--metrics", nargs="+", help="columns (default: all)")
+    parser.add_argument("--sets", nargs="+", help="rows of these sets alone")
     parser.add_argument("--format", choices=["text", "markdown", "latex", "csv"], default="text")
     args = parser.parse_args(argv)
     contents = []
@@ -1115,7 +1117,8 @@ def table(argv=None):
     varied = [k for k in dict.fromkeys(k for config, _ in contents for k in config)
               if k not in aside and len({json.dumps(config.get(k)) for config, _ in contents}) > 1]
     rows = [{**row, "run": " ".join(f"{k}={config.get(k)}" for k in varied) or None}
-            for config, part in contents for row in part]
+            for config, part in contents for row in part
+            if not args.sets or row.get("set") in args.sets]
     print(tables(rows, args.metrics, args.format))
 
 

@@ -567,6 +567,7 @@ def test_table_pools_seeds_of_directories_and_separates_options(tmp_path, capsys
     assert re.fullmatch(r"[|: -]+", text["markdown"].splitlines()[1]) and r"o\_d" in text["latex"]
     assert text["latex"].count(r"\begin{tabular}") == text["latex"].count(r"\end{tabular}") == 2
     assert "nll" not in text["text"] and "nll" in table() and "seed=" not in text["text"]
+    assert table("--sets", "absent") == ""
     (tmp_path / "no.json").write_text("{}")
     for wrong in (tmp_path / "absent", tmp_path, tmp_path / "no.json"):
         with pytest.raises(UserError, match="not the results of a run"):
