@@ -103,11 +103,6 @@ PRESETS = {
 PRESETS["fashion_mnist"] = {**PRESETS["mnist"], "ood": ["mnist"]}
 
 
-def threshold(text):
-    """An argparse type: "auto", inf, or a number, at least 0."""
-    return {"auto": "auto", "inf": math.inf}.get(text) or at_least(0, float)(text)
-
-
 def parse_args(argv=None):
     parser = common.Parser(__doc__, PRESETS, "glyphs")
     flag = argparse.BooleanOptionalAction
@@ -145,8 +140,9 @@ def parse_args(argv=None):
         "members dissolve into outliers (published: 20)")
     add("--gmm", choices=["em", "kmeans"], default="em", help="kmeans: as published")
     add("--chi2-level", type=between(1e-6, 1 - 1e-12), default=0.95, help="of the ellipses")
-    add("--tau-d", type=threshold, metavar="{auto,W2}", help="W2 below which components merge, not "
-        "squared (published: 3.873e-4; auto: 5 %% quantile of the distances of nearest ones)")
+    add("--tau-d", type=lambda text: text if text == "auto" else at_least(0, float)(text),
+        metavar="{auto,W2}", help="W2 below which components merge, not squared (published: "
+        "3.873e-4; auto: 5 %% quantile of the distances of nearest ones)")
     add("--tau-g", type=at_least(0, float), default=math.inf, help="largest gradient difference")
     add("--tau-v", type=at_least(0, float), default=1e-3, help="largest difference of variances")
     add("--draw", choices=["hier", "shared", "perweight"], default="hier", help="w = m + s eps "
@@ -497,17 +493,6 @@ def kmeans_plus_plus(cells, k, generator, sample=100_000) -> Tensor:
     return torch.stack([u[chosen], v[chosen]], 1).unique(dim=0)
 
 
-def kmeans(cells, centres, iterations=15) -> Tensor:
-    """Centres [K, 2] after Lloyd's iterations on the cells; those without a cell stay."""
-    mean = cells.moments[:, 1:3]
-    for _ in range(iterations):
-        label = nearest(mean, centres, 1)[:, 0]
-        total = centres.new_zeros(len(centres)).index_add_(0, label, cells.count)
-        moved = torch.zeros_like(centres).index_add_(0, label, cells.count[:, None] * mean)
-        centres = torch.where(total[:, None] > 0, moved / total.clamp_min(1)[:, None], centres)
-    return centres
-
-
 def select(mixture, keep) -> Mixture:
     """The components that `keep` [K] names; their weights sum to 1 again."""
     weights, centres, covariances = (t[keep] for t in mixture)
@@ -551,6 +536,20 @@ def mixture_of(cells, neighbours, responsibility, k, reg) -> Mixture:
     return Mixture(mass / mass.sum(), torch.stack([u, v], 1), covariances)
 
 
+def nearest_mixture(cells, centres, reg) -> Mixture:
+    """The mixture [K] of k-means: each cell belongs to its nearest centre."""
+    near = nearest(cells.moments[:, 1:3], centres, 1)
+    return mixture_of(cells, near, torch.ones_like(near).double(), len(centres), reg)
+
+
+def kmeans(cells, centres, iterations=15) -> Tensor:
+    """Centres [K, 2] after Lloyd's iterations on the cells; those without a cell stay."""
+    for _ in range(iterations):
+        mass, moved, _ = nearest_mixture(cells, centres, 0.0)
+        centres = torch.where(mass[:, None] > 0, moved, centres)
+    return centres
+
+
 def fit_mixture(cells, start, iterations=30, neighbours=16, reg=1e-6, tolerance=1e-5, refresh=5):
     """EM from `start` centres [K, 2]: (mixture, mean log-likelihoods by iteration, nats a point).
 
@@ -559,9 +558,7 @@ def fit_mixture(cells, start, iterations=30, neighbours=16, reg=1e-6, tolerance=
     are no more. Ends when the log-likelihood gains less than `tolerance`. With iterations = 0 the
     mixture is that of k-means: each cell belongs to its nearest centre.
     """
-    near = nearest(cells.moments[:, 1:3], start, 1)
-    mixture = mixture_of(cells, near, torch.ones_like(near).double(), len(start), reg)
-    history = []
+    mixture, history = nearest_mixture(cells, start, reg), []
     for i in range(iterations):
         if i % refresh == 0:
             mixture = select(mixture, mixture.weights > 0)
@@ -648,30 +645,26 @@ def wasserstein(centres_a, covariances_a, centres_b, covariances_b) -> Tensor:
     return ((centres_a.double() - centres_b.double()).square().sum(-1) + bures).sqrt()
 
 
-def merge_distances(mixture, gradient, rows, tau_g=math.inf, tau_v=math.inf) -> Tensor:
-    """W2 [n, K] of the components `rows` [n] from all K; infinite from itself, and where gradients
-    differ by tau_g or more, or variances tr S / 2 by tau_v."""
+def nearest_components(mixture, gradient, rows, tau_g=math.inf, tau_v=math.inf, chunk=16):
+    """(W2 from the nearest [n], its number [n]) of the components `rows` [n] among all K; infinite
+    where gradients differ by tau_g or more, or variances tr S / 2 by tau_v."""
     _, centres, covariances = mixture
-    rows, variance = rows[:, None], (covariances[:, 0] + covariances[:, 2]) / 2
-    w2 = wasserstein(centres[rows], covariances[rows], centres, covariances)
-    refused = ((gradient[rows] - gradient).abs() >= tau_g) | \
-        ((variance[rows] - variance).abs() >= tau_v)
-    return w2.masked_fill_(refused, math.inf).scatter_(1, rows, math.inf)
-
-
-def nearest_components(mixture, gradient, rows, *thresholds, chunk=16) -> tuple[Tensor, Tensor]:
-    """(W2 from the nearest [n], its number [n]) of the components `rows` [n], the first of ties."""
-    found = [merge_distances(mixture, gradient, part, *thresholds).min(1)
-             for part in rows.split(chunk)]
+    variance, found = (covariances[:, 0] + covariances[:, 2]) / 2, []
+    for own in rows[:, None].split(chunk):
+        w2 = wasserstein(centres[own], covariances[own], centres, covariances)
+        refused = ((gradient[own] - gradient).abs() >= tau_g) | \
+            ((variance[own] - variance).abs() >= tau_v)
+        found.append(w2.masked_fill_(refused, math.inf).scatter_(1, own, math.inf).min(1))
     return tuple(torch.cat(column) for column in zip(*found))
 
 
 def merge_mixture(mixture, gradient, tau_d, tau_g=math.inf, tau_v=1e-3):
-    """Merge the closest pair (ties: the first), again and again, while W2 < tau_d,
-    |g_i - g_j| < tau_g and |tr S_i - tr S_j| / 2 < tau_v.
+    """Merge the closest pair, again and again, while W2 < tau_d, |g_i - g_j| < tau_g and
+    |tr S_i - tr S_j| / 2 < tau_v.
 
     gradient [K]: mean gradient magnitude of a component's members. Moments are matched: the
-    mixture's weight, mean and covariance stay. All K^2 pairs are looked at, in O(K) of memory.
+    mixture's weight, mean and covariance stay. All K^2 pairs are looked at, in O(K) of memory: a
+    pair is known to the row of that one of the two which changed last.
     Returns (mixture, gradients [K'], the new number of each component [K], W2 of each merge, so
     that the largest so far says which tau_d it takes), on the CPU.
     """
@@ -690,12 +683,8 @@ def merge_mixture(mixture, gradient, tau_d, tau_g=math.inf, tau_v=1e-3):
         weight[i] += weight[j]
         number[number == j] = i
         centre[j] = w2[j] = math.inf  # out of everyone's reach
-        rows = ((partner == i) | (partner == j)).index_fill(0, number[[i]], True)
-        rows = (rows & centre[:, 0].isfinite()).nonzero().flatten()
-        own = merge_distances(mixture, gradient, number[[i]], tau_g, tau_v)[0]
-        own[j] = math.inf
-        closer = (own < w2) | ((own == w2) & (i < partner))
-        w2[closer], partner[closer] = own[closer], i
+        partner[i], partner[j] = j, -1
+        rows = ((partner == i) | (partner == j)).nonzero().flatten()
         w2[rows], partner[rows] = nearest_components(mixture, gradient, rows, tau_g, tau_v)
     kept, number = number.unique(return_inverse=True)
     return Mixture(*(t[kept] for t in mixture)), gradient[kept], number, heights
