@@ -458,8 +458,7 @@ def bin_points(x, bins=1024, tail=1e-4, chunk=2**20) -> Cells:
         for row, values in zip(sums, monomials(z).T.contiguous()):
             row += torch.bincount(cell, values, bins * bins)
     used = sums[0].nonzero().flatten()
-    number = torch.full_like(sums[0], -1, dtype=torch.int32)
-    number[used] = torch.arange(len(used), dtype=torch.int32, device=x.device)
+    number = (sums[0] > 0).cumsum(0).int() - 1
     count = sums[0, used]
     return Cells(count, (sums[:, used] / count).T.contiguous(), number[index], shift, scale)
 

@@ -188,10 +188,6 @@ def test_kmeans_is_scikit_learns_and_its_start_spreads():
     cells = exact_cells(x, times)
     np.testing.assert_allclose(gbnn2d.kmeans(cells, x[::90], 100), peer.cluster_centers_, rtol=1e-9,
                                atol=1e-12)
-    mixture, _ = gbnn2d.fit_mixture(cells, torch.from_numpy(peer.cluster_centers_), 0)
-    own = peer.labels_ == 2
-    np.testing.assert_allclose(full(mixture.covariances[2]), np.cov(
-        x[own].T, bias=True, fweights=times[own]) + 1e-6 * np.eye(2))
     x = torch.tensor([[0.0, 0], [1, 0], [3, 0], [0, 2]]).double()
     cells, generator = exact_cells(x, torch.tensor([5, 1, 2, 4])), torch.Generator().manual_seed(0)
     pairs = np.zeros((4, 4))
@@ -207,9 +203,7 @@ def test_kmeans_is_scikit_learns_and_its_start_spreads():
 
 
 def test_labels_must_fit_in_int16():
-    x, k = cloud(30)[0], 32768
-    mixture = gbnn2d.Mixture(torch.ones(k).double() / k, torch.randn(k, 2).double(),
-                             torch.tensor([[1.0, 0, 1]]).double().repeat(k, 1))
+    x, mixture = cloud(30)[0], random_mixture(32768)
     with pytest.raises(ValueError, match="32768 components"):
         gbnn2d.assign(x, gbnn2d.bin_points(x), mixture)
     labels = gbnn2d.assign(x, gbnn2d.bin_points(x), gbnn2d.Mixture(*(t[1:] for t in mixture)))[0]
@@ -462,9 +456,6 @@ def test_layout_is_one_order_and_covers_attention():
         for name, part in field.layout.split(weights).items():
             vit.get_parameter(name).copy_(part)
         torch.testing.assert_close(drawn, vit(x))
-    for keep in (["nothing"], ["0", "3"]):
-        with pytest.raises(UserError):
-            gbnn2d.Layout(net, keep)
 
 
 def test_mean_field_is_in_the_order_of_the_weights():
@@ -595,10 +586,7 @@ def test_the_story_leaves_its_rows_and_files(story):
 
 def test_eval_and_load_repeat_the_story(story):
     folder, rows = story
-    kept = {p: p.read_bytes() for p in (folder / "gbnn2d" / "run").glob("*.pt")}
-    again = gbnn2d.main(options(folder, "--eval", "--ece-bins", "10"))
-    assert again == rows and all(p.read_bytes() == content for p, content in kept.items()
-                                 if "compressed" not in p.name)
+    assert gbnn2d.main(options(folder, "--eval", "--ece-bins", "10")) == rows
     loaded = gbnn2d.main(["--load", str(folder / "small.pt"), *CPU, "--mc", "2", "--out-dir",
                           str(folder)])
     assert (folder / "gbnn2d" / "loaded-small" / "results.json").exists()
@@ -687,7 +675,7 @@ def test_published_flags_and_presets():
     ("--export a.pt --stage det", "--export"), ("--keep-layers nothing", "--keep-layers"),
     ("--keep-layers 0 3 7 9 11", "no convolution or linear"), ("--tau-d word", "--tau-d"),
     ("--model torchvision/nothing", "--model torchvision/nothing"),
-    ("--model torchvision/resnet18 --weights absent.pt", "absent.pt"), ("--eval", "train first")])
+    ("--model torchvision/resnet18 --weights absent.pt", "absent.pt")])
 def test_misuse_is_one_line_before_anything_is_trained(tmp_path, argv, said):
     with pytest.raises(UserError, match=said) as error:
         gbnn2d.main(options(tmp_path, *argv.split()))
