@@ -1070,15 +1070,6 @@ def plot_weights(plt, path, mu, drawn, code, prediction, labels, args):
 FORMAT = "unsure-gbnn2d-2"
 
 
-def load_sets(args) -> dict:
-    """All sets of a run, before anything is trained: train, test, OOD sets by name, --predict."""
-    options = dict(data_dir=args.data_dir, seed=args.seed, image_size=args.image_size)
-    train_set = data.load(args.dataset, "train", val_fraction=0.0, **options)
-    test = data.match(data.load(args.dataset, "test", **options), train_set)
-    return {"train": train_set, "test": test, "ood": data.ood_sets(args, train_set),
-            "predict": data.predict_set(args, train_set) if args.predict else None}
-
-
 def export(path, shared, args, train_set) -> dict:
     """Write the compressed network, its code as it is now and what is not shared; its `storage`."""
     narrow = {"outliers": torch.int32, "ellipse": torch.int32, "labels": torch.int16,
@@ -1110,8 +1101,8 @@ def load_shared(args, train_set):
             raise UserError(f"it is a network of another data set: add --dataset "
                             f"{state['config']['dataset']}")
         if fits != (train_set.num_classes, train_set.shape):
-            raise UserError(f"for {num_classes} classes of images {shape}, which {args.dataset} "
-                            "has not")
+            raise UserError(f"it is for {num_classes} classes of images {shape}, which "
+                            f"{args.dataset} has not")
         options = common.with_options(args, **{**state["config"], "weights": None})
         net, code = make_network(options, num_classes, shape), Code(**state["code"])
         net.transform_input, layout = options.transform_input, Layout(net, options.keep_layers)
@@ -1172,9 +1163,8 @@ def run_seed(sets, run, args) -> tuple:
         for path in filter(None, (run.dir / f"seed{args.seed}-compressed.pt", args.export)):
             more[0].update(export(path, shared, args, train_set))
         if args.plot and (plt := common.pyplot()):
-            with torch.no_grad():
-                points = torch.stack([field.mu, field.sigma], 1).cpu()
-                drawn = shared.draw().cpu().numpy()
+            points = torch.stack([field.mu, field.sigma], 1).detach().cpu()
+            drawn = shared.draw().detach().cpu().numpy()
             plot_plane(plt, run.dir / "plane.png", points, codes)
             plot_weights(plt, run.dir / "weights.png", points[:, 0].numpy(), drawn,
                          codes["clustered"], prediction, sets["test"].labels, args)
@@ -1182,14 +1172,18 @@ def run_seed(sets, run, args) -> tuple:
 
 
 def main(argv=None) -> list:
-    args = parse_args(argv)
-    sets, rows, numbers = load_sets(args), [], {}
+    args, rows, numbers = parse_args(argv), [], {}
+    options = dict(data_dir=args.data_dir, seed=args.seed, image_size=args.image_size)
+    train_set = data.load(args.dataset, "train", val_fraction=0.0, **options)
+    test = data.match(data.load(args.dataset, "test", **options), train_set)
+    sets = {"train": train_set, "test": test, "ood": data.ood_sets(args, train_set),
+            "predict": data.predict_set(args, train_set) if args.predict else None}
     if args.export and common.is_main():
         common.check_writable(args.export)
     if args.load:
-        module, name = load_shared(args, sets["train"]), f"loaded-{Path(args.load).stem}"
+        module, name = load_shared(args, train_set), f"loaded-{Path(args.load).stem}"
     else:  # refuse what cannot work before the run's directory has its options
-        common.main_first(lambda: start_network(sets["train"], args))
+        common.main_first(lambda: start_network(train_set, args))
         depth = f"-{args.depth}" * (args.model == "wide_resnet")
         name = f"{data.set_name(args.dataset)}-{args.model}{depth}-w{args.width:g}-seed{args.seed}"
     run = common.Run(args, "gbnn2d", name)
