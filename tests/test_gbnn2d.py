@@ -270,16 +270,19 @@ def test_merging_is_the_closest_pair_of_all_first(tau_d, tau_g, tau_v, k):
 
 @pytest.mark.parametrize("centres, variances, tau_d, number", [
     # two narrow ones make one that is as wide as the third: closer to it than the fourth is
-    ([[-0.05, 0], [0.05, 0], [0, 0.12], [0.15, 0.12]], [1e-8, 1e-8, 0.0025, 0.0025], 0.2,
+    ([[-0.05, 0], [0.05, 0], [0, 0.12], [0.15, 0.12]], [1e-8, 1e-8, 0.0025, 0.0025], 0.16,
      [0, 0, 0, 1]),
+    # the last two make one that is closer to that of the first two than the third is
+    ([[-0.95, 0], [0.95, 0], [0, -2.3], [-1, 2.05], [1, 2.05]], [1e-8, 1e-8, 0.9025, 1e-8, 1e-8],
+     2.5, [0, 0, 1, 0, 0]),
     ([[0, 0], [1, 0], [2, 0], [3, 0]], [1e-8] * 4, 1.1, [0, 0, 1, 1]),  # ties, in order
     ([[0, 0], [1, 0], [0, 0], [1, 0]], [1e-8] * 4, 1e-6, [0, 1, 0, 1])])  # equal ones
 def test_who_merges_with_whom(centres, variances, tau_d, number):
     covariances = torch.tensor([[v, 0, 1e-8] for v in variances]).double()
-    mixture = gbnn2d.Mixture(torch.ones(4).double() / 4, torch.tensor(centres).double(),
-                             covariances)
-    merged, _, found, _ = gbnn2d.merge_mixture(mixture, torch.zeros(4), tau_d)
-    assert found.tolist() == number and len(merged.weights) == 2
+    weights = torch.ones(len(centres)).double() / len(centres)
+    mixture = gbnn2d.Mixture(weights, torch.tensor(centres).double(), covariances)
+    found = gbnn2d.merge_mixture(mixture, torch.zeros(len(centres)), tau_d, tau_v=math.inf)[2]
+    assert found.tolist() == number
 
 
 # ---- Codes and draws ----------------------------------------------------------------------------
@@ -332,13 +335,21 @@ def test_codes_are_whole_and_repeatable(kind):
     assert (one[0].labels[mu.abs() > 0.2] == -1).all() and (mu.abs() > 0.2).sum() == 5
 
 
-def test_thresholds_at_their_ends():
+def test_thresholds():
     mu, sigma = lenet_weights(5000)
-    share = lambda **options: gbnn2d.share_weights(mu, sigma, torch.rand(5000), torch.Generator(),
-                                                   **options)
+    share = lambda gradient=torch.rand(5000), **options: gbnn2d.share_weights(
+        mu, sigma, gradient, torch.Generator(), **options)
     same, merged, _ = share(tau_d=0.0)
     assert all(torch.equal(a, b) for a, b in zip(same, merged))
-    assert len(share(tau_d=math.inf, tau_v=math.inf)[1].centres) == 1
+    everything = dict(tau_d=math.inf, tau_v=math.inf, fraction=0.0)
+    assert len(share(**everything)[1].centres) == 1
+    signs = share((mu > 0).float(), tau_g=0.5, **everything)[1]  # a member's gradient: 0 or 1
+    assert 2 <= len(signs.centres) <= 3
+    code, _, numbers = share(k0=40, min_cluster=2)
+    centres, covariances = code.centres, gbnn2d.covariances_of(code.factors.double())
+    w2 = gbnn2d.wasserstein(centres[:, None], covariances[:, None], centres, covariances)
+    closest = w2.fill_diagonal_(math.inf).amin(1)
+    assert numbers["tau_d"] == pytest.approx(closest.quantile(0.05).item(), rel=1e-3)
     for options in (dict(k0=6000), dict(tau_w=0.0), dict(fraction=1.0), dict(min_cluster=9999)):
         with pytest.raises(ValueError) as error:
             share(**options)
@@ -473,9 +484,31 @@ def test_mean_field_is_in_the_order_of_the_weights():
         "mu", "rho", "net.1.weight", "net.1.bias", "net.3.bias"]
 
 
-def tiny_set(n=50, k=3):
-    images = torch.randint(0, 256, (n, 1, 4, 4), dtype=torch.uint8)
-    return data.ImageSet("tiny", images, torch.arange(n) % k, k, (0.5,), (0.3,))
+def tiny_set(n=50, low=0, high=256):
+    images = torch.randint(low, high, (n, 1, 4, 4), dtype=torch.uint8)
+    return data.ImageSet("tiny", images, torch.arange(n) % 3, 3, (0.5,), (0.3,))
+
+
+def test_a_step_of_training_by_hand(tmp_path):
+    """Its gradient; Adam's first step is as long as the rate, here after the warm-up."""
+    net, train_set = tiny_net(), tiny_set(32)
+    args = parse("-b", "40", "--warm-up", "0.2", "--lr-mu", "1e-3", "--lr-rho", "1e-2",
+                 "--out-dir", str(tmp_path))
+    field = gbnn2d.MeanField(net, gbnn2d.Layout(net), args).eval()
+    names = ("mu", "rho", "net.3.bias")
+    before = [field.get_parameter(name).detach().clone() for name in names]
+    [batch], kl = gbnn2d.make_loader(train_set, args).epoch(), field.kl() / 32
+    common.seed_all(args.seed, 1, 0, 0)
+    loss = nn.functional.cross_entropy(field(batch.images), batch.labels) + 0.3 * kl
+    wanted = torch.autograd.grad(loss, [field.get_parameter(name) for name in names])
+    run = common.Run(args, "gbnn2d", "run")
+    gbnn2d.train(field, "stoch", 1, 0.3, train_set, run, args)
+    rate = 0.5 * (1 + math.cos(math.pi * (0.5 - 0.2) / 0.8))
+    for name, old, gradient, lr in zip(names, before, wanted, (1e-3, 1e-2, 1e-3)):
+        now = field.get_parameter(name)
+        torch.testing.assert_close(now.grad, gradient, rtol=1e-4, atol=1e-6)
+        assert (now - old).abs().median().item() == pytest.approx(lr * rate, rel=1e-3)
+    assert run.history[0]["kl_nats"] == pytest.approx(kl.item())
 
 
 def test_gradient_is_the_mean_magnitude_of_batches():
@@ -524,14 +557,14 @@ def test_prediction_and_its_metrics_by_hand():
     assert metrics["ece10"] != metrics["ece15"] != metrics["ece15_logits"]
 
 
-def test_nll_has_no_cap():
-    """Of a confident mistake, thousands of nats."""
+def test_a_confident_mistake_has_no_cap_and_doubt_is_outside():
     net = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
-    nn.init.zeros_(net[1].weight)
-    net[1].bias.data = torch.tensor([2000.0, 0.0, 0.0])
-    p = gbnn2d.predict(net, tiny_set(9), parse())
-    metrics = gbnn2d.predictive_metrics(p, tiny_set(9).labels)
-    assert metrics["nll"] == pytest.approx(2000 * 2 / 3) == metrics["nll_samples"]
+    net[1].weight.data = torch.tensor([[75.0], [0.0], [0.0]]).expand(3, 16)
+    net[1].bias.data = torch.zeros(3)
+    sets = {"test": tiny_set(9, 255), "ood": {"grey": tiny_set(9, 127, 128)}}
+    (row, against), _ = gbnn2d.evaluate("deterministic", net, sets, parse())
+    assert row["nll"] == pytest.approx(2000 * 2 / 3) == row["nll_samples"]
+    assert against["auroc_entropy"] == against["auroc_max_prob"] == 1
 
 
 # ---- Runs ---------------------------------------------------------------------------------------
@@ -580,8 +613,9 @@ def test_the_story_leaves_its_rows_and_files(story):
     numbers = results["numbers"]["1"]
     assert all(len(numbers[name]) == 5 for name in ("sigma_over_prior", "quantisation_rms",
                                                     "outlier_share"))
-    lines = (root / "predictions.csv").read_text().splitlines()
-    assert lines[0].startswith("index,label,predicted") and len(lines) > 1000
+    table = np.genfromtxt(root / "predictions.csv", delimiter=",", names=True)
+    assert len(table) == 2000 and (table["aleatoric"] > table["epistemic"]).all()
+    np.testing.assert_allclose(table["aleatoric"] + table["epistemic"], table["total"])
 
 
 def test_eval_and_load_repeat_the_story(story):
