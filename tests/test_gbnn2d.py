@@ -231,25 +231,20 @@ def test_wasserstein_is_the_general_formula():
 
 
 def brute_force_merge(mixture, gradient, tau_d, tau_g, tau_v):
-    """All pairs by POT, the closest one that may merge first, moments from the members: for each
-    component left, (weight, mean, covariance, mean gradient) and who its members are."""
-    members = [[k] for k in range(len(gradient))]
+    """All pairs by POT, the closest one that may merge first; sums of raw moments are those of all
+    members: for each component left ((mean, covariance, gradient), weight, members)."""
+    arrays = (t.numpy() for t in (*mixture[:2], full(mixture.covariances), gradient))
+    parts = [[w * c, w * (s + np.outer(c, c)), w * g, w, [k]]
+             for k, (w, c, s, g) in enumerate(zip(*arrays))]
     while True:
-        joined = []
-        for own in members:
-            share = (mixture.weights[own] / mixture.weights[own].sum()).numpy()
-            d = mixture.centres[own].numpy() - (mean := share @ mixture.centres[own].numpy())
-            spread = full(mixture.covariances[own]).numpy() + d[:, :, None] * d[:, None]
-            joined.append((mixture.weights[own].sum(), mean, np.tensordot(share, spread, 1),
-                           share @ gradient[own].numpy()))
+        found = [(c / w, s / w - np.outer(c, c) / w**2, g / w) for c, s, g, w, _ in parts]
         pairs = [(ot.gaussian.bures_wasserstein_distance(m, n, s, t), i, j)
-                 for (i, (_, m, s, g)), (j, (_, n, t, h)) in
-                 itertools.combinations(enumerate(joined), 2)
+                 for (i, (m, s, g)), (j, (n, t, h)) in itertools.combinations(enumerate(found), 2)
                  if abs(g - h) < tau_g and abs(np.trace(s - t)) / 2 < tau_v]
         w2, i, j = min(pairs, default=(tau_d, 0, 0))
         if w2 >= tau_d:
-            return joined, members
-        members[i] += members.pop(j)
+            return [(own, *part[3:]) for own, part in zip(found, parts)]
+        parts[i] = [a + b for a, b in zip(parts[i], parts.pop(j))]
 
 
 @pytest.mark.parametrize("tau_d, tau_g, tau_v, k", [
@@ -257,15 +252,15 @@ def brute_force_merge(mixture, gradient, tau_d, tau_g, tau_v):
     (0.6, math.inf, 0.01, None), (math.inf, math.inf, math.inf, 1)])
 def test_merging_is_the_closest_pair_of_all_first(tau_d, tau_g, tau_v, k):
     mixture, gradient = random_mixture(24), torch.rand(24).double()
-    right, members = brute_force_merge(mixture, gradient, tau_d, tau_g, tau_v)
+    right = brute_force_merge(mixture, gradient, tau_d, tau_g, tau_v)
     merged, g, number, heights = gbnn2d.merge_mixture(mixture, gradient, tau_d, tau_g, tau_v)
     assert len(heights) == 24 - len(g) and all(height < tau_d for height in heights)
     assert len(right) == len(g) == (k or len(g)) and (k or 2 < len(g) < 23)
-    for new, own in enumerate(members):  # numbered by their first members
-        assert (number == new).nonzero().flatten().tolist() == sorted(own)
-        weight, centre, covariance = (t[new] for t in merged)
-        for ours, wanted in zip((weight, centre, full(covariance), g[new]), right[new]):
-            np.testing.assert_allclose(ours, wanted, rtol=1e-9, atol=1e-12)
+    for new, (wanted, weight, members) in enumerate(right):  # numbered by their first members
+        assert (number == new).nonzero().flatten().tolist() == sorted(members)
+        assert merged.weights[new].item() == pytest.approx(weight, rel=1e-11)
+        for ours, own in zip((merged.centres, full(merged.covariances), g), wanted):
+            np.testing.assert_allclose(ours[new], own, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("centres, variances, tau_d, number", [
