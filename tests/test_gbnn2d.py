@@ -653,12 +653,13 @@ def state_of(folder, name, stage):
 def test_two_processes_equal_one_and_a_killed_run_goes_on_bit_equal(tmp_path):
     """In float64; and batch norm's statistics stay as stage det left them."""
     argv = options(tmp_path, "--dataset", own_folder(tmp_path), "--model", "resnet18", "--width",
-                   "0.02", "-b", "20", "--ood", "--mc", "1", "--epochs", "1", "--workers", "0")
+                   "0.02", "-b", "20", "--ood", "--mc", "1", "--epochs", "1", "--final-epochs", "4",
+                   "--workers", "0")
     work = (run_gbnn2d_in_float64, *argv, "--name")
     killed = Child(tmp_path, *work, "killed", rank=7)
     wait_for((tmp_path / "gbnn2d/killed/seed1-final.pt").exists)
     killed.process.kill()
-    assert killed.wait().status == -9 and state_of(tmp_path, "killed", "final")["epoch"] == 1
+    assert killed.wait().status == -9 and state_of(tmp_path, "killed", "final")["epoch"] < 4
     for child in (Child(tmp_path, *work, "killed", rank=8), Child(tmp_path, *work, "one", rank=9),
                   *start_ranks(tmp_path, 2, *work, "two")):
         assert child.wait().status == 0, child.stderr
