@@ -84,8 +84,7 @@ from common import UserError, at_least, between
 
 STAGES = ("det", "stoch", "gmm", "final")
 PRESETS = {
-    # published: stage 0 SGD 0.1, Nesterov 0.9, decay 5e-4, cosine, 200 epochs of batches of 128;
-    # stage 1 learning rates 1e-5 for mu, 1e-3 for rho; stage 2 Adam, batches of 256
+    # as published, but for what the list above says of the last two stages
     "": dict(model="resnet18", width=1.0, epochs=200, stoch_epochs=20, final_epochs=20, lr=0.1,
              weight_decay=5e-4, lr_mu=1e-5, lr_rho=1e-3, lr_final=0.1, warm_up=0.0, batch_size=128,
              augment=False, grad_frac=0.01, k0=6000, tau_d=3.873e-4, mc=30, ece_bins=15,
@@ -101,11 +100,6 @@ PRESETS = {
                    warm_up=0.2, k0=0, tau_d="auto", mc=20, ood=["glyphs_letters"]),
 }
 PRESETS["fashion_mnist"] = {**PRESETS["mnist"], "ood": ["mnist"]}
-
-
-def threshold(text):
-    """An argparse type: "auto", inf, or a number, at least 0."""
-    return {"auto": "auto", "inf": math.inf}.get(text) or at_least(0, float)(text)
 
 
 def parse_args(argv=None):
@@ -127,8 +121,7 @@ def parse_args(argv=None):
     add("--weight-decay", type=at_least(0, float), help="of stage det (published: 5e-4)")
     add("--warm-up", type=between(0, 0.9), help="share of each stage's steps with a rising rate")
     add("--augment", action=flag, help="reflected crop and flip (published: CIFAR)")
-    add("--train-bn", action=flag, default=True, help="train batch norm's scale and offset, and "
-        "biases, after stage det")
+    add("--train-bn", action=flag, default=True, help="train norms and biases after stage det")
     add = parser.group("method")
     add("--sigma-init", type=between(1e-9, 10), default=0.01, help="over the layer's weight RMS")
     add("--sigma-map", choices=["softplus", "published"], default="softplus", help="of rho")
@@ -145,8 +138,9 @@ def parse_args(argv=None):
         "members dissolve into outliers (published: 20)")
     add("--gmm", choices=["em", "kmeans"], default="em", help="kmeans: as published")
     add("--chi2-level", type=between(1e-6, 1 - 1e-12), default=0.95, help="of the ellipses")
-    add("--tau-d", type=threshold, metavar="{auto,W2}", help="W2 below which components merge, not "
-        "squared (published: 3.873e-4; auto: 5 %% quantile of the distances of nearest ones)")
+    add("--tau-d", type=lambda text: text if text == "auto" else at_least(0, float)(text),
+        metavar="{auto,W2}", help="W2 below which components merge, not squared (published: "
+        "3.873e-4; auto: 5 %% quantile of the distances of nearest ones)")
     add("--tau-g", type=at_least(0, float), default=math.inf, help="largest gradient difference")
     add("--tau-v", type=at_least(0, float), default=1e-3, help="largest difference of variances")
     add("--draw", choices=["hier", "shared", "perweight"], default="hier", help="w = m + s eps "
@@ -297,7 +291,6 @@ class Layout:
                 self.shapes[f"{name}.{key}".lstrip(".")] = getattr(layer, key).shape
         self.sizes = [shape.numel() for shape in self.shapes.values()]
         self.size = sum(self.sizes)
-        self.rest = [name for name, _ in net.named_parameters() if name not in self.shapes]
         if not self.size:
             raise UserError("the network has no convolution or linear layer to share")
 
@@ -465,8 +458,7 @@ def bin_points(x, bins=1024, tail=1e-4, chunk=2**20) -> Cells:
         for row, values in zip(sums, monomials(z).T.contiguous()):
             row += torch.bincount(cell, values, bins * bins)
     used = sums[0].nonzero().flatten()
-    number = torch.full_like(sums[0], -1, dtype=torch.int32)
-    number[used] = torch.arange(len(used), dtype=torch.int32, device=x.device)
+    number = (sums[0] > 0).cumsum(0).int() - 1
     count = sums[0, used]
     return Cells(count, (sums[:, used] / count).T.contiguous(), number[index], shift, scale)
 
@@ -495,17 +487,6 @@ def kmeans_plus_plus(cells, k, generator, sample=100_000) -> Tensor:
         distance = own if len(chosen) == 1 else torch.minimum(distance, own, out=distance)
     chosen = torch.stack(chosen)
     return torch.stack([u[chosen], v[chosen]], 1).unique(dim=0)
-
-
-def kmeans(cells, centres, iterations=15) -> Tensor:
-    """Centres [K, 2] after Lloyd's iterations on the cells; those without a cell stay."""
-    mean = cells.moments[:, 1:3]
-    for _ in range(iterations):
-        label = nearest(mean, centres, 1)[:, 0]
-        total = centres.new_zeros(len(centres)).index_add_(0, label, cells.count)
-        moved = torch.zeros_like(centres).index_add_(0, label, cells.count[:, None] * mean)
-        centres = torch.where(total[:, None] > 0, moved / total.clamp_min(1)[:, None], centres)
-    return centres
 
 
 def select(mixture, keep) -> Mixture:
@@ -551,6 +532,20 @@ def mixture_of(cells, neighbours, responsibility, k, reg) -> Mixture:
     return Mixture(mass / mass.sum(), torch.stack([u, v], 1), covariances)
 
 
+def nearest_mixture(cells, centres, reg) -> Mixture:
+    """The mixture [K] of k-means: each cell belongs to its nearest centre."""
+    near = nearest(cells.moments[:, 1:3], centres, 1)
+    return mixture_of(cells, near, torch.ones_like(near).double(), len(centres), reg)
+
+
+def kmeans(cells, centres, iterations=15) -> Tensor:
+    """Centres [K, 2] after Lloyd's iterations on the cells; those without a cell stay."""
+    for _ in range(iterations):
+        mass, moved, _ = nearest_mixture(cells, centres, 0.0)
+        centres = torch.where(mass[:, None] > 0, moved, centres)
+    return centres
+
+
 def fit_mixture(cells, start, iterations=30, neighbours=16, reg=1e-6, tolerance=1e-5, refresh=5):
     """EM from `start` centres [K, 2]: (mixture, mean log-likelihoods by iteration, nats a point).
 
@@ -559,9 +554,7 @@ def fit_mixture(cells, start, iterations=30, neighbours=16, reg=1e-6, tolerance=
     are no more. Ends when the log-likelihood gains less than `tolerance`. With iterations = 0 the
     mixture is that of k-means: each cell belongs to its nearest centre.
     """
-    near = nearest(cells.moments[:, 1:3], start, 1)
-    mixture = mixture_of(cells, near, torch.ones_like(near).double(), len(start), reg)
-    history = []
+    mixture, history = nearest_mixture(cells, start, reg), []
     for i in range(iterations):
         if i % refresh == 0:
             mixture = select(mixture, mixture.weights > 0)
@@ -572,15 +565,6 @@ def fit_mixture(cells, start, iterations=30, neighbours=16, reg=1e-6, tolerance=
         if i % refresh and history[-1] - history[-2] < tolerance:
             break
     return select(mixture, mixture.weights > 0), history
-
-
-def learn_mixture(x, k, generator, kind="em", bins=1024):
-    """(mixture of at most k Gaussians of points [N, 2] in their own units, cells of the points,
-    log-likelihoods): k-means++, Lloyd's iterations, then EM; kind "kmeans" (published): no EM."""
-    cells = bin_points(x, bins)
-    start = kmeans(cells, kmeans_plus_plus(cells, k, generator))
-    mixture, history = fit_mixture(cells, start, 30 if kind == "em" else 0)
-    return rescale(mixture, cells.shift, cells.scale), cells, history
 
 
 def two_best(z, mixture, candidates):
@@ -648,30 +632,26 @@ def wasserstein(centres_a, covariances_a, centres_b, covariances_b) -> Tensor:
     return ((centres_a.double() - centres_b.double()).square().sum(-1) + bures).sqrt()
 
 
-def merge_distances(mixture, gradient, rows, tau_g=math.inf, tau_v=math.inf) -> Tensor:
-    """W2 [n, K] of the components `rows` [n] from all K; infinite from itself, and where gradients
-    differ by tau_g or more, or variances tr S / 2 by tau_v."""
+def nearest_components(mixture, gradient, rows, tau_g=math.inf, tau_v=math.inf, chunk=16):
+    """(W2 from the nearest [n], its number [n]) of the components `rows` [n] among all K; infinite
+    where gradients differ by tau_g or more, or variances tr S / 2 by tau_v."""
     _, centres, covariances = mixture
-    rows, variance = rows[:, None], (covariances[:, 0] + covariances[:, 2]) / 2
-    w2 = wasserstein(centres[rows], covariances[rows], centres, covariances)
-    refused = ((gradient[rows] - gradient).abs() >= tau_g) | \
-        ((variance[rows] - variance).abs() >= tau_v)
-    return w2.masked_fill_(refused, math.inf).scatter_(1, rows, math.inf)
-
-
-def nearest_components(mixture, gradient, rows, *thresholds, chunk=16) -> tuple[Tensor, Tensor]:
-    """(W2 from the nearest [n], its number [n]) of the components `rows` [n], the first of ties."""
-    found = [merge_distances(mixture, gradient, part, *thresholds).min(1)
-             for part in rows.split(chunk)]
+    variance, found = (covariances[:, 0] + covariances[:, 2]) / 2, []
+    for own in rows[:, None].split(chunk):
+        w2 = wasserstein(centres[own], covariances[own], centres, covariances)
+        refused = ((gradient[own] - gradient).abs() >= tau_g) | \
+            ((variance[own] - variance).abs() >= tau_v)
+        found.append(w2.masked_fill_(refused, math.inf).scatter_(1, own, math.inf).min(1))
     return tuple(torch.cat(column) for column in zip(*found))
 
 
 def merge_mixture(mixture, gradient, tau_d, tau_g=math.inf, tau_v=1e-3):
-    """Merge the closest pair (ties: the first), again and again, while W2 < tau_d,
-    |g_i - g_j| < tau_g and |tr S_i - tr S_j| / 2 < tau_v.
+    """Merge the closest pair, again and again, while W2 < tau_d, |g_i - g_j| < tau_g and
+    |tr S_i - tr S_j| / 2 < tau_v.
 
     gradient [K]: mean gradient magnitude of a component's members. Moments are matched: the
-    mixture's weight, mean and covariance stay. All K^2 pairs are looked at, in O(K) of memory.
+    mixture's weight, mean and covariance stay. All K^2 pairs are looked at, in O(K) of memory: a
+    pair is known to the row of that one of the two which changed last.
     Returns (mixture, gradients [K'], the new number of each component [K], W2 of each merge, so
     that the largest so far says which tau_d it takes), on the CPU.
     """
@@ -690,12 +670,8 @@ def merge_mixture(mixture, gradient, tau_d, tau_g=math.inf, tau_v=1e-3):
         weight[i] += weight[j]
         number[number == j] = i
         centre[j] = w2[j] = math.inf  # out of everyone's reach
-        rows = ((partner == i) | (partner == j)).index_fill(0, number[[i]], True)
-        rows = (rows & centre[:, 0].isfinite()).nonzero().flatten()
-        own = merge_distances(mixture, gradient, number[[i]], tau_g, tau_v)[0]
-        own[j] = math.inf
-        closer = (own < w2) | ((own == w2) & (i < partner))
-        w2[closer], partner[closer] = own[closer], i
+        partner[i], partner[j] = j, -1
+        rows = ((partner == i) | (partner == j)).nonzero().flatten()
         w2[rows], partner[rows] = nearest_components(mixture, gradient, rows, tau_g, tau_v)
     kept, number = number.unique(return_inverse=True)
     return Mixture(*(t[kept] for t in mixture)), gradient[kept], number, heights
@@ -715,7 +691,10 @@ def share_weights(mu, sigma, gradient, generator, *, k0=0, min_cluster=20, tau_w
     if len(inliers) < max(2, k0):
         raise ValueError(f"only {len(inliers)} of {len(mu)} weights are inliers, for {k0} "
                          "components; raise tau_w, lower the share of outliers or k0")
-    mixture, cells, history = learn_mixture(points[inliers], k0, generator, kind)
+    cells = bin_points(points[inliers])
+    start = kmeans(cells, kmeans_plus_plus(cells, k0, generator))
+    mixture, history = fit_mixture(cells, start, 30 if kind == "em" else 0)
+    mixture = rescale(mixture, cells.shift, cells.scale)
     label = assign(points[inliers], cells, mixture)[0].int()
     large = torch.bincount(label, minlength=len(mixture.weights)) > min_cluster
     if not large.any():
@@ -815,12 +794,10 @@ def draw_weights(code, draw="hier", blend="linear") -> Tensor:
 
 
 def mean_weights(code) -> Tensor:
-    """The mean [N] of `draw_weights`."""
-    mean, alpha = code.centres[:, 0][code.labels.clamp_min(0).long()], code.ellipse_alpha
-    second = code.centres[:, 0][code.ellipse_second.long()]
-    mean[code.ellipse] = alpha * mean[code.ellipse] + (1 - alpha) * second
-    mean[code.outliers] = code.outlier_mu
-    return mean
+    """The mean [N] of `draw_weights`: a draw without any spread."""
+    centres = code.centres * code.centres.new_tensor([1.0, 0.0])
+    return draw_weights(code._replace(centres=centres, factors=0 * code.factors,
+                                      outlier_sigma=0 * code.outlier_sigma))
 
 
 def storage(code, rest) -> dict:
@@ -919,25 +896,26 @@ def gradient_magnitude(field, train_set, args) -> Tensor:
 def make_codes(field, train_set, run, args) -> dict:
     """Stage gmm, by the main process, for all: {"clustered": code, "merged": code, "numbers"}, a
     code as a dict on the CPU."""
-    def share():
-        place = "cpu" if args.device.type == "mps" else args.device  # which has no float64
-        mu, sigma, size = (t.detach().to(place) for t in (field.mu, field.sigma, gradient))
-        generator = torch.Generator().manual_seed(common.derive_seed(args.seed, 5))
-        *codes, numbers = share_weights(
-            mu, sigma, size, generator, k0=args.k0, min_cluster=args.min_cluster,
-            tau_w=args.tau_w, fraction=args.grad_frac, kind=args.gmm, level=args.chi2_level,
-            tau_d=args.tau_d, tau_g=args.tau_g, tau_v=args.tau_v)
-        codes = [{key: value.cpu() for key, value in code._asdict().items()} for code in codes]
-        return {"clustered": codes[0], "merged": codes[1], "numbers": numbers}
-
-    if (state := run.load(f"seed{args.seed}-gmm")) is None:
-        gradient = gradient_magnitude(field, train_set, args)
-        try:
-            with run.clock("gmm"):
-                state = common.broadcast(share() if common.is_main() else None)
-        except ValueError as error:
-            raise UserError(f"{error} (--tau-w, --grad-frac, --k0, --min-cluster)") from None
-        run.save(f"seed{args.seed}-gmm", **state)
+    if state := run.load(f"seed{args.seed}-gmm"):
+        return state
+    gradient = gradient_magnitude(field, train_set, args)
+    with run.clock("gmm"):
+        if common.is_main():
+            place = "cpu" if args.device.type == "mps" else args.device  # which has no float64
+            points = (t.detach().to(place) for t in (field.mu, field.sigma, gradient))
+            generator = torch.Generator().manual_seed(common.derive_seed(args.seed, 5))
+            try:
+                *codes, numbers = share_weights(
+                    *points, generator, k0=args.k0, min_cluster=args.min_cluster, tau_w=args.tau_w,
+                    fraction=args.grad_frac, kind=args.gmm, level=args.chi2_level,
+                    tau_d=args.tau_d, tau_g=args.tau_g, tau_v=args.tau_v)
+            except ValueError as error:
+                raise UserError(f"{error} (--tau-w, --grad-frac, --k0, --min-cluster)") from None
+            clustered, merged = ({key: value.cpu() for key, value in code._asdict().items()}
+                                 for code in codes)
+            state = {"clustered": clustered, "merged": merged, "numbers": numbers}
+        state = common.broadcast(state)
+    run.save(f"seed{args.seed}-gmm", **state)
     return state
 
 
@@ -1064,15 +1042,20 @@ def plot_plane(plt, path, points, codes):
     common.save_figure(plt, figure, path)
 
 
-def plot_weights(plt, path, mu, drawn, curve, probs, labels):
+def plot_weights(plt, path, mu, drawn, code, prediction, labels, args):
     """Weights before and after sharing, components by merge threshold, reliability."""
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
     axes[0].hist([mu, drawn], 80, range=np.quantile(mu, [0.001, 0.999]), histtype="step",
                  color=COLOURS[:2], label=["mean-field means", "a draw, shared"])
     axes[0].set(xlabel="weight", ylabel="weights", yscale="log")
     axes[0].legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    axes[1].step(*curve, where="post", color=COLOURS[0])
+    members = torch.bincount(code.labels.int() + 1)[1:].double()
+    mixture = Mixture(members / members.sum(), code.centres, covariances_of(code.factors.double()))
+    *_, heights = merge_mixture(mixture, 0 * members, math.inf, args.tau_g, args.tau_v)
+    axes[1].step(np.maximum.accumulate(heights), len(members) - 1 - np.arange(len(heights)),
+                 where="post", color=COLOURS[0])
     axes[1].set(xlabel="merge threshold tau_d (W2)", ylabel="components K", xscale="log")
+    probs = prediction.log_probs.exp()
     confidence, predicted = probs.max(1)
     accuracy = common.reliability(confidence, predicted == labels).accuracy
     axes[2].bar(np.arange(15) / 15, accuracy, 1 / 15, align="edge", color=COLOURS[0], ec="white")
@@ -1082,33 +1065,9 @@ def plot_weights(plt, path, mu, drawn, curve, probs, labels):
     common.save_figure(plt, figure, path)
 
 
-@torch.no_grad()
-def draw_pictures(plt, folder, shared, field, codes, prediction, labels, args):
-    """plane.png and weights.png."""
-    points = torch.stack([field.mu, field.sigma], 1).cpu()
-    plot_plane(plt, folder / "plane.png", points, codes)
-    code = codes["clustered"]
-    members = torch.bincount(code.labels.int() + 1)[1:].double()
-    mixture = Mixture(members / members.sum(), code.centres.double(),
-                      covariances_of(code.factors.double()))
-    *_, heights = merge_mixture(mixture, 0 * members, math.inf, args.tau_g, args.tau_v)
-    curve = np.maximum.accumulate(heights), len(members) - 1 - np.arange(len(heights))
-    plot_weights(plt, folder / "weights.png", points[:, 0].numpy(), shared.draw().cpu().numpy(),
-                 curve, prediction.log_probs.exp(), labels)
-
-
 # ---- Main ---------------------------------------------------------------------------------------
 
 FORMAT = "unsure-gbnn2d-2"
-
-
-def load_sets(args) -> dict:
-    """All sets of a run, before anything is trained: train, test, OOD sets by name, --predict."""
-    options = dict(data_dir=args.data_dir, seed=args.seed, image_size=args.image_size)
-    train_set = data.load(args.dataset, "train", val_fraction=0.0, **options)
-    test = data.match(data.load(args.dataset, "test", **options), train_set)
-    return {"train": train_set, "test": test, "ood": data.ood_sets(args, train_set),
-            "predict": data.predict_set(args, train_set) if args.predict else None}
 
 
 def export(path, shared, args, train_set) -> dict:
@@ -1130,24 +1089,26 @@ def export(path, shared, args, train_set) -> dict:
     return {**storage(Code(**code), rest_bytes), "bytes_file": len(content)}
 
 
-def load_shared(args) -> tuple:
-    """(the network of the file --load, its number of classes, its images' shape).
-
-    Raises UserError, of one line, for other files, and where a part is missing or does not fit."""
+def load_shared(args, train_set):
+    """The network of the file --load. Raises UserError, of one line, for other files, and where a
+    part is missing or does not fit."""
     state = common.load_checkpoint(args.load)
     if state.get("format") != FORMAT:
         raise UserError(f"{args.load} is no {FORMAT} file; write one with --export")
     try:
+        num_classes, shape = fits = state["num_classes"], tuple(state["shape"])
         if data.set_name(state["config"]["dataset"]) != data.set_name(args.dataset):
             raise UserError(f"it is a network of another data set: add --dataset "
                             f"{state['config']['dataset']}")
-        num_classes, shape = state["num_classes"], tuple(state["shape"])
+        if fits != (train_set.num_classes, train_set.shape):
+            raise UserError(f"it is for {num_classes} classes of images {shape}, which "
+                            f"{args.dataset} has not")
         options = common.with_options(args, **{**state["config"], "weights": None})
         net, code = make_network(options, num_classes, shape), Code(**state["code"])
         net.transform_input, layout = options.transform_input, Layout(net, options.keep_layers)
         check_code(code, layout.size)
         net.load_state_dict({**state["rest"], **layout.split(torch.zeros(layout.size))})
-        return Shared(net, layout, code, options).to(args.device), num_classes, shape
+        return Shared(net, layout, code, options).to(args.device)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         why = str(error) if isinstance(error, UserError) else "a part is missing or does not fit " \
             f"({common.one_line(error)}); export it again"
@@ -1168,7 +1129,8 @@ def run_seed(sets, run, args) -> tuple:
     """All stages up to --stage of one seed: (rows, numbers by layer, the last network)."""
     train_set, stop = sets["train"], args.stage
     net, layout = start_network(train_set, args)
-    tables = [name for name in layout.rest if net.get_parameter(name).ndim > 1]
+    tables = [name for name, value in net.named_parameters()
+              if value.ndim > 1 and name not in layout.shapes]
     common.say(f"{len(layout.sizes)} layers with {layout.size:,} weights are shared; kept whole: "
                f"{', '.join(['biases, norms', *tables])}")
     if not args.model.startswith("torchvision/"):
@@ -1201,26 +1163,32 @@ def run_seed(sets, run, args) -> tuple:
         for path in filter(None, (run.dir / f"seed{args.seed}-compressed.pt", args.export)):
             more[0].update(export(path, shared, args, train_set))
         if args.plot and (plt := common.pyplot()):
-            draw_pictures(plt, run.dir, shared, field, codes, prediction, sets["test"].labels, args)
+            points = torch.stack([field.mu, field.sigma], 1).detach().cpu()
+            drawn = shared.draw().detach().cpu().numpy()
+            plot_plane(plt, run.dir / "plane.png", points, codes)
+            plot_weights(plt, run.dir / "weights.png", points[:, 0].numpy(), drawn,
+                         codes["clustered"], prediction, sets["test"].labels, args)
     return rows, numbers, shared
 
 
 def main(argv=None) -> list:
-    args = parse_args(argv)
-    shared, *fits = load_shared(args) if args.load else (None,)
-    sets, rows, numbers = load_sets(args), [], {}
-    if fits not in ([], [sets["train"].num_classes, sets["train"].shape]):
-        raise UserError(f"--load {args.load}: for {fits[0]} classes of images {fits[1]}, which "
-                        f"{args.dataset} has not")
+    args, rows, numbers = parse_args(argv), [], {}
+    options = dict(data_dir=args.data_dir, seed=args.seed, image_size=args.image_size)
+    train_set = data.load(args.dataset, "train", val_fraction=0.0, **options)
+    test = data.match(data.load(args.dataset, "test", **options), train_set)
+    sets = {"train": train_set, "test": test, "ood": data.ood_sets(args, train_set),
+            "predict": data.predict_set(args, train_set) if args.predict else None}
     if args.export and common.is_main():
         common.check_writable(args.export)
-    if not args.load:  # refuse what cannot work before the run's directory has its options
-        common.main_first(lambda: start_network(sets["train"], args))
-    width, depth = f"-w{args.width:g}", f"-{args.depth}" * (args.model == "wide_resnet")
-    run = common.Run(args, "gbnn2d", f"loaded-{Path(args.load).stem}" if args.load else (
-        f"{data.set_name(args.dataset)}-{args.model}{depth}{width}-seed{args.seed}"))
     if args.load:
-        rows, module = evaluate("loaded", shared, sets, args)[0], shared
+        module, name = load_shared(args, train_set), f"loaded-{Path(args.load).stem}"
+    else:  # refuse what cannot work before the run's directory has its options
+        common.main_first(lambda: start_network(train_set, args))
+        depth = f"-{args.depth}" * (args.model == "wide_resnet")
+        name = f"{data.set_name(args.dataset)}-{args.model}{depth}-w{args.width:g}-seed{args.seed}"
+    run = common.Run(args, "gbnn2d", name)
+    if args.load:
+        rows, _ = evaluate("loaded", module, sets, args)
     for seed in range(args.seed, args.seed + args.runs) if not args.load else ():
         more, numbers[seed], module = run_seed(sets, run, common.with_options(args, seed=seed))
         rows += more
