@@ -19,7 +19,7 @@ import math
 import os
 import re
 import unicodedata
-from collections import Counter
+from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -117,6 +117,10 @@ class Absent(UserError):
 
 def _absent(name, path, why=""):
     return Absent(f"{name}: {path} is not there{why}; get it from {SOURCES[name].site}")
+
+
+def _not_downloaded(name, path, error):
+    return _absent(name, path, f" and could not be downloaded ({common.one_line(error)})")
 
 
 def _damaged(name, path, why):
@@ -245,7 +249,7 @@ class StreamedSet(_Set):
                             "unpack the published archive again")
         return image
 
-    def read(self, row):
+    def __getitem__(self, row):
         """uint8 [3,S,S]: file `row`, resized and cropped; with a key under torchvision's random
         resized crop (scale .08-1, ratio 3/4-4/3) and a random flip, a function of both alone."""
         image, side = self.open(row), self.shape[-1]
@@ -257,8 +261,6 @@ class StreamedSet(_Set):
             flip = torch.rand(()) < 0.5
         image = TF.resized_crop(image, *box, [side, side])
         return TF.pil_to_tensor(TF.hflip(image) if flip else image)
-
-    __getitem__ = read  # for torch's DataLoader
 
     def unreadable(self, rows):
         """bool [n]: whether files `rows` [n] cannot be decoded. Each is read once, by threads."""
@@ -275,7 +277,7 @@ class StreamedSet(_Set):
         """An ImageSet of all files, decoded by a thread pool."""
         images = torch.empty(len(self), *self.shape, dtype=torch.uint8)
         with ThreadPoolExecutor() as pool:  # Pillow decodes without holding the interpreter's lock
-            for row, image in enumerate(pool.map(self.read, range(len(self)))):
+            for row, image in enumerate(pool.map(self.__getitem__, range(len(self)))):
                 images[row] = image
         return ImageSet(self.name, images, self.labels, self.num_classes, self.mean, self.std,
                         classes=self.classes, files=self.files if self.root else ())
@@ -368,7 +370,9 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
         read = (_embedded if name in EMBEDDED else _torchvision if name in TORCHVISION else
                 _ambiguous_mnist if name.endswith("mnist") else
                 _tiny_imagenet if name == "tiny_imagenet" else _imagenet)
-        dataset = read(name, training, Path(data_dir), image_size)
+        make = lambda: read(name, training, Path(data_dir), image_size)
+        downloads = name in TORCHVISION or name.endswith("mnist")
+        dataset = _together(make) if downloads else make()
     if noise and isinstance(dataset, StreamedSet):
         raise UserError(f"{name}: noise is for sets in memory; leave it at 0")
     if noise:
@@ -420,38 +424,34 @@ def _together(work):
     is raised after they have all had their turn, or those that wait would wait for ever."""
     def attempt():
         try:
-            return work(), None
+            return work()
         except UserError as error:
-            return None, error
+            return error
 
-    value, error = common.main_first(attempt)
-    if error is not None:
-        raise error
-    return value
+    done = common.main_first(attempt)
+    if isinstance(done, UserError):
+        raise done
+    return done
 
 
 def _torchvision(name, training, data_dir, _):
     (cls, *rows), source = TORCHVISION[name], SOURCES[name]
     part, mean, std = "train" if training else "test", source.mean, source.std
     path, spare = data_dir / source.place.format(part), data_dir / "cifar100_test.npz"
-
-    def read():
-        # a failed download leaves an empty folder
-        present = path.is_file() or path.is_dir() and any(path.iterdir())
-        if name == "cifar100" and not training and not present and spare.exists():
-            return *common.load_arrays(spare, ("images", "labels")).values(), ()
+    # a failed download leaves an empty folder
+    present = path.is_file() or path.is_dir() and any(path.iterdir())
+    if name == "cifar100" and not training and not present and spare.exists():
+        (images, labels), classes = common.load_arrays(spare, ("images", "labels")).values(), ()
+    else:
         try:
             raw = cls(data_dir, download=not present,
                       **{"split": part} if name == "svhn" else {"train": training})
         except Exception as error:  # absent and cut files raise many types, few of them documented
             if present:
                 raise _damaged(name, path, common.one_line(error)) from None
-            why = f" and could not be downloaded ({common.one_line(error)})"
-            raise _absent(name, path, why) from None
-        return (raw.data, raw.labels if name == "svhn" else raw.targets,
-                DIGITS if name in ("mnist", "svhn") else raw.classes)
-
-    images, labels, classes = _together(read)
+            raise _not_downloaded(name, path, error) from None
+        images, labels = raw.data, raw.labels if name == "svhn" else raw.targets
+        classes = DIGITS if name in ("mnist", "svhn") else raw.classes
     images, labels = torch.as_tensor(images), torch.as_tensor(labels).to(torch.int64)
     if images.ndim == 3:
         images = images.unsqueeze(1)
@@ -461,25 +461,17 @@ def _torchvision(name, training, data_dir, _):
     if (tuple(images.shape), images.dtype, len(labels)) != ((n, *shape), torch.uint8, n):
         raise _damaged(name, path, f"images {tuple(images.shape)}, {len(labels)} labels; expected "
                                    f"{n} of {shape}")
-    _check_labels(name, path, labels, source.num_classes)
     if not mean:
         pool = images if training else _torchvision(name, True, data_dir, _).images
         mean, std = _statistics(pool)
     return ImageSet(name, images, labels, source.num_classes, mean, std, classes=tuple(classes))
 
 
-def _check_labels(name, path, labels, num_classes):
-    low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= num_classes:
-        raise _damaged(name, path, f"labels from {low} to {high}, expected 0 to {num_classes - 1}")
-
-
 def _ambiguous_mnist(name, training, data_dir, _):
     """Ambiguous-MNIST, each image ten times in a row with its sampled labels; after MNIST if
     `name` is dirty_mnist."""
     source = SOURCES["ambiguous_mnist"]
-    samples, votes = (_together(lambda file=file: _read_ambiguous(data_dir / source.place / file))
-                      for file in AMBIGUOUS_MNIST)
+    samples, votes = (_read_ambiguous(data_dir / source.place / file) for file in AMBIGUOUS_MNIST)
     half = slice(0, 6000) if training else slice(6000, 12000)
     samples, votes = samples[half].float(), votes[half].long()
     probs, tens = F.one_hot(votes, 10).float().mean(1), torch.arange(6000).repeat_interleave(10)
@@ -498,8 +490,7 @@ def _read_ambiguous(path):
         try:
             download_url(f"{SOURCES[name].site}/{path.name}", path.parent, path.name, md5)
         except Exception as error:  # urllib, ssl and torchvision raise several types
-            why = f" and could not be downloaded ({common.one_line(error)})"
-            raise _absent(name, path, why) from None
+            raise _not_downloaded(name, path, error) from None
     if not check_md5(path, md5):
         raise _damaged(name, path, f"or another release than data-v1.0.0: its MD5 is not {md5}")
     return torch.load(path, map_location="cpu", weights_only=True)
@@ -583,11 +574,9 @@ def _folder(name, split, size):
         if own and own != classes:
             raise UserError(f"folder {root}: class {min({*own} ^ {*classes})} is in train or in "
                             f"{part} alone; all parts need the same class folders")
-    three = bool(parts["test"] and parts["val"])
-    if not three:
+    if cut := not (parts["test"] and parts["val"]):
         split = "train" if split != "test" else "test" if parts["test"] else "val"
-    cut = split == "train" and not three
-    return _class_folders(name, root / split, IMAGENET, size), cut
+    return _class_folders(name, root / split, IMAGENET, size), cut and split == "train"
 
 
 def _imagenet(name, training, data_dir, size):
@@ -640,20 +629,17 @@ SEVERITIES = (1, 2, 3, 4, 5)
 
 def corruption_kinds(name, data_dir="data"):
     """The kinds of a set of CORRUPTED that are there in all five severities, in the order of
-    CIFAR_C_KINDS; the main process prints a line on what is missing or no kind of it."""
+    CIFAR_C_KINDS; the main process prints a line on what is missing."""
     _choose_from("corrupted set", name, CORRUPTED)
-    folder, lacking = Path(data_dir, SOURCES[name].place), {}
+    folder, present, missing = Path(data_dir, SOURCES[name].place), [], []
     for kind in CIFAR_C_KINDS:
-        lacking[kind] = [s for s in SEVERITIES if not (
+        lacks = [str(s) for s in SEVERITIES if not (
             (folder / f"{kind}.npy").exists() if name.startswith("cifar") else
             _folders_in(_severity(name, kind, s, data_dir)))]
-    present = [kind for kind, lacks in lacking.items() if not lacks]
-    missing = [kind if len(lacks) == 5 else f"{kind} of severity {', '.join(map(str, lacks))}"
-               for kind, lacks in lacking.items() if lacks and (
-                   len(lacks) < 5 or kind in CORRUPTED[name])]
-    stray = sorted({*_folders_in(folder)} - {*CIFAR_C_KINDS})
-    if common.is_main() and stray:
-        print(f"{name}: no kind of corruption, ignored: {', '.join(stray)}", flush=True)
+        if not lacks:
+            present.append(kind)
+        elif len(lacks) < 5 or kind in CORRUPTED[name]:
+            missing.append(kind if len(lacks) == 5 else f"{kind} of severity {', '.join(lacks)}")
     if common.is_main() and missing:
         what = f"{folder} lacks {', '.join(missing)}" if present else f"{folder} is not there"
         print(f"{name}: {what}; get it from {SOURCES[name].site}", flush=True)
@@ -674,12 +660,10 @@ def _severity(name, kind, severity, data_dir):
 
 
 def load_corrupted(name, kind, severity, data_dir="data"):
-    """A test set under one corruption at severity 1..5; `corruption_kinds` lists what is there.
+    """A test set under one corruption at severity 1..5, in memory but for imagenet_c's.
 
-    cifar10_c, cifar100_c  CIFAR-10-C/<kind>.npy and labels.npy: 10,000 rows a severity
-    tiny_imagenet_c        Tiny-ImageNet-C/<kind>/<severity>/<class>/, in memory
-    imagenet_c             imagenet-c/<kind>/<severity>/<class>/, or imagenet-c-<kind>-<severity>/
-                           <class>/, a StreamedSet, 224x224, uncropped
+    Read from CIFAR-10-C/<kind>.npy and labels.npy (10,000 rows a severity),
+    imagenet-c/<kind>/<severity>/<class>/ (or imagenet-c-<kind>-<severity>/<class>/), and the like.
     """
     _choose_from("corrupted set", name, CORRUPTED)
     _choose_from("corruption", kind, CIFAR_C_KINDS)
@@ -691,7 +675,6 @@ def load_corrupted(name, kind, severity, data_dir="data"):
         rows = slice(severity * 10000 - 10000, severity * 10000)
         images = _npy(name, folder / f"{kind}.npy", (50000, 32, 32, 3), rows)
         labels = _npy(name, folder / "labels.npy", (50000,), rows).long()
-        _check_labels(name, folder / "labels.npy", labels, clean.num_classes)
         return ImageSet(title, images.permute(0, 3, 1, 2).contiguous(), labels, *clean[2:])
     if not root.is_dir():
         raise _absent(name, root)
@@ -714,7 +697,7 @@ def _npy(name, path, shape, rows):
     if array.shape != shape or array.dtype.kind not in "iu" or len(shape) > 1 and (
             array.dtype != np.uint8):
         raise _damaged(name, path, f"{array.dtype} {array.shape}, expected {shape} of uint8")
-    return torch.from_numpy(np.array(array[rows]))
+    return torch.from_numpy(array[rows].astype(np.uint8))
 
 
 def corrupt(images, kind, severity, seed=0):
@@ -1047,11 +1030,10 @@ class _Batches:
         return first, first + share + (self.rank < longer), size
 
 
-class Batch(NamedTuple):
-    images: Tensor      # float32 [B,C,H,W], normalised, on the device
-    labels: Tensor      # int64 [B], on the device
-    index: Tensor       # int64 [B], rows of the set, on the device
-    global_size: int    # images in this batch over all processes
+# A part of a batch, on the device; index: its rows of the set; global_size: rows over all processes
+Batch = namedtuple("Batch", "images labels index global_size")              # float32, normalised
+TextBatch = namedtuple("TextBatch", "tokens labels index global_size")      # int64, padded with 0
+MoleculeBatch = namedtuple("MoleculeBatch", "molecules labels index global_size")   # Molecules
 
 
 class Loader(_Batches):
@@ -1237,7 +1219,7 @@ def _blends(name, n, generator, templates, times):
 # ---- Texts and molecules -------------------------------------------------------------------------
 
 
-def load_text(name, split, data_dir="data", *, vocab_file=None, like=None, limit=None):
+def load_text(name, split, data_dir="data", *, vocab_file=None, like=None):
     """One of `TEXTS` as a TextSet; its splits are fixed.
 
     split       "train", "val", "test"; those of sst2: see sst2_has_test_labels
@@ -1245,7 +1227,6 @@ def load_text(name, split, data_dir="data", *, vocab_file=None, like=None, limit
                 training sentences, and reviews and reviews_finance that of both: as BERT's does,
                 it knows words that training lacks, so that length does not give OOD data away
     like        a TextSet whose vocabulary is used instead: that of the model's training set
-    limit       keep this many sentences, evenly spaced
     """
     _choose_from("dataset", name, TEXTS)
     _choose_from("split", split, SPLITS[:3])
@@ -1259,16 +1240,15 @@ def load_text(name, split, data_dir="data", *, vocab_file=None, like=None, limit
     else:
         sets = ("sst2",) if name == "sst2" else TEXTS[:2]
         vocab = vocabulary([sentence for own in sets for sentence in read(own, "train")[0]])
-    return evenly(TextSet(name, *tokenise(sentences, vocab), labels, 2, vocab), limit)
+    return TextSet(name, *tokenise(sentences, vocab), labels, 2, vocab)
 
 
-def load_molecules(name, split, data_dir="data", *, target="u0", limit=None):
+def load_molecules(name, split, data_dir="data", *, target="u0"):
     """One of `MOLECULES` as a MoleculeSet; its splits are fixed.
 
     split   "train", "val", "test"; qm9's are the published ones where all 130,831 molecules are
             there, else the same shares of a permutation drawn in the same way
     target  one of `QM9_TARGETS`, for qm9; clusters have one target, their energy
-    limit   keep this many molecules, evenly spaced
     """
     _choose_from("dataset", name, MOLECULES)
     _choose_from("split", split, SPLITS[:3])
@@ -1280,14 +1260,7 @@ def load_molecules(name, split, data_dir="data", *, target="u0", limit=None):
     else:
         dataset = _embedded_molecules(name)
         order, ends = torch.arange(len(dataset)), [4000, 4500]
-    return evenly(dataset.select(order.tensor_split(ends)[SPLITS.index(split)]), limit)
-
-
-class TextBatch(NamedTuple):
-    tokens: Tensor      # int64 [b,L], padded with 0, on the device; so are labels and index
-    labels: Tensor      # int64 [b]
-    index: Tensor       # int64 [b], rows of the set
-    global_size: int    # sentences in this batch over all processes
+    return dataset.select(order.tensor_split(ends)[SPLITS.index(split)])
 
 
 class Molecules(NamedTuple):
@@ -1299,13 +1272,6 @@ class Molecules(NamedTuple):
     sources: Tensor     # int64 [e], atoms in 0..a-1
     targets: Tensor     # int64 [e], ascending
     count: int          # molecules
-
-
-class MoleculeBatch(NamedTuple):
-    molecules: Molecules
-    labels: Tensor      # float64 [b]
-    index: Tensor       # int64 [b], rows of the set
-    global_size: int    # molecules in this batch over all processes
 
 
 class SequenceLoader(_Batches):
