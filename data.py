@@ -115,12 +115,9 @@ class Absent(UserError):
     """A set is not where it has to be, and could not be downloaded."""
 
 
-def _absent(name, path, why=""):
+def _absent(name, path, error=None):
+    why = f" and could not be downloaded ({common.one_line(error)})" if error else ""
     return Absent(f"{name}: {path} is not there{why}; get it from {SOURCES[name].site}")
-
-
-def _not_downloaded(name, path, error):
-    return _absent(name, path, f" and could not be downloaded ({common.one_line(error)})")
 
 
 def _damaged(name, path, why):
@@ -342,7 +339,8 @@ SMALL = 64  # files of up to so many pixels a side are decoded once, and kept in
 
 def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_split=None,
          noise=0.0, image_size=None, limit=None):
-    """One of `DATASETS` as an ImageSet or a StreamedSet; all processes must call it together.
+    """One of `DATASETS` as an ImageSet or a StreamedSet, downloaded if need be and possible, else
+    `Absent` is raised; all processes must call it together.
 
     split            "train", "val": parts of the published training set, chosen by `seed` (or a
                      folder's own, if it has all three); "test"; "ood": test, but of a folder all
@@ -354,8 +352,6 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
                      data package 0.05)
     image_size       side of the square images read from files (a folder's: 32 unless given)
     limit            keep this many rows, evenly spaced
-
-    Absent sets are downloaded where possible; else `Absent` is raised.
     """
     _choose_from("split", split, SPLITS)
     _choose_from("published_split", published_split, (None, "forde"))
@@ -449,7 +445,7 @@ def _torchvision(name, training, data_dir, _):
         except Exception as error:  # absent and cut files raise many types, few of them documented
             if present:
                 raise _damaged(name, path, common.one_line(error)) from None
-            raise _not_downloaded(name, path, error) from None
+            raise _absent(name, path, error) from None
         images, labels = raw.data, raw.labels if name == "svhn" else raw.targets
         classes = DIGITS if name in ("mnist", "svhn") else raw.classes
     images, labels = torch.as_tensor(images), torch.as_tensor(labels).to(torch.int64)
@@ -490,7 +486,7 @@ def _read_ambiguous(path):
         try:
             download_url(f"{SOURCES[name].site}/{path.name}", path.parent, path.name, md5)
         except Exception as error:  # urllib, ssl and torchvision raise several types
-            raise _not_downloaded(name, path, error) from None
+            raise _absent(name, path, error) from None
     if not check_md5(path, md5):
         raise _damaged(name, path, f"or another release than data-v1.0.0: its MD5 is not {md5}")
     return torch.load(path, map_location="cpu", weights_only=True)
@@ -529,9 +525,9 @@ def _is_image(name):
     return name.lower().endswith(SUFFIXES) and not name.startswith(".")  # ._x.jpg: macOS's notes
 
 
-def _class_folders(name, root, stats, size, classes=None, place="{}", **fields):
+def _class_folders(name, root, stats, size, classes=None, place="{}"):
     """A StreamedSet of the images in root/<place of each class>; the classes are the folders,
-    sorted, unless given. `fields` are the set's, if other than usual."""
+    sorted, unless given."""
     classes, paths, counts = tuple(classes or _folders_in(root)), [], []
     for folder in classes:
         own = root / place.format(folder)
@@ -541,15 +537,13 @@ def _class_folders(name, root, stats, size, classes=None, place="{}", **fields):
         paths += files
         counts.append(len(files))
     labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    return _streamed(name, root, stats, size, tuple(paths), labels, classes, **fields)
+    return _streamed(name, root, stats, size, tuple(paths), labels, classes)
 
 
-def _streamed(name, root, stats, size, paths, labels, classes, **fields):
+def _streamed(name, root, stats, size, paths, labels, classes):
     resize = size if size <= SMALL else round(size * 256 / 224)  # of larger ones the centre is cut
-    return StreamedSet(**{**dict(
-        name=name, paths=paths, labels=labels, num_classes=max(1, len(classes)), mean=stats[-2],
-        std=stats[-1], shape=(3, size, size), resize=resize, classes=classes, root=str(root)),
-        **fields})
+    return StreamedSet(name, paths, labels, max(1, len(classes)), stats[-2], stats[-1],
+                       (3, size, size), resize, classes, str(root))
 
 
 def _folder(name, split, size):
@@ -597,8 +591,8 @@ def _tiny_imagenet(name, training, data_dir, size):
     root, classes, size = data_dir / SOURCES[name].place, _wnids(data_dir), size or 64
     notes = root / "val" / "val_annotations.txt"
     if training:
-        return _class_folders(name, root / "train", SOURCES[name], size, classes, "{}/images",
-                              expect=(64, 64))
+        pool = _class_folders(name, root / "train", SOURCES[name], size, classes, "{}/images")
+        return replace(pool, expect=(64, 64))
     if not notes.exists():
         raise _absent(name, notes)
     rows = [line.split("\t")[:2] for line in notes.read_text("utf-8").splitlines()]
@@ -606,7 +600,8 @@ def _tiny_imagenet(name, training, data_dir, size):
         raise _damaged(name, notes, f"class {min(unknown)} is not in wnids.txt")
     paths = tuple(str(notes.parent / "images" / file) for file, _ in rows)
     labels = torch.tensor([classes.index(wnid) for _, wnid in rows])
-    return _streamed(name, root, SOURCES[name], size, paths, labels, classes, expect=(64, 64))
+    return replace(_streamed(name, root, SOURCES[name], size, paths, labels, classes),
+                   expect=(64, 64))
 
 
 def _wnids(data_dir):
@@ -679,11 +674,11 @@ def load_corrupted(name, kind, severity, data_dir="data"):
     if not root.is_dir():
         raise _absent(name, root)
     if name == "tiny_imagenet_c":
-        return _class_folders(title, root, source, 64, _wnids(Path(data_dir)),
-                              expect=(64, 64)).in_memory()
+        dataset = _class_folders(title, root, source, 64, _wnids(Path(data_dir)))
+        return replace(dataset, expect=(64, 64)).in_memory()
     if lacking := {*_folders_in(Path(data_dir, "imagenet", "val"))} - {*_folders_in(root)}:
         raise _damaged(name, root, f"no class folder {min(lacking)}, as imagenet/val has")
-    return _class_folders(title, root, source, 224, resize=224)
+    return replace(_class_folders(title, root, source, 224), resize=224)
 
 
 def _npy(name, path, shape, rows):
@@ -828,9 +823,7 @@ def match(dataset, like):
     blocks = []
     for block in dataset.images.split(1000):
         x = TF.rgb_to_grayscale(_unit(block)) if channels < block.shape[1] else _unit(block)
-        if list(x.shape[-2:]) != size:
-            x = F.interpolate(x, size, mode="bilinear", antialias=True)
-        blocks.append(_like(x, block).expand(-1, channels, -1, -1))
+        blocks.append(_like(TF.resize(x, size), block).expand(-1, channels, -1, -1))
     return replace(dataset, images=torch.cat(blocks))
 
 
@@ -1363,9 +1356,8 @@ def sst2_has_test_labels(data_dir="data"):
 def _sst2(folder, split):
     """(sentences, labels int64 [N]) of sentence<TAB>label rows, without quoting."""
     labelled = sst2_has_test_labels(folder.parent)
-    files = {"train": "train.tsv", "val": "dev.tsv" if labelled else "train.tsv",
-             "test": "test.tsv" if labelled else "dev.tsv"}
-    path = folder / files[split]
+    files = ("train", "dev", "test") if labelled else ("train", "train", "dev")
+    path = folder / f"{files[SPLITS.index(split)]}.tsv"
     header, *lines = _read_lines("sst2", path)
     rows = [line.split("\t") for line in lines]
     if header != "sentence\tlabel" or not rows:
@@ -1494,7 +1486,7 @@ def _qm9(folder, target):
     places = [folder / "gdb9.sdf", folder / "raw" / "gdb9.sdf", folder / "qm9_subset.npz"]
     path = next((place for place in places if place.exists()), None)
     if path is None:
-        raise _absent("qm9", places[0], " (with gdb9.sdf.csv, uncharacterized.txt)")
+        raise _absent("qm9", f"{places[0]} (with gdb9.sdf.csv, uncharacterized.txt)")
     numbers, positions, sizes, columns = _read_qm9(path, path.stat().st_mtime_ns)
     if lacking := {*QM9_TARGETS} - {*columns}:
         raise _damaged("qm9", path, f"no targets {', '.join(sorted(lacking))}")

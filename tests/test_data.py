@@ -204,7 +204,7 @@ def test_absent_sets_name_the_path_and_the_site(tmp_path, monkeypatch, name, pat
     (lambda: data.load_molecules("clusters", "all"), "split 'all'"),
     (lambda: data.load_molecules("clusters", "test", target="gap"), "'gap' is unknown.*u0"),
     (lambda: data.load_molecules("qm9", "test", target="U"), "target 'U' is unknown.*u298"),
-    (lambda: data.load_molecules("qm9", "test", "/x"), "x.QM9.gdb9.sdf is not there.*https"),
+    (lambda: data.load_molecules("qm9", "test", "/x"), "x.QM9.gdb9.sdf .*is not there.*https"),
     (lambda: Loader(toy(), 0), "batches of 0"),
     (lambda: Loader(toy().select([]), 5), "0 rows"),
     (lambda: Loader(toy(), 5, augment="flip"), "'flip' is unknown"),

@@ -45,7 +45,7 @@ def test_ood_and_predict_sets():
     assert [*data.ood_sets(args, molecules)] == ["clusters_large"]
     assert len(data.predict_set(args, molecules)) == 1000
     args.explicit = {"ood"}
-    refuses("qm9.*gdb9.sdf is not there", data.ood_sets, args, molecules)
+    refuses("qm9.*gdb9.sdf .*is not there", data.ood_sets, args, molecules)
     refuses("'reviews.sst2' is unknown", data.ood_sets, options(["reviews+sst2"]), texts)
     refuses("cannot be compared with reviews", data.ood_sets, options(["x.npz"]), texts)
 
