@@ -144,10 +144,17 @@ def test_real_mnist_cifar10_and_cifar100(real_data):
 
 def test_raw_files_are_checked(tmp_path, monkeypatch):
     labels = torch.arange(10000) % 10
-    raw = SimpleNamespace(data=torch.zeros(10000, 28, 28).byte(), targets=labels, classes=())
-    monkeypatch.setitem(data.TORCHVISION, "mnist", (lambda *_, **__: raw, 60000, 10000))
-    save_png(tmp_path / "MNIST" / "raw" / "a.png")
-    assert load("mnist", "test", tmp_path).labels[:12].tolist() == [*range(10), 0, 1]
+
+    def read(*_, train, **__):
+        images = torch.full((10000, 28, 28), 255 * train, dtype=torch.uint8)
+        return SimpleNamespace(data=images, targets=labels, classes=())
+
+    for name, folder, rows in (("mnist", "MNIST", 60000), ("kmnist", "KMNIST", 10000)):
+        monkeypatch.setitem(data.TORCHVISION, name, (read, rows, 10000))
+        save_png(tmp_path / folder / "raw" / "a.png")
+    test = load("kmnist", "test", tmp_path)
+    assert test.labels[:12].tolist() == [*range(10), 0, 1]
+    assert (test.mean, test.std) == ((1.0,), (0.0,))  # the training images'
     labels[700] = 200
     refuses("mnist: labels from 0 to 200; expected 0 to 9", load, "mnist", "test",
             tmp_path)
@@ -446,6 +453,8 @@ def test_streamed_augmentation_depends_on_seed_epoch_and_row_alone(imagenet, as_
     first, again, *others = [torch.cat([b.images[b.index.argsort()] for b in batches])
                              for batches in orders]
     assert torch.equal(first, again) and not any(torch.equal(first, other) for other in others)
+    twins = Loader(dataset.select([0] * 5), 5, augment="crop_flip").epoch()
+    assert len(next(twins).images.unique(dim=0)) == 5
     check_ranks(as_rank, 3, make)  # the last batch has two images
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -564,8 +573,15 @@ def test_corruption_directions():
     assert turned[0, 0].argmax() in (14 * 28 + 17, 13 * 28 + 10)  # (10,14) goes to a quarter turn
     hidden = (data.corrupt(torch.zeros(9, 3, 32, 32), "occlusion", 2) == 0.5).sum((1, 2, 3))
     assert hidden.tolist() == [3 * round(0.27 * 32) ** 2] * 9
+    grey = torch.full((1001, 3, 16, 16), 0.5)
+    struck = data.corrupt(grey, "impulse_noise", 5)
+    assert [(struck == x).double().mean().item() for x in (0, 1)] == pytest.approx([0.09] * 2, 0.02)
+    assert not torch.equal(struck[0], struck[1000])  # in the next block
     dataset = data.corrupted(toy(4), "contrast", 2)
     assert dataset.name == "toy_computed_contrast_s2" and dataset.labels.tolist() == [0, 1, 2, 3]
+    x = toy(4).images.double()
+    want = 0.55 * x + 0.45 * x.mean((1, 2, 3), keepdim=True)
+    assert (dataset.images - want).abs().max() <= 0.51
 
 
 # ---- OOD data and sets to predict ----------------------------------------------------------------
@@ -610,7 +626,6 @@ def test_ood_sets(tmp_path, capsys):
     assert all("https://" in line or "http://" in line for line in out)
     for name in ("svhn", "tiny_imagenet", "folder:/nowhere"):  # asked for by name
         refuses("is not there", data.ood_sets, options([name], ["ood"], tmp_path), train)
-    assert data.ood_sets(options(), train) == {}
     refuses("'swhn' is unknown", data.ood_sets, options(["swhn"]), train)
 
 
@@ -765,6 +780,7 @@ def test_embedded_sets(name):
     if name == "dirty_glyphs":
         assert (test.label_probs.amax(1) == 1).tolist() == [True] * 2000 + [False] * 2000
         assert torch.equal(test.images[2000:], load("glyphs_ambiguous", "test").images)
+        assert len(train.groups.unique()) + len(val.groups.unique()) == 8000 + 4000
     elif name.endswith("ambiguous"):  # labels follow their distribution
         probs = torch.cat([train.label_probs, val.label_probs])
         assert torch.allclose(probs.sum(1), torch.ones(len(probs))) and (

@@ -1,10 +1,12 @@
 """data.py: texts and molecules: word pieces, published layouts, embedded sets; both loaders."""
 import math
 from functools import partial
+from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
+from scipy.spatial.distance import cdist
 
 import data
 from data import (Loader, MoleculeSet, SequenceLoader, TextSet, load_molecules, load_text, tokenise,
@@ -316,27 +318,6 @@ def test_damaged_sdf(tmp_path, file, old, new, says):
 # ---- Loaders -------------------------------------------------------------------------------------
 
 
-def check_molecules(batch, dataset, cutoff=5.0):
-    """The batch is its molecules one after the other, and its edges those of a double loop."""
-    graph, first = batch.molecules, 0
-    numbers, positions = (rows_of(t, dataset.sizes) for t in (dataset.numbers, dataset.positions))
-    edges, owner = [], []
-    for count, i in enumerate(batch.index.tolist()):
-        n = len(numbers[i])
-        edges += [(first + b, first + a) for a in range(n) for b in range(n)
-                  if a != b and math.dist(positions[i][a], positions[i][b]) < cutoff]
-        owner += [count] * n
-        first += n
-    assert graph.numbers.tolist() == [z for i in batch.index for z in numbers[i]]
-    want = torch.tensor([x for i in batch.index for x in positions[i]]).view(-1, 3)
-    assert graph.positions.dtype == torch.float32 and torch.equal(graph.positions, want)
-    assert graph.molecule.tolist() == owner and graph.count == len(batch.index)
-    assert [*zip(graph.sources.tolist(), graph.targets.tolist())] == edges
-    assert graph.sources.dtype == graph.targets.dtype == torch.int64
-    assert batch.labels.dtype == torch.float64
-    assert torch.equal(batch.labels, dataset.labels[batch.index])
-
-
 @pytest.mark.parametrize("size, shuffle", [(1, True), (7, False), (7, True), (100, False)])
 def test_text_batches(size, shuffle):
     dataset = toy_texts()
@@ -375,9 +356,19 @@ def test_molecule_batches(size, cutoff, shuffle):
     dataset = toy_molecules()
     loader = SequenceLoader(dataset, size, shuffle=shuffle, cutoff=cutoff)
     batches = list(loader.epoch(1))
+    numbers, positions = (rows_of(t, dataset.sizes) for t in (dataset.numbers, dataset.positions))
     for batch in batches:
-        check_molecules(batch, dataset, cutoff)
-        assert batch.global_size == len(batch.index)
+        graph, rows = batch.molecules, batch.index.tolist()
+        owner = torch.tensor([k for k, row in enumerate(rows) for _ in numbers[row]])
+        place = np.concatenate([positions[row] for row in rows])
+        near = torch.tensor(cdist(place, place) < cutoff) & (owner[:, None] == owner)
+        targets, sources = near.fill_diagonal_(False).nonzero(as_tuple=True)
+        for got, want in ((graph.sources, sources), (graph.targets, targets),
+                          (graph.molecule, owner), (graph.positions, torch.tensor(place).float()),
+                          (batch.labels, dataset.labels[rows])):
+            assert got.dtype == want.dtype and torch.equal(got, want)
+        assert graph.numbers.tolist() == [z for row in rows for z in numbers[row]]
+        assert graph.count == batch.global_size == len(rows)
     assert len(loader) == len(batches)
 
 
@@ -434,14 +425,13 @@ def brute_energy(numbers, positions):
     terms = {1: (3.2, 0.35, 2.2), 6: (3.9, 0.76, 2.55), 7: (3.2, 0.71, 3.04), 8: (3.0, 0.66, 3.44)}
     free = {1: -0.500273, 6: -37.846772, 7: -54.583861, 8: -75.064579}
     energy = sum(free[z] * 27.211386246 for z in numbers)
-    for i in range(len(numbers)):
-        for j in range(i):
-            d = math.dist(positions[i], positions[j])
-            (p, r, e), (q, s, f) = terms[numbers[i]], terms[numbers[j]]
-            x = math.exp(-1.7 * (d - r - s))
-            if d < 5:
-                energy += (math.sqrt(p * q) * (1 + 0.2 * abs(e - f)) * (x * x - 2 * x)
-                           * math.cos(math.pi * d / 10) ** 2)
+    for (i, a), (j, b) in combinations(zip(numbers, positions), 2):
+        d = math.dist(a, b)
+        (p, r, e), (q, s, f) = terms[i], terms[j]
+        x = math.exp(-1.7 * (d - r - s))
+        if d < 5:
+            energy += (math.sqrt(p * q) * (1 + 0.2 * abs(e - f)) * (x * x - 2 * x)
+                       * math.cos(math.pi * d / 10) ** 2)
     return energy
 
 
