@@ -1,5 +1,6 @@
 """data.py: texts and molecules: word pieces, published layouts, embedded sets; both loaders."""
 import math
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 
@@ -38,7 +39,8 @@ def toy_molecules(n=23):
 
 
 def test_ood_and_predict_sets():
-    texts, molecules = load_text("reviews", "train"), load_molecules("clusters", "train")
+    texts, molecules = load_text("reviews", "val"), load_molecules("clusters", "train")
+    texts = replace(texts, vocab=(*texts.vocab, "more"))
     args = options(["reviews_finance", "sst2"], predict="reviews_finance")
     sets = data.ood_sets(args, texts)
     assert [*sets] == ["reviews_finance"] and sets["reviews_finance"].vocab == texts.vocab
