@@ -19,7 +19,7 @@ import math
 import os
 import re
 import unicodedata
-from collections import Counter
+from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -115,7 +115,8 @@ class Absent(UserError):
     """A set is not where it has to be, and could not be downloaded."""
 
 
-def _absent(name, path, why=""):
+def _absent(name, path, error=None):
+    why = f" and could not be downloaded ({common.one_line(error)})" if error else ""
     return Absent(f"{name}: {path} is not there{why}; get it from {SOURCES[name].site}")
 
 
@@ -245,7 +246,7 @@ class StreamedSet(_Set):
                             "unpack the published archive again")
         return image
 
-    def read(self, row):
+    def __getitem__(self, row):
         """uint8 [3,S,S]: file `row`, resized and cropped; with a key under torchvision's random
         resized crop (scale .08-1, ratio 3/4-4/3) and a random flip, a function of both alone."""
         image, side = self.open(row), self.shape[-1]
@@ -257,8 +258,6 @@ class StreamedSet(_Set):
             flip = torch.rand(()) < 0.5
         image = TF.resized_crop(image, *box, [side, side])
         return TF.pil_to_tensor(TF.hflip(image) if flip else image)
-
-    __getitem__ = read  # for torch's DataLoader
 
     def unreadable(self, rows):
         """bool [n]: whether files `rows` [n] cannot be decoded. Each is read once, by threads."""
@@ -275,7 +274,7 @@ class StreamedSet(_Set):
         """An ImageSet of all files, decoded by a thread pool."""
         images = torch.empty(len(self), *self.shape, dtype=torch.uint8)
         with ThreadPoolExecutor() as pool:  # Pillow decodes without holding the interpreter's lock
-            for row, image in enumerate(pool.map(self.read, range(len(self)))):
+            for row, image in enumerate(pool.map(self.__getitem__, range(len(self)))):
                 images[row] = image
         return ImageSet(self.name, images, self.labels, self.num_classes, self.mean, self.std,
                         classes=self.classes, files=self.files if self.root else ())
@@ -340,7 +339,8 @@ SMALL = 64  # files of up to so many pixels a side are decoded once, and kept in
 
 def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_split=None,
          noise=0.0, image_size=None, limit=None):
-    """One of `DATASETS` as an ImageSet or a StreamedSet; all processes must call it together.
+    """One of `DATASETS` as an ImageSet or a StreamedSet, downloaded if need be and possible, else
+    `Absent` is raised; all processes must call it together.
 
     split            "train", "val": parts of the published training set, chosen by `seed` (or a
                      folder's own, if it has all three); "test"; "ood": test, but of a folder all
@@ -352,8 +352,6 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
                      data package 0.05)
     image_size       side of the square images read from files (a folder's: 32 unless given)
     limit            keep this many rows, evenly spaced
-
-    Absent sets are downloaded where possible; else `Absent` is raised.
     """
     _choose_from("split", split, SPLITS)
     _choose_from("published_split", published_split, (None, "forde"))
@@ -368,7 +366,9 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
         read = (_embedded if name in EMBEDDED else _torchvision if name in TORCHVISION else
                 _ambiguous_mnist if name.endswith("mnist") else
                 _tiny_imagenet if name == "tiny_imagenet" else _imagenet)
-        dataset = read(name, training, Path(data_dir), image_size)
+        make = lambda: read(name, training, Path(data_dir), image_size)
+        downloads = name in TORCHVISION or name.endswith("mnist")
+        dataset = _together(make) if downloads else make()
     if noise and isinstance(dataset, StreamedSet):
         raise UserError(f"{name}: noise is for sets in memory; leave it at 0")
     if noise:
@@ -420,38 +420,34 @@ def _together(work):
     is raised after they have all had their turn, or those that wait would wait for ever."""
     def attempt():
         try:
-            return work(), None
+            return work()
         except UserError as error:
-            return None, error
+            return error
 
-    value, error = common.main_first(attempt)
-    if error is not None:
-        raise error
-    return value
+    done = common.main_first(attempt)
+    if isinstance(done, UserError):
+        raise done
+    return done
 
 
 def _torchvision(name, training, data_dir, _):
     (cls, *rows), source = TORCHVISION[name], SOURCES[name]
     part, mean, std = "train" if training else "test", source.mean, source.std
     path, spare = data_dir / source.place.format(part), data_dir / "cifar100_test.npz"
-
-    def read():
-        # a failed download leaves an empty folder
-        present = path.is_file() or path.is_dir() and any(path.iterdir())
-        if name == "cifar100" and not training and not present and spare.exists():
-            return *common.load_arrays(spare, ("images", "labels")).values(), ()
+    # a failed download leaves an empty folder
+    present = path.is_file() or path.is_dir() and any(path.iterdir())
+    if name == "cifar100" and not training and not present and spare.exists():
+        (images, labels), classes = common.load_arrays(spare, ("images", "labels")).values(), ()
+    else:
         try:
             raw = cls(data_dir, download=not present,
                       **{"split": part} if name == "svhn" else {"train": training})
         except Exception as error:  # absent and cut files raise many types, few of them documented
             if present:
                 raise _damaged(name, path, common.one_line(error)) from None
-            why = f" and could not be downloaded ({common.one_line(error)})"
-            raise _absent(name, path, why) from None
-        return (raw.data, raw.labels if name == "svhn" else raw.targets,
-                DIGITS if name in ("mnist", "svhn") else raw.classes)
-
-    images, labels, classes = _together(read)
+            raise _absent(name, path, error) from None
+        images, labels = raw.data, raw.labels if name == "svhn" else raw.targets
+        classes = DIGITS if name in ("mnist", "svhn") else raw.classes
     images, labels = torch.as_tensor(images), torch.as_tensor(labels).to(torch.int64)
     if images.ndim == 3:
         images = images.unsqueeze(1)
@@ -461,25 +457,17 @@ def _torchvision(name, training, data_dir, _):
     if (tuple(images.shape), images.dtype, len(labels)) != ((n, *shape), torch.uint8, n):
         raise _damaged(name, path, f"images {tuple(images.shape)}, {len(labels)} labels; expected "
                                    f"{n} of {shape}")
-    _check_labels(name, path, labels, source.num_classes)
     if not mean:
         pool = images if training else _torchvision(name, True, data_dir, _).images
         mean, std = _statistics(pool)
     return ImageSet(name, images, labels, source.num_classes, mean, std, classes=tuple(classes))
 
 
-def _check_labels(name, path, labels, num_classes):
-    low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= num_classes:
-        raise _damaged(name, path, f"labels from {low} to {high}, expected 0 to {num_classes - 1}")
-
-
 def _ambiguous_mnist(name, training, data_dir, _):
     """Ambiguous-MNIST, each image ten times in a row with its sampled labels; after MNIST if
     `name` is dirty_mnist."""
     source = SOURCES["ambiguous_mnist"]
-    samples, votes = (_together(lambda file=file: _read_ambiguous(data_dir / source.place / file))
-                      for file in AMBIGUOUS_MNIST)
+    samples, votes = (_read_ambiguous(data_dir / source.place / file) for file in AMBIGUOUS_MNIST)
     half = slice(0, 6000) if training else slice(6000, 12000)
     samples, votes = samples[half].float(), votes[half].long()
     probs, tens = F.one_hot(votes, 10).float().mean(1), torch.arange(6000).repeat_interleave(10)
@@ -498,8 +486,7 @@ def _read_ambiguous(path):
         try:
             download_url(f"{SOURCES[name].site}/{path.name}", path.parent, path.name, md5)
         except Exception as error:  # urllib, ssl and torchvision raise several types
-            why = f" and could not be downloaded ({common.one_line(error)})"
-            raise _absent(name, path, why) from None
+            raise _absent(name, path, error) from None
     if not check_md5(path, md5):
         raise _damaged(name, path, f"or another release than data-v1.0.0: its MD5 is not {md5}")
     return torch.load(path, map_location="cpu", weights_only=True)
@@ -538,9 +525,9 @@ def _is_image(name):
     return name.lower().endswith(SUFFIXES) and not name.startswith(".")  # ._x.jpg: macOS's notes
 
 
-def _class_folders(name, root, stats, size, classes=None, place="{}", **fields):
+def _class_folders(name, root, stats, size, classes=None, place="{}"):
     """A StreamedSet of the images in root/<place of each class>; the classes are the folders,
-    sorted, unless given. `fields` are the set's, if other than usual."""
+    sorted, unless given."""
     classes, paths, counts = tuple(classes or _folders_in(root)), [], []
     for folder in classes:
         own = root / place.format(folder)
@@ -550,15 +537,13 @@ def _class_folders(name, root, stats, size, classes=None, place="{}", **fields):
         paths += files
         counts.append(len(files))
     labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    return _streamed(name, root, stats, size, tuple(paths), labels, classes, **fields)
+    return _streamed(name, root, stats, size, tuple(paths), labels, classes)
 
 
-def _streamed(name, root, stats, size, paths, labels, classes, **fields):
+def _streamed(name, root, stats, size, paths, labels, classes):
     resize = size if size <= SMALL else round(size * 256 / 224)  # of larger ones the centre is cut
-    return StreamedSet(**{**dict(
-        name=name, paths=paths, labels=labels, num_classes=max(1, len(classes)), mean=stats[-2],
-        std=stats[-1], shape=(3, size, size), resize=resize, classes=classes, root=str(root)),
-        **fields})
+    return StreamedSet(name, paths, labels, max(1, len(classes)), stats[-2], stats[-1],
+                       (3, size, size), resize, classes, str(root))
 
 
 def _folder(name, split, size):
@@ -583,11 +568,9 @@ def _folder(name, split, size):
         if own and own != classes:
             raise UserError(f"folder {root}: class {min({*own} ^ {*classes})} is in train or in "
                             f"{part} alone; all parts need the same class folders")
-    three = bool(parts["test"] and parts["val"])
-    if not three:
+    if cut := not (parts["test"] and parts["val"]):
         split = "train" if split != "test" else "test" if parts["test"] else "val"
-    cut = split == "train" and not three
-    return _class_folders(name, root / split, IMAGENET, size), cut
+    return _class_folders(name, root / split, IMAGENET, size), cut and split == "train"
 
 
 def _imagenet(name, training, data_dir, size):
@@ -608,8 +591,8 @@ def _tiny_imagenet(name, training, data_dir, size):
     root, classes, size = data_dir / SOURCES[name].place, _wnids(data_dir), size or 64
     notes = root / "val" / "val_annotations.txt"
     if training:
-        return _class_folders(name, root / "train", SOURCES[name], size, classes, "{}/images",
-                              expect=(64, 64))
+        pool = _class_folders(name, root / "train", SOURCES[name], size, classes, "{}/images")
+        return replace(pool, expect=(64, 64))
     if not notes.exists():
         raise _absent(name, notes)
     rows = [line.split("\t")[:2] for line in notes.read_text("utf-8").splitlines()]
@@ -617,7 +600,8 @@ def _tiny_imagenet(name, training, data_dir, size):
         raise _damaged(name, notes, f"class {min(unknown)} is not in wnids.txt")
     paths = tuple(str(notes.parent / "images" / file) for file, _ in rows)
     labels = torch.tensor([classes.index(wnid) for _, wnid in rows])
-    return _streamed(name, root, SOURCES[name], size, paths, labels, classes, expect=(64, 64))
+    return replace(_streamed(name, root, SOURCES[name], size, paths, labels, classes),
+                   expect=(64, 64))
 
 
 def _wnids(data_dir):
@@ -640,20 +624,17 @@ SEVERITIES = (1, 2, 3, 4, 5)
 
 def corruption_kinds(name, data_dir="data"):
     """The kinds of a set of CORRUPTED that are there in all five severities, in the order of
-    CIFAR_C_KINDS; the main process prints a line on what is missing or no kind of it."""
+    CIFAR_C_KINDS; the main process prints a line on what is missing."""
     _choose_from("corrupted set", name, CORRUPTED)
-    folder, lacking = Path(data_dir, SOURCES[name].place), {}
+    folder, present, missing = Path(data_dir, SOURCES[name].place), [], []
     for kind in CIFAR_C_KINDS:
-        lacking[kind] = [s for s in SEVERITIES if not (
+        lacks = [str(s) for s in SEVERITIES if not (
             (folder / f"{kind}.npy").exists() if name.startswith("cifar") else
             _folders_in(_severity(name, kind, s, data_dir)))]
-    present = [kind for kind, lacks in lacking.items() if not lacks]
-    missing = [kind if len(lacks) == 5 else f"{kind} of severity {', '.join(map(str, lacks))}"
-               for kind, lacks in lacking.items() if lacks and (
-                   len(lacks) < 5 or kind in CORRUPTED[name])]
-    stray = sorted({*_folders_in(folder)} - {*CIFAR_C_KINDS})
-    if common.is_main() and stray:
-        print(f"{name}: no kind of corruption, ignored: {', '.join(stray)}", flush=True)
+        if not lacks:
+            present.append(kind)
+        elif len(lacks) < 5 or kind in CORRUPTED[name]:
+            missing.append(kind if len(lacks) == 5 else f"{kind} of severity {', '.join(lacks)}")
     if common.is_main() and missing:
         what = f"{folder} lacks {', '.join(missing)}" if present else f"{folder} is not there"
         print(f"{name}: {what}; get it from {SOURCES[name].site}", flush=True)
@@ -674,12 +655,10 @@ def _severity(name, kind, severity, data_dir):
 
 
 def load_corrupted(name, kind, severity, data_dir="data"):
-    """A test set under one corruption at severity 1..5; `corruption_kinds` lists what is there.
+    """A test set under one corruption at severity 1..5, in memory but for imagenet_c's.
 
-    cifar10_c, cifar100_c  CIFAR-10-C/<kind>.npy and labels.npy: 10,000 rows a severity
-    tiny_imagenet_c        Tiny-ImageNet-C/<kind>/<severity>/<class>/, in memory
-    imagenet_c             imagenet-c/<kind>/<severity>/<class>/, or imagenet-c-<kind>-<severity>/
-                           <class>/, a StreamedSet, 224x224, uncropped
+    Read from CIFAR-10-C/<kind>.npy and labels.npy (10,000 rows a severity),
+    imagenet-c/<kind>/<severity>/<class>/ (or imagenet-c-<kind>-<severity>/<class>/), and the like.
     """
     _choose_from("corrupted set", name, CORRUPTED)
     _choose_from("corruption", kind, CIFAR_C_KINDS)
@@ -691,16 +670,15 @@ def load_corrupted(name, kind, severity, data_dir="data"):
         rows = slice(severity * 10000 - 10000, severity * 10000)
         images = _npy(name, folder / f"{kind}.npy", (50000, 32, 32, 3), rows)
         labels = _npy(name, folder / "labels.npy", (50000,), rows).long()
-        _check_labels(name, folder / "labels.npy", labels, clean.num_classes)
         return ImageSet(title, images.permute(0, 3, 1, 2).contiguous(), labels, *clean[2:])
     if not root.is_dir():
         raise _absent(name, root)
     if name == "tiny_imagenet_c":
-        return _class_folders(title, root, source, 64, _wnids(Path(data_dir)),
-                              expect=(64, 64)).in_memory()
+        dataset = _class_folders(title, root, source, 64, _wnids(Path(data_dir)))
+        return replace(dataset, expect=(64, 64)).in_memory()
     if lacking := {*_folders_in(Path(data_dir, "imagenet", "val"))} - {*_folders_in(root)}:
         raise _damaged(name, root, f"no class folder {min(lacking)}, as imagenet/val has")
-    return _class_folders(title, root, source, 224, resize=224)
+    return replace(_class_folders(title, root, source, 224), resize=224)
 
 
 def _npy(name, path, shape, rows):
@@ -714,7 +692,7 @@ def _npy(name, path, shape, rows):
     if array.shape != shape or array.dtype.kind not in "iu" or len(shape) > 1 and (
             array.dtype != np.uint8):
         raise _damaged(name, path, f"{array.dtype} {array.shape}, expected {shape} of uint8")
-    return torch.from_numpy(np.array(array[rows]))
+    return torch.from_numpy(array[rows].astype(np.uint8))
 
 
 def corrupt(images, kind, severity, seed=0):
@@ -845,9 +823,7 @@ def match(dataset, like):
     blocks = []
     for block in dataset.images.split(1000):
         x = TF.rgb_to_grayscale(_unit(block)) if channels < block.shape[1] else _unit(block)
-        if list(x.shape[-2:]) != size:
-            x = F.interpolate(x, size, mode="bilinear", antialias=True)
-        blocks.append(_like(x, block).expand(-1, channels, -1, -1))
+        blocks.append(_like(TF.resize(x, size), block).expand(-1, channels, -1, -1))
     return replace(dataset, images=torch.cat(blocks))
 
 
@@ -1047,11 +1023,10 @@ class _Batches:
         return first, first + share + (self.rank < longer), size
 
 
-class Batch(NamedTuple):
-    images: Tensor      # float32 [B,C,H,W], normalised, on the device
-    labels: Tensor      # int64 [B], on the device
-    index: Tensor       # int64 [B], rows of the set, on the device
-    global_size: int    # images in this batch over all processes
+# A part of a batch, on the device; index: its rows of the set; global_size: rows over all processes
+Batch = namedtuple("Batch", "images labels index global_size")              # float32, normalised
+TextBatch = namedtuple("TextBatch", "tokens labels index global_size")      # int64, padded with 0
+MoleculeBatch = namedtuple("MoleculeBatch", "molecules labels index global_size")   # Molecules
 
 
 class Loader(_Batches):
@@ -1237,7 +1212,7 @@ def _blends(name, n, generator, templates, times):
 # ---- Texts and molecules -------------------------------------------------------------------------
 
 
-def load_text(name, split, data_dir="data", *, vocab_file=None, like=None, limit=None):
+def load_text(name, split, data_dir="data", *, vocab_file=None, like=None):
     """One of `TEXTS` as a TextSet; its splits are fixed.
 
     split       "train", "val", "test"; those of sst2: see sst2_has_test_labels
@@ -1245,7 +1220,6 @@ def load_text(name, split, data_dir="data", *, vocab_file=None, like=None, limit
                 training sentences, and reviews and reviews_finance that of both: as BERT's does,
                 it knows words that training lacks, so that length does not give OOD data away
     like        a TextSet whose vocabulary is used instead: that of the model's training set
-    limit       keep this many sentences, evenly spaced
     """
     _choose_from("dataset", name, TEXTS)
     _choose_from("split", split, SPLITS[:3])
@@ -1259,16 +1233,15 @@ def load_text(name, split, data_dir="data", *, vocab_file=None, like=None, limit
     else:
         sets = ("sst2",) if name == "sst2" else TEXTS[:2]
         vocab = vocabulary([sentence for own in sets for sentence in read(own, "train")[0]])
-    return evenly(TextSet(name, *tokenise(sentences, vocab), labels, 2, vocab), limit)
+    return TextSet(name, *tokenise(sentences, vocab), labels, 2, vocab)
 
 
-def load_molecules(name, split, data_dir="data", *, target="u0", limit=None):
+def load_molecules(name, split, data_dir="data", *, target="u0"):
     """One of `MOLECULES` as a MoleculeSet; its splits are fixed.
 
     split   "train", "val", "test"; qm9's are the published ones where all 130,831 molecules are
             there, else the same shares of a permutation drawn in the same way
     target  one of `QM9_TARGETS`, for qm9; clusters have one target, their energy
-    limit   keep this many molecules, evenly spaced
     """
     _choose_from("dataset", name, MOLECULES)
     _choose_from("split", split, SPLITS[:3])
@@ -1280,14 +1253,7 @@ def load_molecules(name, split, data_dir="data", *, target="u0", limit=None):
     else:
         dataset = _embedded_molecules(name)
         order, ends = torch.arange(len(dataset)), [4000, 4500]
-    return evenly(dataset.select(order.tensor_split(ends)[SPLITS.index(split)]), limit)
-
-
-class TextBatch(NamedTuple):
-    tokens: Tensor      # int64 [b,L], padded with 0, on the device; so are labels and index
-    labels: Tensor      # int64 [b]
-    index: Tensor       # int64 [b], rows of the set
-    global_size: int    # sentences in this batch over all processes
+    return dataset.select(order.tensor_split(ends)[SPLITS.index(split)])
 
 
 class Molecules(NamedTuple):
@@ -1299,13 +1265,6 @@ class Molecules(NamedTuple):
     sources: Tensor     # int64 [e], atoms in 0..a-1
     targets: Tensor     # int64 [e], ascending
     count: int          # molecules
-
-
-class MoleculeBatch(NamedTuple):
-    molecules: Molecules
-    labels: Tensor      # float64 [b]
-    index: Tensor       # int64 [b], rows of the set
-    global_size: int    # molecules in this batch over all processes
 
 
 class SequenceLoader(_Batches):
@@ -1397,9 +1356,8 @@ def sst2_has_test_labels(data_dir="data"):
 def _sst2(folder, split):
     """(sentences, labels int64 [N]) of sentence<TAB>label rows, without quoting."""
     labelled = sst2_has_test_labels(folder.parent)
-    files = {"train": "train.tsv", "val": "dev.tsv" if labelled else "train.tsv",
-             "test": "test.tsv" if labelled else "dev.tsv"}
-    path = folder / files[split]
+    files = ("train", "dev", "test") if labelled else ("train", "train", "dev")
+    path = folder / f"{files[SPLITS.index(split)]}.tsv"
     header, *lines = _read_lines("sst2", path)
     rows = [line.split("\t") for line in lines]
     if header != "sentence\tlabel" or not rows:
@@ -1528,7 +1486,7 @@ def _qm9(folder, target):
     places = [folder / "gdb9.sdf", folder / "raw" / "gdb9.sdf", folder / "qm9_subset.npz"]
     path = next((place for place in places if place.exists()), None)
     if path is None:
-        raise _absent("qm9", places[0], " (with gdb9.sdf.csv, uncharacterized.txt)")
+        raise _absent("qm9", f"{places[0]} (with gdb9.sdf.csv, uncharacterized.txt)")
     numbers, positions, sizes, columns = _read_qm9(path, path.stat().st_mtime_ns)
     if lacking := {*QM9_TARGETS} - {*columns}:
         raise _damaged("qm9", path, f"no targets {', '.join(sorted(lacking))}")

@@ -36,6 +36,23 @@ def as_rank(monkeypatch):
     return become
 
 
+def check_ranks(as_rank, world, make):
+    """`world` processes' loaders, as `make` returns them, together give the batches of one
+    process, and so does each with `whole`."""
+    one, ranks = list(make().epoch(4)), []
+    for rank in range(world):
+        as_rank(rank, world)
+        ranks.append(list(make().epoch(4)))
+    for batch, alone, *parts in zip(one, make(whole=True).epoch(4), *ranks, strict=True):
+        cuts = [len(part) for part in np.array_split(batch.index, world)]
+        assert [len(part.index) for part in parts] == cuts
+        assert {part.global_size for part in parts} == {len(batch.index)}
+        for field in {*batch._fields} - {"global_size", "molecules"}:
+            together = torch.cat([getattr(part, field) for part in parts])
+            assert torch.equal(together, getattr(batch, field)), field
+            assert torch.equal(getattr(alone, field), together), field
+
+
 def toy(n=50, shape=(3, 8, 8), seed=0, **fields):
     g = torch.Generator().manual_seed(seed)
     images = torch.randint(0, 256, (n, *shape), generator=g, dtype=torch.uint8)
@@ -50,7 +67,11 @@ def refuses(match, call, *args, **kwargs):
     assert "\n" not in str(caught.value)
 
 
-def save_png(path, array):
+def digest(tensor):
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:12]
+
+
+def save_png(path, array=np.zeros((20, 30), np.uint8)):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(array).save(path)
 
@@ -66,35 +87,24 @@ def options(ood=(), explicit=(), data_dir="nowhere", predict=None):
 def test_published_split_of_cifar10_seed_1():
     train, val = train_val_split(50000, 1, 0.1)
     assert val[:4].tolist() == [26247, 35067, 34590, 16668]
-    assert (len(train), len(val)) == (45000, 5000)
     order = list(range(50000))
     np.random.RandomState(1).shuffle(order)
-    assert torch.cat([val, train]).tolist() == order
-    assert train_val_split(50000, 2, 0.1)[1][:4].tolist() != val[:4].tolist()
+    assert val.tolist() == order[:5000] and train.tolist() == order[5000:]
+    assert train_val_split(50000, 2, 0.1)[1][:4].tolist() != order[:4]
     assert [len(part) for part in train_val_split(73257, 3)] == [65932, 7325]
     assert len(train_val_split(10, 3, 0.0)[1]) == 0
-
-
-def test_split_never_separates_a_group():
-    groups = torch.randint(0, 300, (2000,), generator=torch.Generator().manual_seed(0)) * 5 - 40
-    train, val = train_val_split(2000, 1, 0.25, groups)
-    assert not set(groups[train].tolist()) & set(groups[val].tolist())
-    assert len(groups[val].unique()) == int(0.25 * len(groups.unique()))
-    assert sorted(torch.cat([train, val]).tolist()) == list(range(2000))
 
 
 def test_stratified_split_is_that_of_scikit_learn():
     from sklearn.model_selection import train_test_split
     labels = torch.randperm(2000, generator=torch.Generator().manual_seed(0)) % 10
-    train, val = data.stratified_split(labels)
     want = train_test_split(np.arange(2000), test_size=0.1, stratify=labels, random_state=88)
-    assert train.tolist() == want[0].tolist() and val.tolist() == want[1].tolist()
+    assert all(map(np.array_equal, data.stratified_split(labels), want))
     labels = torch.tensor([0] * 25 + [1] * 9)  # no whole numbers: rounded down in each class
     train, val = data.stratified_split(labels)
     assert labels[val].tolist() == [0, 0] and sorted([*train, *val]) == list(range(34))
-    val = load("glyphs", "val", published_split="forde")
-    assert val.labels.bincount().tolist() == [100] * 10
-    assert torch.equal(val.labels, load("glyphs", "val", published_split="forde", seed=2).labels)
+    vals = [load("glyphs", "val", published_split="forde", seed=seed).labels for seed in (1, 2)]
+    assert vals[0].bincount().tolist() == [100] * 10 and torch.equal(*vals)
 
 
 def test_sets_select_all_their_fields():
@@ -106,7 +116,7 @@ def test_sets_select_all_their_fields():
         assert torch.equal(part.label_probs, torch.eye(6)[rows])
         assert part.labels.tolist() == rows and part.groups.tolist() == [r // 2 for r in rows]
         assert part.files == tuple("abcdef"[r] for r in rows)
-    assert dataset.shape == (3, 8, 8) and data.evenly(dataset, 3).labels.tolist() == [0, 2, 4]
+    assert dataset.shape == (3, 8, 8) and data.evenly(dataset, 4).labels.tolist() == [0, 1, 3, 4]
     refuses("toy", ImageSet, "toy", dataset.images, torch.zeros(5).long(), 7, (0.5,), (0.5,))
     refuses("labels from 0 to 6; expected 0 to 4", replace, toy(7), num_classes=5)
 
@@ -114,50 +124,41 @@ def test_sets_select_all_their_fields():
 # ---- Published sets ------------------------------------------------------------------------------
 
 
-def test_mnist(real_data):
-    train, val, test = (load("mnist", split, real_data, seed=3) for split in ("train", "val", "test"))
+def test_real_mnist_cifar10_and_cifar100(real_data):
+    from torchvision.datasets import CIFAR10
+    train, val, test = (load("mnist", split, real_data) for split in ("train", "val", "test"))
     assert (len(train), len(val), len(test)) == (54000, 6000, 10000) and test.shape == (1, 28, 28)
     assert test.labels[:5].tolist() == [7, 2, 1, 0, 4] and test.images.dtype == torch.uint8
-    pool = load("mnist", "train", real_data, val_fraction=0)
-    std, mean = torch.std_mean(pool.images / 255)
-    assert mean == pytest.approx(pool.mean[0], abs=5e-5)
-    assert std == pytest.approx(pool.std[0], abs=1e-4)
-
-
-def test_cifar10_and_cifar100_test_file(real_data):
-    from torchvision.datasets import CIFAR10
+    std, mean = torch.std_mean(torch.cat([train.images, val.images]) / 255)
+    assert mean == pytest.approx(train.mean[0], abs=5e-5)
+    assert std == pytest.approx(train.std[0], abs=1e-4)
     val, raw = load("cifar10", "val", real_data), CIFAR10(real_data)
     assert np.array_equal(val.images[0].permute(1, 2, 0), raw.data[26247])
     assert val.labels[:3].tolist() == [raw.targets[i] for i in (26247, 35067, 34590)]
     cifar100 = load("cifar100", "test", real_data, limit=500)
-    assert len(cifar100) == 500 and cifar100.shape == (3, 32, 32) and cifar100.num_classes == 100
+    assert cifar100.shape == (3, 32, 32) and cifar100.num_classes == 100
     assert cifar100.labels.bincount().tolist() == [5] * 100  # a limited set still has every class
     refuses("cifar-100-python is not there.*no route to host.*toronto", load, "cifar100", "train",
             real_data)
 
 
-def write_mnist(folder, labels):
-    """Raw test files of black images with these labels, 10,000 of them."""
-    raw = folder / "MNIST" / "raw"
-    raw.mkdir(parents=True, exist_ok=True)
-    images = np.zeros((10000, 28, 28), np.uint8)
-    for name, array in (("images-idx3", images), ("labels-idx1", labels)):
-        header = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
-        for part in ("train", "t10k"):
-            (raw / f"{part}-{name}-ubyte").write_bytes(header + array.tobytes())
+def test_raw_files_are_checked(tmp_path, monkeypatch):
+    labels = torch.arange(10000) % 10
 
+    def read(*_, train, **__):
+        images = torch.full((10000, 28, 28), 255 * train, dtype=torch.uint8)
+        return SimpleNamespace(data=images, targets=labels, classes=())
 
-def test_labels_of_raw_files_are_checked(tmp_path):
-    labels = np.arange(10000).astype(np.uint8) % 10
-    write_mnist(tmp_path, labels)
-    assert load("mnist", "test", tmp_path).labels[:12].tolist() == [*range(10), 0, 1]
-    labels[[3, 700]] = 77, 200
-    write_mnist(tmp_path, labels)
-    refuses("MNIST.raw is damaged.*labels from 0 to 200, expected 0 to 9", load, "mnist", "test",
+    for name, folder, rows in (("mnist", "MNIST", 60000), ("kmnist", "KMNIST", 10000)):
+        monkeypatch.setitem(data.TORCHVISION, name, (read, rows, 10000))
+        save_png(tmp_path / folder / "raw" / "a.png")
+    test = load("kmnist", "test", tmp_path)
+    assert test.labels[:12].tolist() == [*range(10), 0, 1]
+    assert (test.mean, test.std) == ((1.0,), (0.0,))  # the training images'
+    labels[700] = 200
+    refuses("mnist: labels from 0 to 200; expected 0 to 9", load, "mnist", "test",
             tmp_path)
-    file = tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte"
-    file.write_bytes(file.read_bytes()[:5000])
-    refuses("MNIST.raw is damaged.*get it from", load, "mnist", "test", tmp_path)
+    refuses("MNIST.raw is damaged.*expected 60000 of.*get it from", load, "mnist", "val", tmp_path)
     np.savez(tmp_path / "cifar100_test.npz", images=np.zeros((9, 32, 32, 3), np.uint8),
              labels=np.zeros(9))
     refuses("cifar-100-python is damaged.*expected 10000", load, "cifar100", "test", tmp_path)
@@ -167,31 +168,27 @@ def test_labels_of_raw_files_are_checked(tmp_path):
     refuses("cifar-10-batches-py is damaged", load, "cifar10", "train", tmp_path)
 
 
-def test_absent_sets_name_the_path_and_the_site(tmp_path):
-    for name, path in (
-            ("mnist", "MNIST.raw"), ("kmnist", "KMNIST.raw"), ("svhn", "test_32x32.mat"),
-            ("cifar10", "cifar-10-batches-py"), ("imagenet", "imagenet.val"),
-            ("tiny_imagenet", "tiny-imagenet-200.wnids.txt"), ("imagenet_a", "imagenet-a"),
-            ("ambiguous_mnist", "AmbiguousMNIST.amnist_samples.pt")):
-        for _ in range(2):  # a failed download leaves nothing that is taken for the set
-            with pytest.raises(data.Absent):
-                load(name, "test", tmp_path)
-        refuses(f"{path}.* is not there.*https?://", load, name, "test", tmp_path)
-    for name, path in (("cifar10_c", "CIFAR-10-C.fog.npy"), ("imagenet_c", "imagenet-c.fog.2"),
-                       ("tiny_imagenet_c", "Tiny-ImageNet-C.fog.2")):
-        refuses(f"{path} is not there.*https://", data.load_corrupted, name, "fog", 2, tmp_path)
-
-
-def test_every_process_has_its_turn_before_a_refusal(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name, path", [
+    ("mnist", "MNIST.raw"), ("kmnist", "KMNIST.raw"), ("svhn", "test_32x32.mat"),
+    ("cifar10", "cifar-10-batches-py"), ("imagenet", "imagenet.val"),
+    ("tiny_imagenet", "tiny-imagenet-200.wnids.txt"), ("imagenet_a", "imagenet-a"),
+    ("ambiguous_mnist", "AmbiguousMNIST.amnist_samples.pt"), ("cifar10_c", "CIFAR-10-C.fog.npy"),
+    ("imagenet_c", "imagenet-c.fog.2"), ("tiny_imagenet_c", "Tiny-ImageNet-C.fog.2")])
+def test_absent_sets_name_the_path_and_the_site(tmp_path, monkeypatch, name, path):
     turns = []
 
-    def main_first(work):  # the first process of a machine must not leave the others waiting
+    def main_first(work):  # each process has its turn: the others must not wait for ever
         turns.append(work())
         return turns[-1]
 
     monkeypatch.setattr(common, "main_first", main_first)
-    refuses("could not be downloaded .no route to host", load, "mnist", "test", tmp_path)
-    assert len(turns) == 1
+    for _ in range(2):  # a failed download leaves nothing that is taken for the set
+        call = ((data.load_corrupted, name, "fog", 2, tmp_path) if name.endswith("_c") else
+                (load, name, "test", tmp_path))
+        refuses(f"{path}.* is not there.*https?://", *call)
+        with pytest.raises(data.Absent):
+            call[0](*call[1:])
+    assert len(turns) == (4 if "mnist" in name or name in data.TORCHVISION else 0)
 
 
 @pytest.mark.parametrize("call, match", [
@@ -208,6 +205,13 @@ def test_every_process_has_its_turn_before_a_refusal(tmp_path, monkeypatch):
     (lambda: data.load_corrupted("cifar10_c", "fog", 6), "severity 6"),
     (lambda: data.corrupt(toy().images, "fog", 1), "'fog' is unknown.*jpeg"),
     (lambda: data.corrupted(toy(3, (2, 1, 1)), "jpeg", 1), "images in memory alone"),
+    (lambda: data.load_text("sst", "train"), "'sst' is unknown.*reviews.*sst2"),
+    (lambda: data.load_text("reviews", "dev"), "split 'dev'"),
+    (lambda: data.load_molecules("qm8", "train"), "'qm8' is unknown.*clusters.*qm9"),
+    (lambda: data.load_molecules("clusters", "all"), "split 'all'"),
+    (lambda: data.load_molecules("clusters", "test", target="gap"), "'gap' is unknown.*u0"),
+    (lambda: data.load_molecules("qm9", "test", target="U"), "target 'U' is unknown.*u298"),
+    (lambda: data.load_molecules("qm9", "test", "/x"), "x.QM9.gdb9.sdf .*is not there.*https"),
     (lambda: Loader(toy(), 0), "batches of 0"),
     (lambda: Loader(toy().select([]), 5), "0 rows"),
     (lambda: Loader(toy(), 5, augment="flip"), "'flip' is unknown"),
@@ -217,47 +221,40 @@ def test_mistakes_are_one_line(call, match):
     refuses(match, call)
 
 
-@pytest.fixture(scope="session")
-def ambiguous(tmp_path_factory):
-    """Ambiguous-MNIST's files: image i is i / 12000 all over, its tenth label unlike the others."""
-    folder = tmp_path_factory.mktemp("amnist") / "AmbiguousMNIST"
-    folder.mkdir()
+def test_ambiguous_mnist(tmp_path, monkeypatch):
+    # image i is i / 12000 all over, its tenth label unlike the others
     images = (torch.arange(12000.0) / 12000).view(-1, 1, 1, 1).expand(-1, 1, 28, 28).contiguous()
     labels = (torch.arange(12000)[:, None] % 5).repeat(1, 10)
     labels[:, 9] = 5 + torch.arange(12000) % 5
-    torch.save(images, folder / "amnist_samples.pt")
-    torch.save(labels, folder / "amnist_labels.pt")
-    return folder.parent
-
-
-def test_ambiguous_mnist(ambiguous, monkeypatch):
+    (tmp_path / "AmbiguousMNIST").mkdir()
+    files = [tmp_path / "AmbiguousMNIST" / file for file in data.AMBIGUOUS_MNIST]
+    torch.save(images, files[0]), torch.save(labels, files[1])
     says = "amnist_samples.pt is damaged or.*another release than data-v1.0.0.*MD5"
-    refuses(says, load, "ambiguous_mnist", "test", ambiguous)
-    for file in data.AMBIGUOUS_MNIST:
-        md5 = hashlib.md5((ambiguous / "AmbiguousMNIST" / file).read_bytes()).hexdigest()
-        monkeypatch.setitem(data.AMBIGUOUS_MNIST, file, md5)
-    pool = load("ambiguous_mnist", "train", ambiguous, val_fraction=0)
+    refuses(says, load, "ambiguous_mnist", "test", tmp_path)
+    for file in files:
+        md5 = hashlib.md5(file.read_bytes()).hexdigest()
+        monkeypatch.setitem(data.AMBIGUOUS_MNIST, file.name, md5)
+    train, val = (load("ambiguous_mnist", split, tmp_path) for split in ("train", "val"))
+    assert not {*train.groups.tolist()} & {*val.groups.tolist()} and len(val.groups.unique()) == 600
+    pool = load("ambiguous_mnist", "train", tmp_path, val_fraction=0)
     pool = pool.select(pool.groups.argsort(stable=True))
     assert len(pool) == 60000 and pool.images.dtype == torch.float32
     assert torch.equal(pool.images[:, 0, 0, 0], (torch.arange(60000) // 10) / 12000)
     assert pool.labels[40:50].tolist() == [4] * 9 + [9]
     assert pool.label_probs[45].tolist() == pytest.approx([0, 0, 0, 0, 0.9, 0, 0, 0, 0, 0.1])
-    train, val = (load("ambiguous_mnist", split, ambiguous) for split in ("train", "val"))
-    assert not {*train.groups.tolist()} & {*val.groups.tolist()} and len(val.groups.unique()) == 600
-    clean = [replace(toy(n, (1, 28, 28)), num_classes=10) for n in (10000, 60000)]
-    monkeypatch.setattr(data, "_torchvision", lambda name, training, *_: clean[training])
-    test = load("dirty_mnist", "test", ambiguous)
-    assert len(test) == 70000 and torch.equal(test.images[:10000], clean[0].images / 255)
+    clean = replace(toy(10000, (1, 28, 28)), num_classes=10)
+    monkeypatch.setattr(data, "_torchvision", lambda *_: clean)
+    test = load("dirty_mnist", "test", tmp_path)
+    assert len(test) == 70000 and torch.equal(test.images[:10000], clean.images / 255)
     assert test.images[10010, 0, 0, 0] == torch.tensor(6001 / 12000)
-    assert torch.equal(test.label_probs[:10000].argmax(1), clean[0].labels)
+    assert torch.equal(test.label_probs[:10000].argmax(1), clean.labels)
 
 
 def test_noise_is_in_normalised_units_and_the_same_for_all_seeds():
-    plain = load("glyphs", "test").images / 255
-    a, b = (load("glyphs", "test", noise=0.05, seed=seed) for seed in (1, 2))
-    added = a.images - plain
-    assert torch.equal(a.images, b.images) and a.images.max() > 1  # not clipped
-    assert added.std() == pytest.approx(0.05 * a.std[0], rel=1e-2) and added.mean().abs() < 1e-4
+    test = load("glyphs", "test", noise=0.05)
+    added = test.images - load("glyphs", "test").images / 255
+    assert added.std() == pytest.approx(0.05 * test.std[0], rel=1e-2)
+    assert added.mean().abs() < 1e-4 and test.images.max() > 1  # not clipped
     rows = [load("glyphs", split, noise=0.05, seed=seed).images for seed in (1, 2)
             for split in ("train", "val")]
     sums = [torch.cat(rows[k:k + 2]).double().sum((1, 2, 3)).sort()[0] for k in (0, 2)]
@@ -278,15 +275,13 @@ def test_cifar_c_layout(tmp_path, capsys):
     for severity in (1, 5):
         dataset = data.load_corrupted("cifar10_c", "fog", severity, tmp_path)
         mine = rows[(severity - 1) * 10000:severity * 10000]
-        assert dataset.shape == (3, 32, 32) and len(dataset) == 10000 and dataset.num_classes == 10
+        assert dataset.shape == (3, 32, 32) and dataset.num_classes == 10
         assert np.array_equal(dataset.images[:, 1, 3, 4], severity * 10 - 10 + mine % 7)
         assert dataset.labels.tolist() == (mine % 10).tolist()
         assert dataset.name == f"cifar10_c_fog_s{severity}"
         assert dataset.mean == (0.4914, 0.4822, 0.4465)
     assert data.corruption_kinds("cifar10_c", tmp_path) == ["fog"]  # a part is named as a part
-    assert "CIFAR-10-C lacks gaussian_noise, shot_noise" in (out := capsys.readouterr().out)
-    assert out.count("\n") == 1 and "saturate; get it from https://" in out
-    assert data.corrupted_name("cifar10_c", ["fog"]) == "cifar10_c_1of19"
+    assert "CIFAR-10-C lacks gaussian_noise, shot_noise" in capsys.readouterr().out
     assert data.corrupted_name("cifar10_c", data.CIFAR_C_KINDS) == "cifar10_c"
     np.save(folder / "labels.npy", (rows % 11).astype(np.uint8))
     refuses("labels from 0 to 10", data.load_corrupted, "cifar10_c", "fog", 1, tmp_path)
@@ -300,37 +295,31 @@ def test_cifar_c_layout(tmp_path, capsys):
         refuses(says, data.load_corrupted, "cifar10_c", kind, 1, tmp_path)
 
 
-def test_missing_severities_and_stray_folders(tmp_path, capsys):
-    grey = np.zeros((9, 9), np.uint8)
+def test_missing_severities(tmp_path, capsys):
     assert data.corruption_kinds("imagenet_c", tmp_path) == []
     assert "imagenet-c is not there; get it from https://" in capsys.readouterr().out
     for severity in range(1, 6):
         for kind in ("zoom_blur", "snow"):
-            save_png(tmp_path / "imagenet-c" / kind / str(severity) / "n01" / "a.png", grey)
-        save_png(tmp_path / f"imagenet-c-fog-{severity}" / "n01" / "a.png", grey)
-    save_png(tmp_path / "imagenet-c" / "frost" / "4" / "n01" / "a.png", grey)
-    (tmp_path / "imagenet-c" / "notes").mkdir()
+            save_png(tmp_path / "imagenet-c" / kind / str(severity) / "n01" / "a.png")
+        save_png(tmp_path / f"imagenet-c-fog-{severity}" / "n01" / "a.png")
+    save_png(tmp_path / "imagenet-c" / "frost" / "4" / "n01" / "a.png")
     kinds = data.corruption_kinds("imagenet_c", tmp_path)
     out = capsys.readouterr().out
-    assert kinds == ["zoom_blur", "snow", "fog"] and "ignored: notes\n" in out
-    assert "frost of severity 1, 2, 3, 5" in out and "spatter" not in out and out.count("\n") == 2
+    assert kinds == ["zoom_blur", "snow", "fog"] and out.count("\n") == 1
+    assert "frost of severity 1, 2, 3, 5" in out and "spatter" not in out
     assert data.corrupted_name("imagenet_c", kinds) == "imagenet_c_3of15"
     streamed = data.load_corrupted("imagenet_c", "fog", 4, tmp_path)
     assert (streamed.shape, streamed.resize, len(streamed)) == ((3, 224, 224), 224, 1)
-    save_png(tmp_path / "imagenet" / "val" / "n02" / "a.png", grey)
+    save_png(tmp_path / "imagenet" / "val" / "n02" / "a.png")
     refuses("no class folder n02", data.load_corrupted, "imagenet_c", "fog", 4, tmp_path)
 
 
 # ---- Folders -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def tiny(tmp_path):
-    """tiny-imagenet-200 with two classes, in an order that sorting would change."""
+def test_tiny_imagenet(tmp_path):
     root = tmp_path / "tiny-imagenet-200"
-    root.mkdir()
-    (root / "wnids.txt").write_text("n02\nn01\n")
-    for k, wnid in enumerate(("n02", "n01")):
+    for k, wnid in enumerate(("n02", "n01")):  # an order that sorting would change
         for i in range(5):
             array = np.full((64, 64, 3) if i else (64, 64), 100 * k + 10 * i, np.uint8)  # some grey
             save_png(root / "train" / wnid / "images" / f"{wnid}_{i}.JPEG", array)
@@ -338,50 +327,43 @@ def tiny(tmp_path):
                  np.full((64, 64, 3), 20 + 180 * k, np.uint8))
     for i in range(3):
         save_png(root / "val" / "images" / f"val_{i}.JPEG", np.full((64, 64, 3), 50 * i, np.uint8))
-    rows = [f"val_{i}.JPEG\t{wnid}\t0\t0\t9\t9" for i, wnid in enumerate(("n01", "n02", "n01"))]
-    (root / "val" / "val_annotations.txt").write_text("\n".join(rows) + "\n")
-    return tmp_path
-
-
-def test_tiny_imagenet_layout(tiny):
-    pool = load("tiny_imagenet", "train", tiny, val_fraction=0)
+    (root / "wnids.txt").write_text("n02\nn01\n")
+    rows = [f"val_{i}.JPEG\t{wnid}\t0\t0\t9\t9\n" for i, wnid in enumerate(("n01", "n02", "n01"))]
+    (root / "val" / "val_annotations.txt").write_text("".join(rows))
+    pool = load("tiny_imagenet", "train", tmp_path, val_fraction=0)
     assert pool.shape == (3, 64, 64) and len(pool) == 10 and pool.num_classes == 2
     assert torch.equal(pool.images[:, :, 32, 32].float().mean(1) >= 95, pool.labels == 1)
     assert pool.mean == pytest.approx((0.480308, 0.448139, 0.397633), abs=1e-6)
     assert pool.std == pytest.approx((0.276441, 0.268894, 0.281618), abs=1e-6)
-    test = load("tiny_imagenet", "test", tiny, image_size=32)
+    test = load("tiny_imagenet", "test", tmp_path, image_size=32)
     assert test.shape == (3, 32, 32) and test.labels.tolist() == [1, 0, 1]
     assert test.images[:, 0, 9, 9].tolist() == [0, 50, 100]
-    assert isinstance(load("tiny_imagenet", "test", tiny, image_size=224), StreamedSet)
-    corrupted = data.load_corrupted("tiny_imagenet_c", "fog", 2, tiny)
+    assert isinstance(load("tiny_imagenet", "test", tmp_path, image_size=224), StreamedSet)
+    corrupted = data.load_corrupted("tiny_imagenet_c", "fog", 2, tmp_path)
     assert corrupted.labels.tolist() == [0, 1]  # as in wnids.txt
     assert corrupted.images[:, 0, 0, 0].tolist() == [20, 200]
-
-
-def test_tiny_imagenet_faults(tiny):
-    root = tiny / "tiny-imagenet-200"
     file = root / "val" / "images" / "val_1.JPEG"
     whole = file.read_bytes()
-    save_png(file, np.zeros((32, 32, 3), np.uint8))
-    says = r"val_1.JPEG: width and height \(32, 32\), expected \(64, 64\)"
-    refuses(says, load, "tiny_imagenet", "test", tiny)
+    save_png(file)
+    says = r"val_1.JPEG: width and height \(30, 20\), expected \(64, 64\)"
+    refuses(says, load, "tiny_imagenet", "test", tmp_path)
     file.write_bytes(whole[:len(whole) // 2])
-    refuses("val_1.JPEG: unreadable", load, "tiny_imagenet", "test", tiny)
+    refuses("val_1.JPEG: unreadable", load, "tiny_imagenet", "test", tmp_path)
     (root / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn09\t0\t0\t9\t9\n")
-    refuses("class n09 is not in wnids", load, "tiny_imagenet", "test", tiny)
+    refuses("class n09 is not in wnids", load, "tiny_imagenet", "test", tmp_path)
     for file in (root / "train" / "n01" / "images").iterdir():
         file.unlink()
-    refuses("n01.images: no images", load, "tiny_imagenet", "train", tiny)
+    refuses("n01.images: no images", load, "tiny_imagenet", "train", tmp_path)
 
 
-def write_folder(root, size=(40, 30), **parts):
+def write_folder(root, **parts):
     """root/<part>/<class>/<i>.png: parts = {part: (classes, images of each)}; image i is 9 i + 1
     all over, 100 more in training."""
     for part, (classes, n) in parts.items():
         for c in classes:
             for i in range(n):
                 level = 9 * i + 1 + 100 * (part == "train")
-                save_png(root / part / c / f"{i}.png", np.full((*size, 3), level, np.uint8))
+                save_png(root / part / c / f"{i}.png", np.full((40, 30, 3), level, np.uint8))
     return f"folder:{root}"
 
 
@@ -398,8 +380,8 @@ def test_own_folder_is_never_tested_on_its_training_images(tmp_path):
     name = write_folder(tmp_path / "val", train=("ab", 10), val=("ab", 3))  # val is the test set
     assert len(load(name, "test")) == 6 and len(load(name, "val")) == 2
     write_folder(tmp_path / "val", test=("ab", 4))  # now val is the validation set
-    sizes = [len(load(name, split)) for split in ("train", "val", "test")]
-    assert sizes == [20, 6, 8] and len(load(name, "ood")) == 34
+    sizes = [len(load(name, split)) for split in ("train", "val", "test", "ood")]
+    assert sizes == [20, 6, 8, 34]
 
 
 @pytest.mark.parametrize("parts, says", [
@@ -417,14 +399,12 @@ def test_other_layouts_are_refused(tmp_path, parts, says):
 
 
 def test_names_hold_no_path(tmp_path, monkeypatch):
-    (tmp_path / "ä b" / "c").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "ä b")
-    for name, want in (("folder:/x/y/Z-1.2/", "Z-1.2"), ("folder:.", "__b"), ("folder:c/..", "__b"),
+    (tmp_path / "ß b" / "c").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "ß b")
+    for name, want in (("folder:/x/y/Z-1.2/", "Z-1.2"), ("folder:.", "_b"), ("folder:c/..", "_b"),
                        ("/x/z.train.npz", "z.train"), ("svhn+cifar100", "svhn_cifar100"),
                        ("folder:/x/.hidden", "hidden"), ("folder:/", "folder"), ("svhn", "svhn")):
-        got = data.set_name(name)
-        assert got.lstrip("_a") == want.lstrip("_a") and set(got) <= {*map(chr, range(128))}
-    assert "/" not in data.set_name("folder:/a/b") and data.set_name("folder:..") not in ("..", ".")
+        assert data.set_name(name) == want
 
 
 # ---- Streaming -----------------------------------------------------------------------------------
@@ -457,73 +437,62 @@ def test_streamed_set_evaluates_in_order(imagenet):
         assert [b.global_size for b in batches] == [4, 4, 1]
         images = torch.cat([b.images for b in batches])
         torch.testing.assert_close(images, want, atol=1e-6, rtol=1e-5)
-    assert dataset.files[3] == "n01/0.png" and torch.equal(dataset.in_memory().images[4],
-                                                           dataset.read(4))
+    assert dataset.files[3] == "n01/0.png"
+    assert torch.equal(dataset.in_memory().images[4], dataset[4])
 
 
 def test_streamed_augmentation_depends_on_seed_epoch_and_row_alone(imagenet, as_rank):
-    dataset = load("imagenet", "train", imagenet, image_size=24, val_fraction=0)
-    options = dict(shuffle=True, augment="crop_flip", seed=4)
-    torch.manual_seed(0)
-    state = torch.get_rng_state()
-    whole = [list(Loader(dataset, 5, **options).epoch(e)) for e in (0, 0, 1)]
+    dataset, state = load("imagenet", "train", imagenet, val_fraction=0), torch.get_rng_state()
+    dataset = replace(dataset, shape=(3, 24, 24))
+
+    def make(seed=4, **more):
+        return Loader(dataset, 5, shuffle=True, augment="crop_flip", seed=seed,
+                      workers=common.rank() % 2, **more)
+
+    orders = [list(make(seed).epoch(epoch)) for seed, epoch in ((4, 4), (4, 4), (4, 1), (3, 4))]
+    first, again, *others = [torch.cat([b.images[b.index.argsort()] for b in batches])
+                             for batches in orders]
+    assert torch.equal(first, again) and not any(torch.equal(first, other) for other in others)
+    twins = Loader(dataset.select([0] * 5), 5, augment="crop_flip").epoch()
+    assert len(next(twins).images.unique(dim=0)) == 5
+    check_ranks(as_rank, 3, make)  # the last batch has two images
     assert torch.equal(torch.get_rng_state(), state)
-    images = [torch.cat([b.images[b.index.argsort()] for b in epoch]) for epoch in whole]
-    assert torch.equal(images[0], images[1]) and not torch.equal(images[0], images[2])
-    ranks = []
-    for rank in range(3):
-        as_rank(rank, 3)
-        ranks.append(list(Loader(dataset, 5, workers=rank % 2, **options).epoch(0)))
-    for i, batch in enumerate(whole[0]):
-        for field in ("images", "index", "labels"):
-            together = torch.cat([getattr(rank[i], field) for rank in ranks])
-            assert torch.equal(together, getattr(batch, field))
-    assert [len(rank[2].images) for rank in ranks] == [1, 1, 0]  # the last batch has two images
 
 
 def test_unreadable_files_and_folders_that_disagree(tmp_path):
-    for i in range(3):
-        save_png(tmp_path / "x" / f"{i}.png", np.zeros((9, 9), np.uint8))
+    for name in ("x/0", "x/1", "x/2", "imagenet/train/n0/a", "imagenet/train/n1/a",
+                 "imagenet/val/n1/a"):
+        save_png(tmp_path / f"{name}.png")
+    refuses("train and .*val differ", load, "imagenet", "test", tmp_path)
     (tmp_path / "x" / "1.png").write_bytes(b"no image")
-    dataset = load(f"folder:{tmp_path}", "ood", image_size=100)
+    dataset = load(f"folder:{tmp_path}/x", "ood", image_size=100)
     assert dataset.unreadable(torch.arange(3)).tolist() == [False, True, False]
     for workers in (0, 1):
         refuses(r"x.1.png: unreadable", lambda: list(Loader(dataset, 2, workers=workers).epoch()))
-    for path in ("train/n0", "train/n1", "val/n1"):
-        save_png(tmp_path / "imagenet" / path / "a.png", np.zeros((9, 9), np.uint8))
-    refuses("train and .*val differ", load, "imagenet", "test", tmp_path)
 
 
 # ---- Loader --------------------------------------------------------------------------------------
 
 
-def by_hand(dataset, loader, epoch, mode="constant"):
-    """The epoch's images one by one, by the offsets that the loader's generator draws."""
-    g, n = data._generator(loader.seed, epoch), len(dataset)
-    order = torch.randperm(n, generator=g)
-    dy, dx = torch.randint(0, 9, (2, n), generator=g)
-    flip, out = torch.randint(0, 2, (n,), generator=g), []
-    mean, std = (torch.tensor(t).view(-1, 1, 1) for t in (dataset.mean, dataset.std))
-    for position, row in enumerate(order.tolist()):
-        image = F.pad(dataset.images[row][None].float(), [4] * 4, mode=mode)[0]
-        h, w = dataset.shape[1:]
-        image = image[:, dy[position]:dy[position] + h, dx[position]:dx[position] + w]
-        image = image.flip(2) if flip[position] else image
-        out.append((image / 255 - mean) / std)
-    assert flip.unique().tolist() == [0, 1] and len(dy.unique()) == len(dx.unique()) == 9
-    return order, torch.stack(out)
-
-
 @pytest.mark.parametrize("augment, mode, shape", [
     ("crop_flip", "constant", (3, 8, 8)), ("reflect_crop_flip", "reflect", (1, 7, 11))])
 def test_augmentation_equals_one_image_at_a_time(augment, mode, shape):
-    dataset = toy(130, shape)
-    loader = Loader(dataset, 32, seed=5, shuffle=True, augment=augment)
-    batches = list(loader.epoch(2))
-    order, want = by_hand(dataset, loader, 2, mode)
+    dataset, (h, w) = toy(130, shape), shape[1:]
+    batches = list(Loader(dataset, 32, seed=5, shuffle=True, augment=augment).epoch(2))
+    g = data._generator(5, 2)
+    order = torch.randperm(130, generator=g)
+    dy, dx = torch.randint(0, 9, (2, 130), generator=g)
+    flip, want = torch.randint(0, 2, (130,), generator=g), []
+    mean, std = (torch.tensor(t).view(-1, 1, 1) for t in (dataset.mean, dataset.std))
+    for row, y, x, flipped in zip(order, dy, dx, flip):
+        image = F.pad(dataset.images[row][None].float(), [4] * 4, mode=mode)[0]
+        image = image[:, y:y + h, x:x + w]
+        want.append(((image.flip(2) if flipped else image) / 255 - mean) / std)
+    assert flip.unique().tolist() == [0, 1] and len(dy.unique()) == len(dx.unique()) == 9
     assert torch.equal(torch.cat([b.index for b in batches]), order)
     assert torch.equal(torch.cat([b.labels for b in batches]), dataset.labels[order])
-    torch.testing.assert_close(torch.cat([b.images for b in batches]), want, atol=1e-5, rtol=1e-5)
+    images = torch.cat([b.images for b in batches])
+    torch.testing.assert_close(images, torch.stack(want), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("floating", [False, True])
@@ -541,31 +510,6 @@ def test_evaluation_is_exact_in_order_and_normalised(floating):
     assert torch.equal(whole.images, toy(21).images[3:]) and dataset.images.max() > 0
 
 
-@pytest.mark.parametrize("world, augment", [(2, "none"), (3, "crop_flip")])
-def test_ranks_together_are_the_single_process(world, augment, as_rank):
-    dataset, options = toy(50), dict(seed=1, shuffle=True, augment=augment)
-    single, ranks = list(Loader(dataset, 16, **options).epoch(3)), []
-    for rank in range(world):
-        as_rank(rank, world)
-        ranks.append(list(Loader(dataset, 16, **options).epoch(3)))
-    for i, batch in enumerate(single):
-        cuts = [len(part) for part in np.array_split(np.arange(len(batch.images)), world)]
-        assert [len(rank[i].images) for rank in ranks] == cuts
-        assert {rank[i].global_size for rank in ranks} == {batch.global_size}
-        for field in ("images", "labels", "index"):
-            together = torch.cat([getattr(rank[i], field) for rank in ranks])
-            assert torch.equal(together, getattr(batch, field))
-    alone = list(Loader(dataset, 16, **options, whole=True).epoch(3))
-    assert all(torch.equal(a.images, b.images) for a, b in zip(alone, single, strict=True))
-
-
-def test_more_processes_than_examples_are_refused(as_rank):
-    as_rank(2, 4)
-    for dataset, batch_size in ((toy(3), 16), (toy(50), 3)):
-        refuses("too few for 4 processes", Loader, dataset, batch_size)
-        assert len(Loader(dataset, batch_size, whole=True)) == -(-len(dataset) // batch_size)
-
-
 def test_order_depends_on_seed_and_epoch():
     np.random.seed(0), torch.manual_seed(0)
     before = np.random.get_state()[1].copy(), torch.get_rng_state()
@@ -580,24 +524,6 @@ def test_order_depends_on_seed_and_epoch():
     train_val_split(100, 1), data.corrupt(toy().images, "shot_noise", 3)
     assert np.array_equal(np.random.get_state()[1], before[0])  # global ones rest
     assert torch.equal(torch.get_rng_state(), before[1])
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("augment", ["none", "crop_flip", "reflect_crop_flip"])
-def test_cuda_batches_equal_those_of_the_cpu_without_waiting(augment):
-    dataset = toy(50000, (3, 32, 32))  # more than 2**31 possible pixels in all its crops
-    loaders = [Loader(dataset, 6000, device, shuffle=True, augment=augment)
-               for device in ("cpu", "cuda")]
-    batches = loaders[1].epoch()
-    got = [next(batches)]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        got += list(batches)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for a, b in zip(loaders[0].epoch(), got, strict=True):
-        assert b.images.is_cuda and b.labels.is_cuda and b.index.is_cuda
-        assert torch.equal(a.images, b.images.cpu()) and torch.equal(a.labels, b.labels.cpu())
 
 
 # ---- Corruptions ---------------------------------------------------------------------------------
@@ -647,8 +573,15 @@ def test_corruption_directions():
     assert turned[0, 0].argmax() in (14 * 28 + 17, 13 * 28 + 10)  # (10,14) goes to a quarter turn
     hidden = (data.corrupt(torch.zeros(9, 3, 32, 32), "occlusion", 2) == 0.5).sum((1, 2, 3))
     assert hidden.tolist() == [3 * round(0.27 * 32) ** 2] * 9
+    grey = torch.full((1001, 3, 16, 16), 0.5)
+    struck = data.corrupt(grey, "impulse_noise", 5)
+    assert [(struck == x).double().mean().item() for x in (0, 1)] == pytest.approx([0.09] * 2, 0.02)
+    assert not torch.equal(struck[0], struck[1000])  # in the next block
     dataset = data.corrupted(toy(4), "contrast", 2)
     assert dataset.name == "toy_computed_contrast_s2" and dataset.labels.tolist() == [0, 1, 2, 3]
+    x = toy(4).images.double()
+    want = 0.55 * x + 0.45 * x.mean((1, 2, 3), keepdim=True)
+    assert (dataset.images - want).abs().max() <= 0.51
 
 
 # ---- OOD data and sets to predict ----------------------------------------------------------------
@@ -678,15 +611,15 @@ def test_match_takes_channels_size_and_statistics(imagenet):
 
 def test_ood_sets(tmp_path, capsys):
     train = load("glyphs", "train")
-    (tmp_path / "odd one" / "deep" / "er").mkdir(parents=True)
-    save_png(tmp_path / "odd one" / "deep" / "er" / "x.PNG", np.zeros((20, 30), np.uint8))
+    save_png(tmp_path / "odd one" / "deep" / "er" / "x.PNG")
     save_png(tmp_path / "odd one" / "y.jpg", np.full((30, 20, 3), 200, np.uint8))
     (tmp_path / "odd one" / "notes.txt").write_text("no image")
     names = ["glyphs_letters", "svhn", "tiny_imagenet", f"folder:{tmp_path}/odd one",
              "glyphs_letters+glyphs_ambiguous"]
     sets = data.ood_sets(options(names, data_dir=tmp_path), train)
     assert [*sets] == ["glyphs_letters", "odd_one", "glyphs_letters_glyphs_ambiguous"]
-    assert all(s.shape == (1, 28, 28) and s.mean == train.mean for s in sets.values())
+    assert {s.shape for s in sets.values()} == {(1, 28, 28)}
+    assert {(s.mean, s.std) for s in sets.values()} == {(train.mean, train.std)}
     assert len(sets["odd_one"]) == 2 and sets["odd_one"].files == ("deep/er/x.PNG", "y.jpg")
     assert len(sets["glyphs_letters_glyphs_ambiguous"]) == 4000
     out = capsys.readouterr().out.splitlines()
@@ -694,23 +627,18 @@ def test_ood_sets(tmp_path, capsys):
     assert all("https://" in line or "http://" in line for line in out)
     for name in ("svhn", "tiny_imagenet", "folder:/nowhere"):  # asked for by name
         refuses("is not there", data.ood_sets, options([name], ["ood"], tmp_path), train)
-    assert data.ood_sets(options(), train) == {}
     refuses("'swhn' is unknown", data.ood_sets, options(["swhn"]), train)
 
 
-def test_names_of_ood_sets_are_unique(tmp_path):
-    train = load("glyphs", "train", limit=10)
-    for name in ("a/odd", "b/odd", "c/test", "d/val", "e/train", "f/glyphs", "g/glyphs_letters"):
-        save_png(tmp_path / name / "x.png", np.zeros((20, 20), np.uint8))
-    folder = f"folder:{tmp_path}/"
-    cases = [(["a/odd", "b/odd"], "odd"), (["c/test"], "test"), (["d/val"], "val"),
-             (["e/train"], "train"), (["f/glyphs"], "glyphs")]
-    cases = [([folder + name for name in names], title) for names, title in cases]
-    cases += [(["glyphs_letters", folder + "g/glyphs_letters"], "glyphs_letters"),
-              (["part"], "part")]
-    for names, title in cases:
-        refuses(f"another set of this run is called {title}", data.ood_sets, options(names), train,
-                taken=("part",))
+@pytest.mark.parametrize("names, title", [
+    (["a/odd", "b/odd"], "odd"), (["c/test"], "test"), (["c/val"], "val"), (["c/train"], "train"),
+    (["c/glyphs"], "glyphs"), (["c/part"], "part"), (["c/letters", "d/letters"], "letters")])
+def test_names_of_ood_sets_are_unique(tmp_path, names, title):
+    for name in names:
+        save_png(tmp_path / name / "x.png")
+    args = options(f"folder:{tmp_path}/{name}" for name in names)
+    refuses(f"another set of this run is called {title}", data.ood_sets, args,
+            load("glyphs", "train", limit=10), taken=("part",))
 
 
 def test_machines_agree_on_what_is_left_out(tmp_path, monkeypatch):
@@ -724,15 +652,14 @@ def test_machines_agree_on_what_is_left_out(tmp_path, monkeypatch):
 
 def test_predict_set_knows_labels_by_class_names(tmp_path):
     glyphs = load("glyphs", "train")
-    test = data.predict_set(options(predict="glyphs"), glyphs)
-    assert torch.equal(test.labels, load("glyphs", "test").labels)
-    dirty = data.predict_set(options(predict="dirty_glyphs"), glyphs)
-    assert torch.equal(dirty.labels, load("dirty_glyphs", "test").labels)
+    for name in ("glyphs", "dirty_glyphs"):
+        own = data.predict_set(options(predict=name), glyphs)
+        assert torch.equal(own.labels, load(name, "test").labels)
     letters = data.predict_set(options(predict="glyphs_letters"), glyphs)
     assert letters.labels.unique().tolist() == [-1] and letters.num_classes == 10
     train = load(write_folder(tmp_path / "pets", train=("ab", 9), test=("ab", 2)), "train")
     for place in ("b", "new/a", "c", "."):
-        save_png(tmp_path / "more" / place / "x.png", np.zeros((20, 20), np.uint8))
+        save_png(tmp_path / "more" / place / "x.png")
     more = data.predict_set(options(predict=f"folder:{tmp_path}/more"), train)
     assert more.files == ("b/x.png", "c/x.png", "new/a/x.png", "x.png")
     assert more.labels.tolist() == [1, -1, 0, -1] and more.mean == train.mean
@@ -755,8 +682,8 @@ def test_feature_set_is_standardised_by_the_loader(tmp_path):
     train = data.feature_set(save_features(tmp_path / "z.train.npz", z, np.arange(400) % 6))
     assert train.name == "z.train" and train.num_classes == 6 and train.shape == (4, 1, 1)
     assert np.array_equal(train.images[:, :, 0, 0], z.astype(np.float32)) and train.is_features
-    assert train.mean == pytest.approx(z.mean(0)) and train.std[3] == 1
-    assert train.std[:3] == pytest.approx(z.std(0)[:3])
+    assert train.mean == pytest.approx(z.mean(0))
+    assert train.std == pytest.approx([*z.std(0)[:3], 1])
     batch = next(Loader(train, 400).epoch()).images[:, :, 0, 0]
     torch.testing.assert_close(batch.mean(0), torch.zeros(4), atol=1e-5, rtol=0)
     std = torch.tensor([1.0, 1, 1, 0])
@@ -770,12 +697,11 @@ def test_feature_set_is_standardised_by_the_loader(tmp_path):
 
 def test_features_as_ood_may_have_other_classes(tmp_path):
     train = data.feature_set(save_features(tmp_path / "a.npz", np.eye(3, 2), [0, 1, 2]))
-    for name, labels in (("b", [0, 55, 99]), ("c", None)):
+    for name, labels in (("b", [0, 55, 99]), ("c", None), ("d", [0, 2, 3])):
         save_features(tmp_path / f"{name}.npz", np.ones((3, 2)), labels)
     sets = data.ood_sets(options([tmp_path / "b.npz", tmp_path / "c.npz"]), train)
     assert [*sets] == ["b", "c"] and sets["b"].labels.tolist() == [0, 0, 0]
     assert (sets["c"].mean, sets["c"].num_classes) == (train.mean, 3)
-    save_features(tmp_path / "d.npz", np.ones((3, 2)), [0, 2, 3])
     for name, labels in (("b", [0, -1, -1]), ("c", [-1] * 3), ("d", [0, 2, -1])):
         own = data.predict_set(options(predict=str(tmp_path / f"{name}.npz")), train)
         assert own.labels.tolist() == labels
@@ -817,14 +743,13 @@ def test_toys():
     for part, low, high in zip(x.view(3, 2000), (-7, -0.7, 4.2), (-4.2, 1.75, 7)):
         assert low <= part.min() < low + 0.02 and high - 0.02 < part.max() <= high
     noise = y - (x.sin() + (x / 5) ** 2)
-    assert noise.std() == pytest.approx(0.1, rel=0.04) and noise.mean().abs() < 0.005
+    assert noise.mean().abs() < 0.005 and noise.square().mean() == pytest.approx(0.01, rel=0.07)
     for n in (100, 7):
         x, y = data.two_moons(n, noise=0.0)
         want, labels = make_moons(n, shuffle=False)
         assert np.allclose(x, want, atol=1e-6) and y.tolist() == labels.tolist()
-    for draw in (data.gaussian_ring, data.gapped_regression, lambda n, seed: data.two_moons(
-            n, 0.1, seed)):
-        a, b, c = (draw(20, seed)[0] for seed in (3, 3, 1))
+    for draw in (data.gaussian_ring, data.gapped_regression, data.two_moons):
+        a, b, c = (draw(20, seed=seed)[0] for seed in (3, 3, 1))
         assert torch.equal(a, b) and not (a == c).any()
 
 
@@ -843,7 +768,7 @@ EMBEDDED = {
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_embedded_sets(name):
     train, val, test = (load(name, split) for split in ("train", "val", "test"))
-    rows, test_rows, classes, digest, grey = EMBEDDED[name]
+    rows, test_rows, classes, labels, grey = EMBEDDED[name]
     assert len(train) + len(val) == rows and abs(len(val) - rows // 10) < 100
     assert (len(test), test.num_classes, test.shape) == (test_rows, classes, (1, 28, 28))
     pool = torch.cat([train.images, val.images]) / 255
@@ -851,23 +776,21 @@ def test_embedded_sets(name):
     assert pool.std() == pytest.approx(test.std[0], abs=1e-4) and pool.max() == 1
     rows = {image.numpy().tobytes() for image in train.images}
     assert not rows & {image.numpy().tobytes() for image in test.images}
-    assert hashlib.sha256(test.labels.numpy().tobytes()).hexdigest()[:12] == digest
+    assert digest(test.labels) == labels
     assert test.images.double().mean() == pytest.approx(grey, abs=0.02)  # processors round unalike
     if name == "dirty_glyphs":
         assert (test.label_probs.amax(1) == 1).tolist() == [True] * 2000 + [False] * 2000
         assert torch.equal(test.images[2000:], load("glyphs_ambiguous", "test").images)
-
-
-@pytest.mark.parametrize("name", ["glyphs_ambiguous", "numbers_ambiguous"])
-def test_ambiguous_labels_follow_their_distribution(name):
-    train, val = load(name, "train"), load(name, "val")
-    probs = torch.cat([train.label_probs, val.label_probs])
-    assert torch.allclose(probs.sum(1), torch.ones(len(probs))) and ((probs > 0).sum(1) == 2).all()
-    top, hits = probs.amax(1), probs.gather(1, torch.cat([train.labels, val.labels])[:, None])
-    likely = (hits[:, 0] == top).double().mean().item()  # as often as its probability
-    assert (hits > 0).all() and likely == pytest.approx(top.mean().item(),
-                                                        abs=4 * math.sqrt(0.25 / len(probs)))
-    if train.groups is not None:
+        assert len(train.groups.unique()) + len(val.groups.unique()) == 8000 + 4000
+    elif name.endswith("ambiguous"):  # labels follow their distribution
+        probs = torch.cat([train.label_probs, val.label_probs])
+        assert torch.allclose(probs.sum(1), torch.ones(len(probs))) and (
+            (probs > 0).sum(1) == 2).all()
+        top, hits = probs.amax(1), probs.gather(1, torch.cat([train.labels, val.labels])[:, None])
+        likely = (hits[:, 0] == top).double().mean().item()  # as often as its probability
+        assert (hits > 0).all() and likely == pytest.approx(
+            top.mean().item(), abs=4 * math.sqrt(0.25 / len(probs)))
+    if name == "glyphs_ambiguous":
         assert not {*train.groups.tolist()} & {*val.groups.tolist()}
 
 
