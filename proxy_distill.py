@@ -177,9 +177,6 @@ def parse_args(argv=None):
     add = parser.group("run")
     add("--cache-teachers", action=flag, help="compute the members' statistics of every training "
         "image once: for views that do not change (--no-augment)")
-    add("--unreadable", choices=["refuse", "skip"], default="refuse", help="image "
-        "files that do not decode: end at the first, or leave them out and name them on stderr "
-        "(skip reads every file of the streamed folders once, before anything else)")
     return check_args(parser, parser.parse(argv))
 
 
@@ -219,23 +216,19 @@ def check_args(parser, args):
 # ---- Model --------------------------------------------------------------------------------------
 
 
-class Classifier(nn.Sequential):
-    """Layers by name, then `fc`, computed in float32 even under autocast: logits reach ln 8e9.
+class Head(nn.Linear):
+    """Logits [B, K]; with `mimo` E > 1 of E images stacked as channels, [B, E, K].
 
-    With `mimo` E > 1: E images stacked as channels in, E predictions [B, E, K] out.
-    """
+    In float32 even under autocast: logits reach ln 8e9."""
 
-    def __init__(self, layers, dim, num_classes, mimo):
-        super().__init__(OrderedDict(layers, fc=nn.Linear(dim, num_classes * mimo)))
-        self.num_classes, self.mimo = num_classes, mimo
+    def __init__(self, dim, num_classes, mimo):
+        super().__init__(dim, num_classes * mimo)
+        self.mimo = mimo
 
     def forward(self, x):
-        *layers, head = self
-        for layer in layers:
-            x = layer(x)
         with torch.autocast(x.device.type, enabled=False):
-            logits = head(x.to(head.weight.dtype))
-        return logits if self.mimo == 1 else logits.view(len(x), self.mimo, self.num_classes)
+            logits = super().forward(x.to(self.weight.dtype))
+        return logits if self.mimo == 1 else logits.unflatten(1, (self.mimo, -1))
 
 
 class Block(nn.Module):
@@ -252,32 +245,29 @@ class Block(nn.Module):
         for i, (a, b, kernel, step) in enumerate(shape, 1):
             self.add_module(f"conv{i}", nn.Conv2d(a, b, kernel, step, kernel // 2, bias=False))
             self.add_module(f"bn{i}", nn.BatchNorm2d(b))
-        self.depth, self.downsample = len(shape), None
+        self.depth, self.downsample = len(shape), nn.Sequential()
         nn.init.zeros_(getattr(self, f"bn{self.depth}").weight)
-        # subsampled, then 1x1: on CPUs PyTorch 2.14's strided 1x1, channels last, writes out of
-        # bounds in the backward pass
-        self.subsample = nn.AvgPool2d(1, stride) if stride > 1 else nn.Identity()
         if stride != 1 or c_in != c_out:
-            self.downsample = nn.Sequential(nn.Conv2d(c_in, c_out, 1, bias=False),
-                                            nn.BatchNorm2d(c_out))
+            # subsampled, then 1x1: on CPUs PyTorch 2.14's strided 1x1, channels last, writes out of
+            # bounds in the backward pass
+            self.downsample = nn.Sequential(OrderedDict({
+                "subsample": nn.AvgPool2d(1, stride),
+                "0": nn.Conv2d(c_in, c_out, 1, bias=False), "1": nn.BatchNorm2d(c_out)}))
 
     def forward(self, x):
         h = x
         for i in range(1, self.depth + 1):
             h = getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(F.relu(h) if i > 1 else h))
-        return F.relu(h + (x if self.downsample is None else self.downsample(self.subsample(x))))
+        return F.relu(h + self.downsample(x))
 
 
 def convnet(channels, size, width):
     """Three convolutions and a linear layer, without global pooling: positions are kept."""
-    layers, c_in = {}, channels
-    for i in range(3):
-        c_out = max(1, round(32 * width)) * 2**i
-        layers[f"stage{i + 1}"] = nn.Sequential(
-            nn.Conv2d(c_in, c_out, 3, 1, 1, bias=False), nn.BatchNorm2d(c_out), nn.ReLU(),
-            nn.MaxPool2d(2))
-        c_in = c_out
-    return {**layers, "flatten": nn.Flatten()}, c_in * (size // 8) ** 2
+    c = max(1, round(32 * width))
+    layers = {f"stage{i}": nn.Sequential(nn.Conv2d(a, b, 3, 1, 1, bias=False), nn.BatchNorm2d(b),
+                                         nn.ReLU(), nn.MaxPool2d(2))
+              for i, (a, b) in enumerate(((channels, c), (c, 2 * c), (2 * c, 4 * c)), 1)}
+    return {**layers, "flatten": nn.Flatten()}, 4 * c * (size // 8) ** 2
 
 
 def resnet(channels, size, width, bottleneck):
@@ -298,10 +288,10 @@ def resnet(channels, size, width, bottleneck):
 def make_network(model, num_classes, shape, width=1.0, mimo=1):
     """A network for images of `shape` (C, H, W); `mimo` of them stacked."""
     channels, size = shape[0] * mimo, shape[-1]
-    if model == "convnet":
-        return Classifier(*convnet(channels, size, width), num_classes, mimo)
-    net = Classifier(*resnet(channels, size, width, model == "resnet50"), num_classes, mimo)
-    for module in net.modules():
+    layers, dim = convnet(channels, size, width) if model == "convnet" else \
+        resnet(channels, size, width, model == "resnet50")
+    net = nn.Sequential(OrderedDict(layers, fc=Head(dim, num_classes, mimo)))
+    for module in net.modules() if model != "convnet" else ():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     return net
@@ -326,10 +316,9 @@ def load_weights(net, path) -> dict:
     first = next(iter(own))
     prefix = min((k.removesuffix(first) for k in state if k.endswith(first)), key=len, default="")
     state = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-    shapes = {key: (tuple(state[key].shape) if key in state else "nothing",
-                    tuple(own[key].shape) if key in own else "nothing") for key in {*own, *state}}
-    if differing := sorted(key for key, (there, here) in shapes.items() if there != here):
-        there, here = shapes[differing[0]]
+    there, here = ({k: tuple(v.shape) for k, v in part.items()} for part in (state, own))
+    if differing := sorted(k for k in {*there, *here} if there.get(k) != here.get(k)):
+        there, here = (shapes.get(differing[0], "nothing") for shapes in (there, here))
         raise UserError(f"{path}: {len(differing)} tensors do not fit, {differing[0]} first: "
                         f"{there} there, {here} in --model; check --model, --width and the classes")
     net.load_state_dict(state)
@@ -570,9 +559,17 @@ def make_optimiser(net, args):
     free = {name for name, _ in net.named_parameters() if re.match(r"layer\d\.\d+\.bn\d", name)}
     groups = [dict(params=[p for name, p in net.named_parameters() if (name in free) == exempt],
                    weight_decay=0.0 if exempt else args.weight_decay) for exempt in (False, True)]
-    groups = [group for group in groups if group["params"]]
     return torch.optim.Adam(groups) if args.opt == "adam" else \
         torch.optim.SGD(groups, momentum=0.9, nesterov=True)
+
+
+def digest(values) -> str:
+    """A hash of tensors and plain values, in order."""
+    found = hashlib.sha256()
+    for value in values:
+        found.update(value.cpu().contiguous().numpy().tobytes() if isinstance(value, Tensor)
+                     else f"{value}\n".encode())
+    return found.hexdigest()
 
 
 class Teachers:
@@ -580,6 +577,7 @@ class Teachers:
 
     def __init__(self, members, args):
         self.members, self.args, self.cached = members, args, None
+        self.identity = digest(value for net in members for value in net.state_dict().values())
 
     @torch.no_grad()
     def statistics(self, batch, temperature=1.0) -> Ensemble:
@@ -590,13 +588,13 @@ class Teachers:
                                       for name in Ensemble._fields)
         return Ensemble(log_probs.log_softmax(-1), mean_log, *rest)
 
-    def fill_cache(self, dataset, whose, run):
+    def fill_cache(self, dataset, run):
         """Compute, or read, the statistics of all training images, once for all students.
 
         ln pi and, for EnD2 alone, the mean of ln p: half precision from a gigabyte on."""
         both, dtype = cache_form(dataset, self.args.losses)
         key = digest([self.args.dataset, self.args.noise, len(dataset), *dataset.files])
-        config = {"ensemble": whose, "images": key, "amp": self.args.amp, "both": both}
+        config = {"ensemble": self.identity, "images": key, "amp": self.args.amp, "both": both}
         name = f"teachers-{digest(config.values())[:12]}"
         if run.load(name, config) is None:
             parts = []
@@ -707,9 +705,8 @@ class Models(NamedTuple):
     """What is evaluated together: the members' forward passes serve four rows of the table."""
 
     members: list = []
-    students: dict = {}     # {loss: network}
+    others: dict = {}       # {"student_<loss>", "mimo": network}
     offset: float = 1.0     # of the students
-    mimo: nn.Module | None = None
 
 
 class SavedSet(NamedTuple):
@@ -730,16 +727,15 @@ def passes(models, dataset, args):
         for rows in own.split(512):
             yield rows, {k: z[rows] for k, z in dataset.logits.items()}, dataset.labels[rows]
         return
-    members, mimo = models.members, models.mimo
-    for net in (*members, *models.students.values(), *filter(None, [mimo])):
+    for net in (*models.members, *models.others.values()):
         net.eval()
     for batch in make_loader(dataset, args, max(512, args.batch_size)).epoch():
-        x = batch.images
+        x, found = batch.images, {}
         with autocast(args):
-            found = {"members": torch.stack([net(x) for net in members], 1)} if members else {}
-            found |= {f"student_{loss}": net(x) for loss, net in models.students.items()}
-            if mimo is not None:
-                found["mimo"] = mimo(x.repeat(1, mimo.mimo, 1, 1)).view(len(x), mimo.mimo, -1)
+            if models.members:
+                found["members"] = torch.stack([net(x) for net in models.members], 1)
+            for name, net in models.others.items():
+                found[name] = net(x if net.fc.mimo == 1 else x.repeat(1, net.fc.mimo, 1, 1))
         yield batch.index, found, batch.labels
 
 
@@ -747,18 +743,19 @@ def outputs_of(logits, offset, classes=None) -> dict:
     """{row of the table: Outputs} of `passes`'s logits, predicting among `classes` [n], or all.
 
     paper: each member's logits are restricted to the classes before its softmax, then averaged."""
-    found, members = {}, logits.get("members")
-    if members is not None:
-        found["single"] = softmax_outputs(members[:, 0])
-    if members is not None and members.shape[1] > 1:
-        ensemble = ensemble_statistics(members.unbind(1))
-        found |= {"ensemble": ensemble_outputs(ensemble), "ensemble_proxy": proxy_outputs(ensemble),
-                  "ensemble_proxy_t1": proxy_outputs(ensemble, 1.0)}
-    for name in logits.keys() - {"members", "mimo"}:
-        found[name] = softmax_outputs(logits[name]) if name == "student_forward_kl" else \
-            student_outputs(logits[name], offset)
-    if "mimo" in logits:
-        found["mimo"] = ensemble_outputs(ensemble_statistics(logits["mimo"].unbind(1)))
+    found = {}
+    for name, z in logits.items():
+        if name == "members":
+            found["single"] = softmax_outputs(z[:, 0])
+            if z.shape[1] > 1:
+                own = ensemble_statistics(z.unbind(1))
+                found |= {"ensemble": ensemble_outputs(own), "ensemble_proxy": proxy_outputs(own),
+                          "ensemble_proxy_t1": proxy_outputs(own, 1.0)}
+        elif name == "mimo":
+            found[name] = ensemble_outputs(ensemble_statistics(z.unbind(1) if z.ndim == 3 else [z]))
+        else:
+            found[name] = softmax_outputs(z) if name == "student_forward_kl" else \
+                student_outputs(z, offset)
     found = {row: found[row] for row in ROWS if row in found}
     if classes is None:
         return found
@@ -835,12 +832,11 @@ def rank_correlations(student, ensemble) -> dict:
 def milliseconds(models, shape, batch_size, args) -> dict:
     """Time of a prediction by row of the table, ms an example, in batches; the shortest of five."""
     nets = {"single": models.members[:1], "ensemble": models.members,
-            "mimo": [models.mimo] if models.mimo else [],
-            **{f"student_{loss}": [net] for loss, net in models.students.items()}}
+            **{name: [net] for name, net in models.others.items()}}
     found = {}
     for row, own in nets.items():
         for _ in range(5 if own else 0):
-            x = torch.zeros(batch_size, shape[0] * own[0].mimo, *shape[1:], device=args.device)
+            x = torch.zeros(batch_size, shape[0] * own[0].fc.mimo, *shape[1:], device=args.device)
             x = x.to(own[0].fc.weight.dtype, memory_format=torch.channels_last)
             start = time.perf_counter()
             with autocast(args):
@@ -860,20 +856,19 @@ def evaluate(models, sets, args):
         values = predictive_metrics(own) | {"ms_per_example": seconds.get(row)}
         if row.startswith("student") and "ensemble" in test:
             values |= rank_correlations(own, test["ensemble"])
-        rows.append({"method": ROWS[row], "seed": args.seed, "set": name, "n": len(own), **values})
+        rows.append({"method": row, "set": name, "n": len(own), **values})
     for other, (dataset, classes) in sets.ood.items():
         same = torch.isin(sets.test.labels, torch.tensor([]) if classes is None else classes)
         # ImageNet-O's folders are named after classes that its images are not of
         labelled = classes is not None and other != "imagenet_o" or \
             getattr(dataset, "label_probs", None) is not None
         for row, own in score(models, dataset, args, classes).items():
-            who = {"method": ROWS[row], "seed": args.seed}
             if labelled:
-                rows.append({**who, "set": other, "n": len(own), **predictive_metrics(own)})
-            rows.append({**who, "set": name, "against": other, "n": len(test[row]),
+                rows.append({"method": row, "set": other, "n": len(own), **predictive_metrics(own)})
+            rows.append({"method": row, "set": name, "against": other, "n": len(test[row]),
                          **detection_metrics(test[row], own)})
             if same.any():  # published: "masked"
-                rows.append({**who, "set": f"{name}, its classes", "against": other,
+                rows.append({"method": row, "set": f"{name}, its classes", "against": other,
                              "n": int(same.sum()), **detection_metrics(test[row][same], own)})
     return rows + shift_rows(models, sets, args), test
 
@@ -891,8 +886,7 @@ def shift_rows(models, sets, args) -> list:
             dataset = prepared(data.match(dataset, sets.test), args, 1)
         for row, own in score(models, dataset, args).items():
             values = found.setdefault(row, {})[kind, severity] = predictive_metrics(own)
-            rows.append({"method": ROWS[row], "seed": args.seed, "n": len(own),
-                         "set": f"{name} {kind} {severity}", **values})
+            rows.append({"method": row, "set": f"{name} {kind} {severity}", "n": len(own), **values})
     standard = [kind for kind in kinds if kind in data.CIFAR_C_KINDS[:15]]
     for row, values in found.items():
         for group in [kinds] + [standard] * (15 == len(standard) < len(kinds)):
@@ -900,7 +894,7 @@ def shift_rows(models, sets, args) -> list:
                 title = f"{name} mean of {len(group)} kinds" + f" {some[0]}" * (len(some) == 1)
                 means = {key: float(np.mean([values[k, s][key] for k in group for s in some]))
                          for key in ("accuracy", "nll", "ece15", "brier")}
-                rows.append({"method": ROWS[row], "seed": args.seed, "set": title, **means})
+                rows.append({"method": row, "set": title, **means})
     return rows
 
 
@@ -988,7 +982,7 @@ def load_sets(args) -> Sets:
 
 
 def prepared(dataset, args, seed):
-    """A set under --noise; of files, under --resize and --unreadable."""
+    """A set under --noise; of files, under --resize."""
     if args.noise and isinstance(dataset, data.StreamedSet):
         raise UserError(f"--noise: {dataset.name} is streamed; use --noise 0")
     if args.noise:
@@ -998,21 +992,7 @@ def prepared(dataset, args, seed):
         return dataset
     if args.resize == "square" and seed:
         dataset = replace(dataset, resize=[round(dataset.shape[-1] * 256 / 224)] * 2)
-    return readable(dataset) if args.unreadable == "skip" else dataset
-
-
-def readable(dataset):
-    """A streamed set without the files that cannot be decoded, the same on all processes, which
-    each try a part; the paths are named on stderr."""
-    bad = torch.zeros(len(dataset), dtype=torch.uint8)
-    own = torch.arange(common.rank(), len(bad), common.world_size())
-    bad[own] = dataset.unreadable(own).byte()
-    keep = common.all_reduce(bad) == 0
-    for row in (~keep).nonzero()[:, 0].tolist() if common.is_main() else ():
-        print(f"{dataset.paths[row]}: unreadable, skipped", file=sys.stderr, flush=True)
-    if not keep.any():
-        raise UserError(f"{dataset.name}: none of its {len(dataset)} files can be read")
-    return dataset.select(keep)
+    return dataset
 
 
 def saved_set(path) -> SavedSet:
@@ -1047,51 +1027,30 @@ def network_args(args, kind, seed, **more):
     return argparse.Namespace(**{**own, **more, "seed": seed, "groups": groups, "name": None})
 
 
-def network(args, sets, kind, seed, path=None, training=False, teachers=None, **more):
-    """(network, its options): trained, where its last epoch is not there yet; or read, from `path`
-    (ours, torchvision's, Lightning's) or from its own run, which must be complete."""
+def network(args, sets, kind, seed, path=None, teachers=None, **more):
+    """(network, its options): read from `path` (ours, torchvision's, Lightning's); trained, where
+    its last epoch is not there yet; or, with --eval, and as a teacher of --method distill, read
+    from its own run, which must be complete."""
     own = network_args(args, kind, seed, **more)
     common.seed_all(seed, [*OWN].index(kind))
     net = make_network(args.model, sets.test.num_classes, sets.test.shape, own.width,
                        args.mimo_members if kind == "mimo" else 1)
     net = net.to(args.device, memory_format=torch.channels_last)
     name = f"{run_name(args)}-{f'student_{own.loss}' if kind == 'distill' else kind}-seed{seed}"
-    if training and not path:
+    if not (path or args.eval or (args.method, kind) == ("distill", "base")):
         train(net, sets.train, own, common.Run(own, "proxy_distill", name), teachers)
         return net.eval().requires_grad_(False), vars(own)
-    own_path = Path(args.out_dir, "proxy_distill", name, "network.pt")
-    if not path and not own_path.is_file():
-        raise UserError(f"no {own_path}; train first: --method base --seed {seed}" if kind == "base"
-                        else f"no {own_path}; train first (the same command without --eval)")
-    found = load_weights(net, path or own_path)
+    finished = Path(args.out_dir, "proxy_distill", name, "network.pt")
+    if not path and not finished.is_file():
+        raise UserError(f"no {finished}; train first: " + (
+            f"--method base --seed {seed}" if kind == "base" else "the same command without --eval"))
+    found = load_weights(net, path or finished)
     config = found.get("hyper_parameters", found.get("config", {}))
     if not path:  # how it was trained is its own affair: another batch size changes nothing here
         here = common.plain(common.options(own, without=("training", "evaluation", "run")))
-        differ = [f"{k} {config.get(k)} there, {v} now" for k, v in here.items()
-                  if config.get(k) != v]
-        differ += [f"{found['epoch']} of {own.epochs} epochs"] * (found["epoch"] < own.epochs)
-        if differ:
-            raise UserError(f"{own_path}: {'; '.join(differ)}; finish it first, with these options")
+        there = {k: config.get(k) for k in here} | {"epochs": min(found["epoch"], own.epochs)}
+        common.check_same(there, here | {"epochs": own.epochs}, finished, evaluating=False)
     return net.eval().requires_grad_(False), config
-
-
-def digest(values) -> str:
-    """A hash of tensors and plain values, in order."""
-    found = hashlib.sha256()
-    for value in values:
-        found.update(value.cpu().contiguous().numpy().tobytes() if isinstance(value, Tensor)
-                     else f"{value}\n".encode())
-    return found.hexdigest()
-
-
-def students_of(args, members, sets, run) -> dict:
-    """{loss: network}, all from the same teachers and the same first weights."""
-    teachers = Teachers(members, args)
-    whose = digest(value for net in members for value in net.state_dict().values())
-    if args.cache_teachers and args.losses and not args.eval:
-        teachers.fill_cache(sets.train, whose, run)
-    return {loss: network(args, sets, "distill", args.seed, None, not args.eval, teachers,
-                          loss=loss, ensemble=whose)[0] for loss in args.losses}
 
 
 def networks_of(args, sets, run) -> Models:
@@ -1099,47 +1058,45 @@ def networks_of(args, sets, run) -> Models:
     there are any."""
     if args.logits:
         return Models(offset=sets.test.offset)
-    paths = args.ensemble_paths, args.student_path, args.mimo_path
-    files = args.eval and any(paths)
-    members, students, mimo, offset = [], {}, None, args.model_offset
+    files = args.eval and any((args.ensemble_paths, args.student_path, args.mimo_path))
+    members, others, offset = [], {}, args.model_offset
     if args.ensemble_paths or args.method != "mimo" and not files:
         seeds = range(args.seed, args.seed + (1 if args.method == "base" else args.members))
-        members = [network(args, sets, "base", seed, path, args.method != "distill" and
-                           not args.eval)[0]
-                   for seed, path in zip(seeds, args.ensemble_paths or [None] * len(seeds))]
+        paths = args.ensemble_paths or [None] * len(seeds)
+        members = [network(args, sets, "base", *own)[0] for own in zip(seeds, paths)]
     if args.student_path:
         net, own = network(args, sets, "distill", args.seed, args.student_path, loss=args.loss)
-        students = {own.get("loss_type", own.get("loss", args.loss)): net}
+        others[f"student_{own.get('loss_type', own.get('loss', args.loss))}"] = net
         offset = float(own.get("model_offset", offset))
-    elif args.method in ("all", "distill") and not files:
-        students = students_of(args, members, sets, run)
+    elif args.method in ("all", "distill") and not files:  # all students have the same teachers
+        teachers = Teachers(members, args)
+        if args.cache_teachers and args.losses and not args.eval:
+            teachers.fill_cache(sets.train, run)
+        for loss in args.losses:
+            others[f"student_{loss}"], _ = network(args, sets, "distill", args.seed, None, teachers,
+                                                   loss=loss, ensemble=teachers.identity)
     if args.mimo_path or not files and args.method in ("mimo", *["all"] * args.mimo):
-        mimo, _ = network(args, sets, "mimo", args.seed, args.mimo_path, not args.eval)
-    return Models(members, students, offset, mimo)
+        others["mimo"], _ = network(args, sets, "mimo", args.seed, args.mimo_path)
+    return Models(members, others, offset)
 
 
 def predict(models, dataset, run, args):
     """predictions.csv of the best model there is, and all logits in logits_<set>.npz."""
     rows = []
     for index, logits, labels in passes(models, dataset, args):
-        rows.append([t.cpu() for t in (index, labels, *logits.values())])
-        names = [*logits]
+        found = outputs_of(logits, models.offset)
+        best = [row for row in ("single", "mimo", "ensemble", *(f"student_{loss}" for loss in LOSSES))
+                if row in found][-1]
+        measures = {k: v for k, v in found[best].measures.items() if k != "confidence"}
+        rows.append([t.cpu() for t in (index, labels, found[best].log_probs, *measures.values(),
+                                       *logits.values())])
     rows = common.gather_rows(*map(torch.cat, zip(*rows)))
-    if rows is None:
-        return
-    labels, logits = rows[0], {name: z.float() for name, z in zip(names, rows[1:])}
-    common.save_arrays(run.dir / f"logits_{dataset.name}.npz", names=names, labels=labels,
-                       offset=models.offset, **logits)
-    with common.alone():
-        saved = passes(models, SavedSet(dataset.name, labels, logits, models.offset), args)
-        parts = [outputs_of(own, models.offset) for _, own, _ in saved]
-    best = [row for row in ("single", "mimo", "ensemble", *(f"student_{loss}" for loss in LOSSES))
-            if row in parts[0]][-1]
-    own = [part[best] for part in parts]
-    measures = {name: torch.cat([o.measures[name] for o in own]) for name in own[0].measures
-                if name != "confidence"}
-    common.write_predictions(run.dir / "predictions.csv", dataset,
-                             torch.cat([o.log_probs for o in own]), **measures)
+    if rows is not None:
+        labels, log_probs, *rest = rows
+        common.write_predictions(run.dir / "predictions.csv", dataset, log_probs,
+                                 **dict(zip(measures, rest)))
+        common.save_arrays(run.dir / f"logits_{dataset.name}.npz", names=[*logits], labels=labels,
+                           offset=models.offset, **dict(zip(logits, rest[len(measures):])))
 
 
 def main(argv=None) -> list:
@@ -1160,7 +1117,7 @@ def main(argv=None) -> list:
         models = networks_of(own, sets, run)
         with run.clock("evaluate"):
             found, columns = evaluate(models, sets, own)
-        rows += found
+        rows += [{"method": ROWS[row.pop("method")], "seed": seed, **row} for row in found]
         if seed == args.seed and sets.predicted:
             predict(models, sets.predicted, run, own)
         if seed == args.seed and columns and args.plot and (plt := common.pyplot()):
