@@ -97,8 +97,7 @@ PRESETS = {
                     base_epochs=5, mimo_epochs=8, batch_size=128, mimo_batch_size=256, lr=6e-3,
                     opt="adam", schedule="cosine", warm_up=0.2, losses=list(LOSSES),
                     augment=False, cache_teachers=True, noise=4, shift="computed",
-                    shift_examples=40,
-                    ood=["numbers_letters", "numbers_ambiguous"]),
+                    shift_examples=40, ood=["numbers_letters", "numbers_ambiguous"]),
 }
 
 # The groups of options that shape one kind of network; all kinds share data, network, training.
@@ -140,10 +139,15 @@ def parse_args(argv=None):
     add("--mimo-path", metavar="FILE", help="with --eval: a MIMO network from such a file")
     add("--logits", nargs="+", default=[], metavar="NPZ", help="evaluate saved logits, no network: "
         "files of --predict, the first in-distribution, with labels; the others are OOD sets")
+    add("--ood", nargs="*", metavar="NAME", help="out-of-distribution sets, also folder:PATH")
+    add("--shift", choices=["none", "computed", "published"], help="also evaluate the corrupted "
+        "test set, by severity: computed, or the CIFAR-C or ImageNet-C files")
+    add("--shift-examples", type=at_least(0), metavar="N", help="test images a corruption; 0: all")
+    add("--resize", choices=["side", "square"], default="side", help="image files, but for "
+        "training: the shorter side to 256, or both (published); then the centre")
     add = parser.group("members")
     add("--base-epochs", type=at_least(0), help="of a member (paper: 120); --epochs: a student's, "
-        "or those of the one network that --method base or mimo trains, as --lr, --batch-size")
-    add("--base-lr", type=at_least(0, float), help="of a member, per 256 images (default: --lr)")
+        "or those of the one network that --method base or mimo trains, as --batch-size")
     add = parser.group("distillation")
     add("--other-epochs", type=at_least(0), help="of students by dirichlet_likelihood and proxy "
         "(default: --epochs; numbers: 2, there they do not train)")
@@ -167,13 +171,6 @@ def parse_args(argv=None):
     add("--repetition-probability", "--repetition_probability", type=between(0, 1), default=0.6,
         help="share of rows in which all subnetworks see one image (published: 0.6)")
     add("--batch-repetitions", "--batch_repetitions", type=at_least(1), default=2, help="(2)")
-    add = parser.group("evaluation")
-    add("--ood", nargs="*", metavar="NAME", help="out-of-distribution sets, also folder:PATH")
-    add("--shift", choices=["none", "computed", "published"], help="also evaluate the corrupted "
-        "test set, by severity: computed, or the CIFAR-C or ImageNet-C files")
-    add("--shift-examples", type=at_least(0), metavar="N", help="test images a corruption; 0: all")
-    add("--resize", choices=["side", "square"], default="side", help="image files, but for "
-        "training: the shorter side to 256, or both (published); then the centre")
     add = parser.group("run")
     add("--cache-teachers", action=flag, help="compute the members' statistics of every training "
         "image once: for views that do not change (--no-augment)")
@@ -182,9 +179,6 @@ def parse_args(argv=None):
 
 def check_args(parser, args):
     """Fill what depends on other options; refuse what cannot work, before anything is loaded."""
-    if args.method in ("base", "mimo"):  # there --epochs, --lr and --batch-size mean this network
-        for key in {"epochs", "lr", "batch_size"} & {*args.explicit}:
-            setattr(args, f"{args.method}_{key}", getattr(args, key))
     if args.ensemble_paths:
         args.members = len(args.ensemble_paths)
     args.losses = [args.loss] if args.method == "distill" else args.losses
@@ -584,39 +578,26 @@ class Teachers:
         if self.cached is None:
             with autocast(self.args):
                 return ensemble_statistics((net(batch.images) for net in self.members), temperature)
-        log_probs, mean_log, *rest = (self.cached[name][batch.index].double()
-                                      for name in Ensemble._fields)
-        return Ensemble(log_probs.log_softmax(-1), mean_log, *rest)
+        log_probs, *rest = (column[batch.index].double() for column in self.cached)
+        return Ensemble(log_probs.log_softmax(-1), *rest)
 
     def fill_cache(self, dataset, run):
-        """Compute, or read, the statistics of all training images, once for all students.
-
-        ln pi and, for EnD2 alone, the mean of ln p: half precision from a gigabyte on."""
-        both, dtype = cache_form(dataset, self.args.losses)
+        """Compute, or read, the statistics of all training images, once for all students: in half
+        precision from a gigabyte on (ImageNet: 5 GB)."""
+        half = len(dataset) * dataset.num_classes > 1.25e8
         key = digest([self.args.dataset, self.args.noise, len(dataset), *dataset.files])
-        config = {"ensemble": self.identity, "images": key, "amp": self.args.amp, "both": both}
+        config = {"ensemble": self.identity, "images": key, "amp": self.args.amp}
         name = f"teachers-{digest(config.values())[:12]}"
         if run.load(name, config) is None:
             parts = []
             for batch in make_loader(dataset, self.args, 512).epoch():
-                found = self.statistics(batch)
-                found = found if both else found._replace(mean_log=found.rmi)
-                parts.append((batch.index.cpu(), *(
-                    t.to(dtype if t.ndim == 2 else torch.float32).cpu() for t in found)))
+                parts.append([batch.index.cpu(), *(
+                    t.to(torch.float16 if half and t.ndim == 2 else torch.float32).cpu()
+                    for t in self.statistics(batch))])
             rows = common.gather_rows(*map(torch.cat, zip(*parts)))
             run.save(name, config, **dict(zip(Ensemble._fields, rows or ())))
         state = run.load(name, config)
-        self.cached = {key: state[key].to(self.args.device) for key in Ensemble._fields}
-
-
-def cache_form(dataset, losses):
-    """(whether the mean of ln p is cached, dtype): for ImageNet 2.6 GB; more is refused."""
-    both = "dirichlet_likelihood" in losses
-    entries = len(dataset) * dataset.num_classes * (1 + both)
-    if entries > 1.3e9:
-        raise UserError(f"--cache-teachers: {2e-9 * entries:.1f} GB; add --no-cache-teachers, or "
-                        "leave dirichlet_likelihood out")
-    return both, torch.float32 if entries < 2.5e8 else torch.float16
+        self.cached = [state[key].to(self.args.device) for key in Ensemble._fields]
 
 
 def distillation_loss(logits, ensemble, args, temperature=1.0) -> Tensor:
@@ -692,13 +673,10 @@ def train(net, train_set, args, run, teachers=None):
 
 # ---- Evaluation ---------------------------------------------------------------------------------
 
-# Per example and model; the first five are of the classes predicted from; the precision is its ln.
-COLUMNS = ("log_prob", "correct", "top5", "brier", "top_prob", "precision", *MEASURES, *SCORES)
 ROWS = {"single": "single network", "ensemble": "ensemble", "ensemble_proxy": "its proxy",
         "ensemble_proxy_t1": "its proxy + 1", "student_forward_kl": "EnD (forward KL)",
         "student_dirichlet_likelihood": "EnD2 (likelihood)", "student_proxy": "proxy, forward KL",
         "student_rkl_proxy": "proxy, reverse KL", "mimo": "MIMO"}
-SEVERITIES = (1, 2, 3, 4, 5)
 
 
 class Models(NamedTuple):
@@ -763,56 +741,55 @@ def outputs_of(logits, offset, classes=None) -> dict:
     return {row: outputs._replace(log_probs=some[row].log_probs) for row, outputs in found.items()}
 
 
-def columns_of(outputs, labels) -> Tensor:
-    """[B, len(COLUMNS)] of a batch; labels [B] number the classes of `outputs.log_probs`. Where
-    they are not among these only the measures have a meaning."""
-    log_probs, nothing = outputs.log_probs, torch.full_like(outputs.log_precision, math.nan)
+def columns_of(outputs, labels) -> dict:
+    """{name: [B]}: what the metrics need. `labels` [B] number the classes predicted from; where
+    they are not among these only the measures and the precision (its ln) have a meaning."""
+    log_probs = outputs.log_probs
     probs, own = log_probs.exp(), labels.clamp_max(log_probs.shape[1] - 1)[:, None]
     log_prob = log_probs.gather(1, own)[:, 0]
     top = log_probs.topk(min(5, log_probs.shape[1])).indices == labels[:, None]
     first = log_probs.argmax(1) == labels
-    brier = probs.square().sum(1) - 2 * log_prob.exp() + 1
-    return torch.stack([log_prob, first.double(), top.any(1).double(), brier, probs.amax(1),
-                        outputs.log_precision,
-                        *(outputs.measures.get(m, nothing) for m in (*MEASURES, *SCORES))], 1)
+    return {"log_prob": log_prob, "correct": first.double(), "top5": top.any(1).double(),
+            "brier": probs.square().sum(1) - 2 * log_prob.exp() + 1, "top_prob": probs.amax(1),
+            "precision": outputs.log_precision, **outputs.measures}
 
 
 def score(models, dataset, args, classes=None) -> dict:
-    """{row of the table: columns [N, len(COLUMNS)]} of a set: float64, in its order, on the main
-    process; empty on the others."""
-    rows, index = {}, []
+    """{row of the table: {name: column [N]}} of a set, in its order, on the main process; empty on
+    the others."""
+    rows, names, index = {}, {}, []
     for at, logits, labels in passes(models, dataset, args):
-        for name, outputs in outputs_of(logits, models.offset, classes).items():
-            rows.setdefault(name, []).append(columns_of(outputs, labels).cpu())
+        for row, outputs in outputs_of(logits, models.offset, classes).items():
+            own = columns_of(outputs, labels)
+            names[row] = [*own]
+            rows.setdefault(row, []).append(torch.stack([*own.values()], 1).cpu())
         index.append(at.cpu())
     gathered = common.gather_rows(torch.cat(index), *map(torch.cat, rows.values()))
-    found = dict(zip(rows, gathered or ()))
-    if lost := [ROWS[row] for row, own in found.items() if own[:, 0].isnan().any()]:
+    found = {row: dict(zip(names[row], own.T)) for row, own in zip(rows, gathered or ())}
+    if lost := [ROWS[row] for row, own in found.items() if own["log_prob"].isnan().any()]:
         raise UserError(f"{lost[0]}: logits on {dataset.name} are not finite, it has diverged; "
                         "train it again with a lower --lr")
     return found
 
 
-def predictive_metrics(columns) -> dict:
-    """Accuracy, NLL, calibration (15 bins), Brier, PRR by measure, of [N, len(COLUMNS)]."""
-    at = dict(zip(COLUMNS, columns.T))
-    correct = at["correct"] > 0
-    bars = common.reliability(at["top_prob"], correct, 15)
+def predictive_metrics(own) -> dict:
+    """Accuracy, NLL, calibration (15 bins), Brier, PRR by measure, of one row's columns."""
+    bars = common.reliability(own["top_prob"], own["correct"], 15)
     gap = np.abs(bars.accuracy - bars.confidence)
-    values = {"accuracy": at["correct"].mean().item(), "top5_accuracy": at["top5"].mean().item(),
-              "nll": -at["log_prob"].mean().item(), "brier": at["brier"].mean().item(),
-              "ece15": float(bars.counts @ gap / len(correct)), "mce15": float(gap.max())}
-    return values | {f"prr_{m}": common.prediction_rejection_ratio(at[m], correct)
-                     for m in MEASURES if not at[m].isnan().any()}
+    means = {name: column.mean().item() for name, column in own.items()}
+    return {"accuracy": means["correct"], "top5_accuracy": means["top5"],
+            "nll": -means["log_prob"], "brier": means["brier"],
+            "ece15": float(bars.counts @ gap / bars.counts.sum()), "mce15": float(gap.max()),
+            **{f"prr_{m}": common.prediction_rejection_ratio(own[m], own["correct"])
+               for m in MEASURES if m in own}}
 
 
 def detection_metrics(inside, outside) -> dict:
-    """AUROC and FPR95 by measure and score, OOD positive, of two [N, len(COLUMNS)]."""
+    """AUROC and FPR95 by measure and score, OOD positive, of two sets' columns."""
     values = {}
     for measure in (*MEASURES, *SCORES):
-        a, b = (c[:, COLUMNS.index(measure)] for c in (inside, outside))
-        if not a.isnan().any():
-            scored = common.ood_metrics(a, b, larger_means="ood")
+        if measure in inside:
+            scored = common.ood_metrics(inside[measure], outside[measure], larger_means="ood")
             values |= {f"{key}_{measure}": scored[key] for key in ("auroc", "fpr95")}
     return values
 
@@ -820,43 +797,40 @@ def detection_metrics(inside, outside) -> dict:
 def rank_correlations(student, ensemble) -> dict:
     """Spearman correlation of a student's uncertainties with the ensemble's, example by example:
     whether the distribution was distilled."""
-    values = {}
-    for name in (*MEASURES[1:], "precision"):
-        a, b = (c[:, COLUMNS.index(name)] for c in (student, ensemble))
-        if not (a.isnan().any() or b.isnan().any()) and a.std() > 0 and b.std() > 0:
-            values[f"spearman_{name}"] = float(stats.spearmanr(a, b).statistic)
-    return values
+    return {f"spearman_{name}": float(stats.spearmanr(student[name], ensemble[name]).statistic)
+            for name in (*MEASURES[1:], "precision") if name in student and name in ensemble
+            and student[name].std() > 0 and ensemble[name].std() > 0}
 
 
 @torch.no_grad()
-def milliseconds(models, shape, batch_size, args) -> dict:
+def milliseconds(models, dataset, args) -> dict:
     """Time of a prediction by row of the table, ms an example, in batches; the shortest of five."""
     nets = {"single": models.members[:1], "ensemble": models.members,
             **{name: [net] for name, net in models.others.items()}}
     found = {}
     for row, own in nets.items():
         for _ in range(5 if own else 0):
-            x = torch.zeros(batch_size, shape[0] * own[0].fc.mimo, *shape[1:], device=args.device)
+            n, (channels, *size) = min(256, len(dataset)), dataset.shape
+            x = torch.zeros(n, channels * own[0].fc.mimo, *size, device=args.device)
             x = x.to(own[0].fc.weight.dtype, memory_format=torch.channels_last)
             start = time.perf_counter()
             with autocast(args):
                 torch.stack([net(x) for net in own]).sum().item()  # waits for the device
             seconds = time.perf_counter() - start
-            found[row] = min(found.get(row, math.inf), 1e3 * seconds / batch_size)
+            found[row] = min(found.get(row, math.inf), 1e3 * seconds / n)
     return found
 
 
 def evaluate(models, sets, args):
     """(rows of the report, {row of the table: columns} of the test set): each model on the test
     set, against each OOD set (and on it, where its labels mean something), on corrupted sets."""
-    seconds = {} if args.logits else milliseconds(
-        models, sets.test.shape, min(256, len(sets.test)), args)
-    test, rows, name = score(models, sets.test, args), [], sets.test.name
+    seconds, test = milliseconds(models, sets.test, args), score(models, sets.test, args)
+    rows, name, n = [], sets.test.name, len(sets.test.labels)
     for row, own in test.items():
         values = predictive_metrics(own) | {"ms_per_example": seconds.get(row)}
         if row.startswith("student") and "ensemble" in test:
             values |= rank_correlations(own, test["ensemble"])
-        rows.append({"method": row, "set": name, "n": len(own), **values})
+        rows.append({"method": row, "set": name, "n": n, **values})
     for other, (dataset, classes) in sets.ood.items():
         same = torch.isin(sets.test.labels, torch.tensor([]) if classes is None else classes)
         # ImageNet-O's folders are named after classes that its images are not of
@@ -864,12 +838,14 @@ def evaluate(models, sets, args):
             getattr(dataset, "label_probs", None) is not None
         for row, own in score(models, dataset, args, classes).items():
             if labelled:
-                rows.append({"method": row, "set": other, "n": len(own), **predictive_metrics(own)})
-            rows.append({"method": row, "set": name, "against": other, "n": len(test[row]),
+                rows.append({"method": row, "set": other, "n": len(dataset.labels),
+                             **predictive_metrics(own)})
+            rows.append({"method": row, "set": name, "against": other, "n": n,
                          **detection_metrics(test[row], own)})
             if same.any():  # published: "masked"
+                inside = {key: column[same] for key, column in test[row].items()}
                 rows.append({"method": row, "set": f"{name}, its classes", "against": other,
-                             "n": int(same.sum()), **detection_metrics(test[row][same], own)})
+                             "n": int(same.sum()), **detection_metrics(inside, own)})
     return rows + shift_rows(models, sets, args), test
 
 
@@ -877,7 +853,7 @@ def shift_rows(models, sets, args) -> list:
     """Rows of each corruption and severity, and means over the kinds at each severity and over all;
     of the 15 kinds that published tables average, too."""
     rows, found, (name, kinds) = [], {}, sets.shift
-    for kind, severity in itertools.product(kinds, SEVERITIES):
+    for kind, severity in itertools.product(kinds, data.SEVERITIES):
         if args.shift == "computed":
             some = data.evenly(sets.test, args.shift_examples or None)
             dataset = data.corrupted(some, kind, severity)
@@ -886,11 +862,12 @@ def shift_rows(models, sets, args) -> list:
             dataset = prepared(data.match(dataset, sets.test), args, 1)
         for row, own in score(models, dataset, args).items():
             values = found.setdefault(row, {})[kind, severity] = predictive_metrics(own)
-            rows.append({"method": row, "set": f"{name} {kind} {severity}", "n": len(own), **values})
+            rows.append({"method": row, "set": f"{name} {kind} {severity}",
+                         "n": len(dataset.labels), **values})
     standard = [kind for kind in kinds if kind in data.CIFAR_C_KINDS[:15]]
     for row, values in found.items():
         for group in [kinds] + [standard] * (15 == len(standard) < len(kinds)):
-            for some in (*((s,) for s in SEVERITIES), SEVERITIES):
+            for some in (*((s,) for s in data.SEVERITIES), data.SEVERITIES):
                 title = f"{name} mean of {len(group)} kinds" + f" {some[0]}" * (len(some) == 1)
                 means = {key: float(np.mean([values[k, s][key] for k in group for s in some]))
                          for key in ("accuracy", "nll", "ece15", "brier")}
@@ -908,21 +885,20 @@ DASHES = ["-", (0, (5, 2)), (0, (1, 1.5)), (0, (4, 1, 1, 1))]  # curves that coi
 def plot_story(plt, path, columns):
     """Rejection curves by total uncertainty; precision of the students against the ensemble's."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 4.4), constrained_layout=True)
-    ensemble, precision = columns.get("ensemble"), COLUMNS.index("precision")
+    ensemble = columns.get("ensemble")
     for i, (row, own) in enumerate(columns.items()):
         if row == "ensemble_proxy_t1":
             continue
-        rejected, error = common.rejection_curve(own[:, COLUMNS.index("total")],
-                                                 own[:, COLUMNS.index("correct")] > 0)
+        rejected, error = common.rejection_curve(own["total"], own["correct"])
         left.plot(100 * rejected, 100 * error, color=COLOURS[i], ls=DASHES[i % 4],
                   lw=3.2 - 0.3 * i, label=ROWS[row])
-        if ensemble is not None and row.startswith("student") and row != "student_forward_kl":
-            right.plot(ensemble[:, precision], own[:, precision], ".", ms=2, color=COLOURS[i])
+        if ensemble and row.startswith("student") and row != "student_forward_kl":
+            right.plot(ensemble["precision"], own["precision"], ".", ms=2, color=COLOURS[i])
     left.set(xlabel="rejected as most uncertain, %", ylabel="errors left, % of all",
-             xlim=(0, 100), yscale="log", ylim=(50 / len(own), 130))
+             xlim=(0, 100), yscale="log", ylim=(50 / (len(error) - 1), 130))
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    if ensemble is not None:
-        ends = np.quantile(ensemble[:, precision], [0.001, 0.999])
+    if ensemble:
+        ends = np.quantile(ensemble["precision"], [0.001, 0.999])
         right.plot(ends, ends, "k--", lw=1, label="equal")
         right.set(xlabel="ln precision of the ensemble's proxy", ylabel="ln precision of a student")
         right.legend(loc="lower right")
@@ -964,8 +940,6 @@ def load_sets(args) -> Sets:
         shift = data.corrupted_name(shift[0], kinds), kinds
     if "shift" in args.explicit and args.shift != "none" and not shift[1]:
         raise UserError(f"--shift published: {shift[0]} is not there; use --shift none or computed")
-    if args.cache_teachers and train is not None:
-        cache_form(train, args.losses)
     ood = {}
     for i, (name, own) in enumerate(data.ood_sets(args, like).items(), 2):
         classes = [like.classes.index(c) for c in own.classes if c in like.classes]
@@ -974,8 +948,8 @@ def load_sets(args) -> Sets:
     predicted = args.predict and prepared(data.predict_set(args, like), args, 1)
     sets = Sets(train and prepared(train, args, 0), prepared(data.match(test, like), args, 1), ood,
                 predicted, shift)
-    each = [own for own in (train, test, predicted, *(own for own, _ in ood.values())) if own]
-    if (least := min(each, key=len)) and len(least) < common.world_size():
+    each = filter(None, (train, test, predicted, *(own for own, _ in ood.values())))
+    if len(least := min(each, key=len)) < common.world_size():
         raise UserError(f"{least.name} has {len(least)} images, fewer than there are processes; "
                         "start fewer, or leave it out")
     return sets
@@ -983,15 +957,14 @@ def load_sets(args) -> Sets:
 
 def prepared(dataset, args, seed):
     """A set under --noise; of files, under --resize."""
-    if args.noise and isinstance(dataset, data.StreamedSet):
+    streamed = isinstance(dataset, data.StreamedSet)
+    if args.noise and streamed:
         raise UserError(f"--noise: {dataset.name} is streamed; use --noise 0")
     if args.noise:
         noisy = data.corrupted(dataset, "gaussian_noise", args.noise, seed)
         return replace(noisy, name=dataset.name)
-    if not isinstance(dataset, data.StreamedSet):
-        return dataset
-    if args.resize == "square" and seed:
-        dataset = replace(dataset, resize=[round(dataset.shape[-1] * 256 / 224)] * 2)
+    if streamed and args.resize == "square" and seed:
+        return replace(dataset, resize=[round(dataset.shape[-1] * 256 / 224)] * 2)
     return dataset
 
 
@@ -1012,12 +985,12 @@ def run_name(args) -> str:
 
 
 def network_args(args, kind, seed, **more):
-    """The options that shape one network of `kind`, with --epochs, --lr, --batch-size its own."""
+    """The options that shape one network of `kind`, with --epochs and --batch-size its own."""
     others = {title for other, title in OWN.items() if other != kind}
     own = {k: v for k, v in vars(args).items() if args.groups.get(k) not in others}
-    for key in ("epochs", "lr", "batch_size"):
-        if (value := own.pop(f"{kind}_{key}", None)) is not None:
-            own[key] = value
+    for key in ("epochs", "batch_size"):
+        value, alone = own.pop(f"{kind}_{key}", None), kind == args.method and key in args.explicit
+        own[key] = own[key] if value is None or alone else value
     if kind == "distill":
         own["width"], other = own.pop("student_width") or args.width, own.pop("other_epochs")
         if more["loss"] in ("dirichlet_likelihood", "proxy") and other is not None:
@@ -1042,8 +1015,8 @@ def network(args, sets, kind, seed, path=None, teachers=None, **more):
         return net.eval().requires_grad_(False), vars(own)
     finished = Path(args.out_dir, "proxy_distill", name, "network.pt")
     if not path and not finished.is_file():
-        raise UserError(f"no {finished}; train first: " + (
-            f"--method base --seed {seed}" if kind == "base" else "the same command without --eval"))
+        raise UserError(f"no {finished}; train first: " + (f"--method base --seed {seed}" if kind
+                        == "base" else "the same command without --eval"))
     found = load_weights(net, path or finished)
     config = found.get("hyper_parameters", found.get("config", {}))
     if not path:  # how it was trained is its own affair: another batch size changes nothing here
@@ -1085,7 +1058,7 @@ def predict(models, dataset, run, args):
     rows = []
     for index, logits, labels in passes(models, dataset, args):
         found = outputs_of(logits, models.offset)
-        best = [row for row in ("single", "mimo", "ensemble", *(f"student_{loss}" for loss in LOSSES))
+        best = [row for row in ("single", "mimo", "ensemble", *(f"student_{x}" for x in LOSSES))
                 if row in found][-1]
         measures = {k: v for k, v in found[best].measures.items() if k != "confidence"}
         rows.append([t.cpu() for t in (index, labels, found[best].log_probs, *measures.values(),
