@@ -60,7 +60,6 @@ import hashlib
 import itertools
 import math
 import re
-import sys
 import time
 from collections import OrderedDict
 from dataclasses import replace
@@ -83,11 +82,10 @@ LOSSES = ("forward_kl", "dirichlet_likelihood", "proxy", "rkl_proxy")
 PRESETS = {
     # published: ResNet-50, SGD 0.1 per 256 images, Nesterov 0.9, decay 1e-4, /10 at 30, 60, 80 of
     # 90 epochs; 8 GPUs with 256 images each; members 120 epochs, students 90, MIMO 150 and 4,096
-    "": dict(model="resnet50", width=1.0, members=10, epochs=90, base_epochs=120, mimo_epochs=150,
-             batch_size=2048, mimo_batch_size=4096, lr=0.1, opt="sgd", weight_decay=1e-4,
-             schedule="step", warm_up=0.0, losses=["forward_kl", "rkl_proxy"], mimo=False,
-             augment=True, cache_teachers=False, noise=0, other_epochs=None, ood=[], shift="none",
-             shift_examples=0),
+    "": dict(model="resnet50", members=10, epochs=90, base_epochs=120, mimo_epochs=150, lr=0.1,
+             batch_size=2048, mimo_batch_size=4096, opt="sgd", weight_decay=1e-4, schedule="step",
+             warm_up=0.0, losses=["forward_kl", "rkl_proxy"], mimo=False, augment=True, noise=0,
+             cache_teachers=False, ood=[], shift="none", shift_examples=0),
     "imagenet": dict(ood=["imagenet_o", "imagenet_a", "imagenet_r"], shift="published", mimo=True),
     "tiny_imagenet": dict(model="resnet18", batch_size=256, mimo_batch_size=512, shift="published"),
     **{name: dict(model="resnet18", batch_size=128, mimo_batch_size=256, lr=0.2, weight_decay=5e-4,
@@ -585,9 +583,8 @@ class Teachers:
         """Compute, or read, the statistics of all training images, once for all students: in half
         precision from a gigabyte on (ImageNet: 5 GB)."""
         half = len(dataset) * dataset.num_classes > 1.25e8
-        key = digest([self.args.dataset, self.args.noise, len(dataset), *dataset.files])
-        config = {"ensemble": self.identity, "images": key, "amp": self.args.amp}
-        name = f"teachers-{digest(config.values())[:12]}"
+        config = {"ensemble": self.identity, "images": digest([len(dataset), *dataset.files])}
+        name = f"teachers-{self.identity[:12]}"
         if run.load(name, config) is None:
             parts = []
             for batch in make_loader(dataset, self.args, 512).epoch():
@@ -929,30 +926,28 @@ def load_sets(args) -> Sets:
     train = None if args.eval else data.load(args.dataset, "train", **options,
                                              limit=args.limit_train)
     test = data.load(args.dataset, "test", **options)
-    like = train or test
-    shift = f"{args.dataset}_c", []
+    like, (name, kinds) = train or test, (f"{args.dataset}_c", [])
+    if args.shift == "computed" and isinstance(test, data.StreamedSet):
+        raise UserError("--shift computed is for sets in memory; use --shift none or published")
     if args.shift == "computed":
-        if isinstance(test, data.StreamedSet):
-            raise UserError("--shift computed is for sets in memory; use --shift none or published")
-        shift = f"{test.name}_computed", [*data.CORRUPTIONS]
-    elif args.shift == "published" and shift[0] in data.CORRUPTED:
-        kinds = data.corruption_kinds(shift[0], args.data_dir)
-        shift = data.corrupted_name(shift[0], kinds), kinds
-    if "shift" in args.explicit and args.shift != "none" and not shift[1]:
-        raise UserError(f"--shift published: {shift[0]} is not there; use --shift none or computed")
+        name, kinds = f"{test.name}_computed", [*data.CORRUPTIONS]
+    elif args.shift == "published" and name in data.CORRUPTED:
+        kinds = data.corruption_kinds(name, args.data_dir)
+        name = data.corrupted_name(name, kinds)
+    if "shift" in args.explicit and args.shift != "none" and not kinds:
+        raise UserError(f"--shift published: {name} is not there; use --shift none or computed")
     ood = {}
-    for i, (name, own) in enumerate(data.ood_sets(args, like).items(), 2):
+    for i, (other, own) in enumerate(data.ood_sets(args, like).items(), 2):
         classes = [like.classes.index(c) for c in own.classes if c in like.classes]
         whole = classes and len(classes) == len(own.classes)
-        ood[name] = prepared(own, args, i), torch.tensor(classes) if whole else None
+        ood[other] = prepared(own, args, i), torch.tensor(classes) if whole else None
     predicted = args.predict and prepared(data.predict_set(args, like), args, 1)
-    sets = Sets(train and prepared(train, args, 0), prepared(data.match(test, like), args, 1), ood,
-                predicted, shift)
     each = filter(None, (train, test, predicted, *(own for own, _ in ood.values())))
     if len(least := min(each, key=len)) < common.world_size():
         raise UserError(f"{least.name} has {len(least)} images, fewer than there are processes; "
                         "start fewer, or leave it out")
-    return sets
+    return Sets(train and prepared(train, args, 0), prepared(data.match(test, like), args, 1), ood,
+                predicted, (name, kinds))
 
 
 def prepared(dataset, args, seed):
