@@ -304,16 +304,14 @@ def load_weights(net, path) -> dict:
     for key in ("state_dict", "net", "model"):
         state = state[key] if isinstance(state.get(key), dict) else state
     state = {k: v for k, v in state.items() if isinstance(k, str) and isinstance(v, Tensor)}
-    own = net.state_dict()
-    first = next(iter(own))
+    first = next(iter(net.state_dict()))
     prefix = min((k.removesuffix(first) for k in state if k.endswith(first)), key=len, default="")
     state = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-    there, here = ({k: tuple(v.shape) for k, v in part.items()} for part in (state, own))
-    if differing := sorted(k for k in {*there, *here} if there.get(k) != here.get(k)):
-        there, here = (shapes.get(differing[0], "nothing") for shapes in (there, here))
-        raise UserError(f"{path}: {len(differing)} tensors do not fit, {differing[0]} first: "
-                        f"{there} there, {here} in --model; check --model, --width and the classes")
-    net.load_state_dict(state)
+    try:
+        net.load_state_dict(state)
+    except RuntimeError as error:
+        raise UserError(f"{path} does not fit --model, --width and the classes "
+                        f"({common.one_line(error)})") from None
     return found
 
 
@@ -849,7 +847,7 @@ def evaluate(models, sets, args):
 def shift_rows(models, sets, args) -> list:
     """Rows of each corruption and severity, and means over the kinds at each severity and over all;
     of the 15 kinds that published tables average, too."""
-    rows, found, (name, kinds) = [], {}, sets.shift
+    rows, (name, kinds) = [], sets.shift
     for kind, severity in itertools.product(kinds, data.SEVERITIES):
         if args.shift == "computed":
             some = data.evenly(sets.test, args.shift_examples or None)
@@ -858,17 +856,19 @@ def shift_rows(models, sets, args) -> list:
             dataset = data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir)
             dataset = prepared(data.match(dataset, sets.test), args, 1)
         for row, own in score(models, dataset, args).items():
-            values = found.setdefault(row, {})[kind, severity] = predictive_metrics(own)
             rows.append({"method": row, "set": f"{name} {kind} {severity}",
-                         "n": len(dataset.labels), **values})
+                         "n": len(dataset.labels), **predictive_metrics(own)})
     standard = [kind for kind in kinds if kind in data.CIFAR_C_KINDS[:15]]
-    for row, values in found.items():
-        for group in [kinds] + [standard] * (15 == len(standard) < len(kinds)):
-            for some in (*((s,) for s in data.SEVERITIES), data.SEVERITIES):
-                title = f"{name} mean of {len(group)} kinds" + f" {some[0]}" * (len(some) == 1)
-                means = {key: float(np.mean([values[k, s][key] for k in group for s in some]))
-                         for key in ("accuracy", "nll", "ece15", "brier")}
-                rows.append({"method": row, "set": title, **means})
+    groups = [kinds] + [standard] * (15 == len(standard) < len(kinds))
+    severities = [*((severity,) for severity in data.SEVERITIES), data.SEVERITIES]
+    methods = dict.fromkeys(row["method"] for row in rows)
+    for method, group, some in itertools.product(methods, groups, severities):
+        names = {f"{name} {kind} {severity}" for kind in group for severity in some}
+        own = [row for row in rows if row["method"] == method and row["set"] in names]
+        rows.append({"method": method, "set": f"{name} mean of {len(group)} kinds"
+                     + f" {some[0]}" * (len(some) == 1),
+                     **{key: float(np.mean([row[key] for row in own]))
+                        for key in ("accuracy", "nll", "ece15", "brier")}})
     return rows
 
 
@@ -1079,8 +1079,6 @@ def main(argv=None) -> list:
                      "proxy_distill", name)
     rows, step = [], args.members if args.method in ("all", "distill") else 1
     for seed in range(args.seed, args.seed + args.runs * step, step):
-        if args.runs > 1:
-            common.say(f"seed {seed}" + f": members of seeds to {seed + step - 1}" * (step > 1))
         own = common.with_options(args, seed=seed)
         models = networks_of(own, sets, run)
         with run.clock("evaluate"):

@@ -1,5 +1,6 @@
 """proxy_distill.py against textbook forms, mpmath and brute force; its files; its runs."""
 
+import csv
 import itertools
 import json
 import math
@@ -79,6 +80,8 @@ def test_members_that_agree_or_are_certain_stay_finite(dtype):
     same = pd.ensemble_statistics([z] * 5)
     assert (same.rmi >= 0).all() and same.rmi.max() < 1e-13
     np.testing.assert_allclose(pd.proxy_precision(same), 999 * 2.0**23, rtol=1e-6)
+    for out in (pd.ensemble_outputs(same), pd.proxy_outputs(same), pd.student_outputs(9 * z, 0.0)):
+        assert (torch.stack([out.measures[m] for m in pd.MEASURES]) >= 0).all()  # not -1e-16
     gap = torch.zeros(3, 2, 40)
     gap[0, :, 1] = gap[1, :, 1] = gap[2, 0, 2] = gap[2, 1, 1] = 1000.0  # probabilities of 0
     certain = pd.ensemble_statistics(gap)
@@ -121,8 +124,7 @@ def test_proxy_is_torchs_forward_kl_and_vanishes_at_its_optimum(m, t, most):
 
 
 @pytest.mark.parametrize("m, t, target", [
-    (1, 1, "published"), (0, 1, "published"), (0.5, 1.5, "published"), (1, 0, "published"),
-    (1, 1, "paper"), (1, 2, "paper")])
+    (1, 1, "published"), (0, 1, "published"), (0.5, 1.5, "published"), (1, 2, "paper")])
 def test_rkl_is_torchs_reverse_kl_and_its_optimum_is_known(m, t, target):
     e, z = pd.ensemble_statistics(members()), torch.randn(6, 7).double().requires_grad_()
     b = pd.proxy_precision(e) + (7 * t if target == "published" else 0)
@@ -205,10 +207,9 @@ def test_gradients_of_head_and_tail(k, loss, m, t, value, head, tail, ratio):
     e = pd.ensemble_statistics(torch.cat([p, ((1 - p) / (k - 1)).expand(5, 1, k - 1)], -1).log())
     rows, grad = gradient(loss, torch.zeros(1, k).double(), e, m, t)
     close = dict(rel=4e-3 if loss == "dirichlet_likelihood" and k > 10 else 1.5e-3)
-    assert rows.item() == pytest.approx(value, **close)
-    assert grad[0, 0].item() == pytest.approx(head, **close)
-    assert grad[0, 1].item() == pytest.approx(tail, **close)
-    assert (grad[0, 1:].abs().sum() / -grad[0, 0]).item() == pytest.approx(ratio, **close)
+    tails = (grad[0, 1:].abs().sum() / -grad[0, 0]).item()
+    found = [rows.item(), *grad[0, :2].tolist(), tails]
+    assert found == pytest.approx([value, head, tail, ratio], **close)
 
 
 @pytest.mark.parametrize("loss, m, t", ALL)
@@ -245,17 +246,6 @@ def test_ensemble_measures_are_loops_over_pairs(spread):
     for name, value in right.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-9, atol=1e-14, err_msg=name)
     np.testing.assert_allclose(out.log_precision.exp(), 5 / (2 * got["rmi"] + 2.0**-23))
-
-
-def test_measures_are_ordered_and_bounded():
-    z = torch.cat([members(m=5, b=50, k=1000, spread=s).float() for s in (0.0, 1e-4, 0.5, 20.0)], 1)
-    e = pd.ensemble_statistics(z)
-    for out in (pd.ensemble_outputs(e), pd.proxy_outputs(e), pd.proxy_outputs(e, 1.0),
-                pd.student_outputs(z[0]), pd.student_outputs(z[0], 0.0)):
-        m = out.measures
-        assert (m["epistemic"] >= 0).all() and (m["rmi"] >= 0).all()
-        assert (m["epistemic"] <= m["epkl"] + 1e-12).all()
-        assert (m["aleatoric"] <= m["total"] + 1e-9).all()
 
 
 def test_dirichlet_measures_are_integrals_over_its_marginals():
@@ -330,6 +320,28 @@ def test_mimo_rows(n, r, p, e):
         assert own == 102 and (rows[:102, 0] == rows[:102, 1]).sum() < 10
 
 
+def test_mimo_pairs_images_with_their_labels():
+    labels = torch.arange(8)
+    images = labels[:, None, None, None].expand(8, 3, 2, 2).float()
+    args = Namespace(seed=1, mimo_members=2, batch_repetitions=2, repetition_probability=0.3,
+                     device="cpu")
+    x, y, size = pd.mimo_batch(data.Batch(images, labels, labels, 8), 0, 0, args)
+    assert size == 32 and y.shape == (16, 2) and not torch.equal(y[:, 0], y[:, 1])
+    assert torch.equal(x, y.float().repeat_interleave(3, 1)[..., None, None].expand(16, 6, 2, 2))
+    assert not torch.equal(y, pd.mimo_batch(data.Batch(images, labels, labels, 8), 1, 0, args)[1])
+
+
+def test_annealing_divides_the_logits_of_students_and_teachers():
+    args = Namespace(kind="distill", loss="dirichlet_likelihood", temperature=5.0, anneal_epochs=4,
+                     model_offset=0.5, amp="off", device=torch.device("cpu"))
+    teachers, z = pd.Teachers([torch.nn.Identity()], args), torch.randn(6, 7)
+    batch = data.Batch(z, torch.zeros(6).long(), torch.arange(6), 6)
+    for epoch, t in ((0, 5.0), (3, 3.0), (4, 1.0)):
+        rows, _, _ = pd.batch_loss(lambda x: 2 * x, batch, epoch, 0, teachers, args)
+        right = pd.dirichlet_likelihood_loss(2 * z, pd.ensemble_statistics([z], t), 0.5, t)
+        np.testing.assert_allclose(rows, right, rtol=1e-12)
+
+
 # ---- Model, files -------------------------------------------------------------------------------
 
 
@@ -378,11 +390,10 @@ def save_as_lightning(path, net, style, **options):
     callback = type("ModelCheckpoint", (), {"__module__": LIGHTNING[1]})
     modules[LIGHTNING[0]].AttributeDict = attributes
     modules[LIGHTNING[1]].ModelCheckpoint = callback
-    state = {"epoch": 89, "global_step": 56250, "pytorch-lightning_version": f"{style}.3",
+    state = {"epoch": 89, "pytorch-lightning_version": f"{style}.3", "optimizer_states": [],
              "state_dict": {f"model.{k}": v for k, v in net.state_dict().items()},
              "callbacks": {callback if style == "1.4" else "ModelCheckpoint{'monitor': 'val_acc1'}":
                            {"best_model_score": torch.tensor(0.7), "best_model_path": "a.ckpt"}},
-             "optimizer_states": [], "lr_schedulers": [], "hparams_name": "kwargs",
              "hyper_parameters": attributes(options) if style == "1.5" else options}
     with pytest.MonkeyPatch.context() as patch:
         for name, module in modules.items():
@@ -425,10 +436,10 @@ def test_other_files_are_refused_in_one_line_and_run_nothing(tmp_path):
             (path.read_bytes(), "plain tensors"), (b"not a checkpoint", "plain tensors"),
             ({"state_dict": state, "hyper_parameters": Hostile()}, "plain tensors"),
             (network("convnet", 6, 16, channels=1, width=0.1).state_dict(),
-             r"2 tensors do not fit, fc.bias first: \(6,\) there, \(5,\)"),
-            ({k: v for k, v in state.items() if k != "fc.bias"}, "1 tensors.*nothing there"),
-            ({**state, "fc.scale": torch.ones(1)}, "fc.scale first.*nothing in --model"),
-            ({"state_dict": torch.ones(2)}, "do not fit")):
+             "does not fit.*size mismatch for fc.weight"),
+            ({k: v for k, v in state.items() if k != "fc.bias"}, "Missing key.*fc.bias"),
+            ({**state, "fc.scale": torch.ones(1)}, "Unexpected key.*fc.scale"),
+            ({"state_dict": torch.ones(2)}, "does not fit")):
         path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
         with pytest.raises(UserError, match=f"{path}.*{match}") as error:
             pd.load_weights(net, path)
@@ -468,24 +479,36 @@ def test_metrics_are_scikit_learns_and_torchmetrics():
     assert values["ece15"] == 0 and values["accuracy"] == 1 and values["prr_total"] is None
 
 
-def test_ood_scores_and_rank_correlations():
-    inside, outside = scored(300)[2], scored(200, scale=0.5)[2]
-    values = pd.detection_metrics(inside, outside)
-    for name in (*pd.MEASURES, *pd.SCORES):
-        a, b = (columns[name].numpy() for columns in (inside, outside))
-        right = roc_auc_score(np.arange(500) >= 300, np.append(a, b))
-        assert values[f"auroc_{name}"] == pytest.approx(right)
-        limit = min(t for t in a if np.mean(a <= t) >= 0.95)
-        assert values[f"fpr95_{name}"] == pytest.approx(np.mean(b <= limit))
-    plain = scored(outputs=pd.softmax_outputs)[2]
-    assert "auroc_epistemic" not in pd.detection_metrics(plain, plain)
-    other = scored(300)[2]
-    found = pd.rank_correlations(inside, other)
+def test_rows_compare_the_sets_that_they_name():
+    """Of saved logits: on the test set, against an OOD set, against it within two classes."""
+    def saved(name, n, k, scale):
+        logits = {"student_rkl_proxy": scale * torch.randn(n, 5),
+                  "members": scale * torch.randn(n, 3, 5)}
+        return pd.SavedSet(name, torch.arange(n) % k, logits, 0.5)
+
+    test, odd, classes = saved("test", 60, 5, 3.0), saved("odd", 40, 2, 1.0), torch.tensor([1, 3])
+    sets = pd.Sets(test=test, ood={"odd": (odd, classes)})
+    rows, _ = pd.evaluate(pd.Models(offset=0.5), sets, Namespace(shift="none"))
+    by = {(row["method"], row["set"], row.get("against")): row for row in rows}
+    own, other = (pd.student_outputs(s.logits["student_rkl_proxy"], 0.5) for s in (test, odd))
+    within = torch.isin(test.labels, classes)
+    for kept, name in ((within | True, "test"), (within, "test, its classes")):
+        row = by["student_rkl_proxy", name, "odd"]
+        assert row["n"] == kept.sum() and "auroc_epistemic" not in by["single", name, "odd"]
+        for measure in (*pd.MEASURES, *pd.SCORES):
+            a, b = own.measures[measure][kept], other.measures[measure]
+            right = roc_auc_score([0] * len(a) + [1] * 40, torch.cat([a, b]))
+            assert row[f"auroc_{measure}"] == pytest.approx(right)
+            limit = min(t for t in a if (a <= t).double().mean() >= 0.95)
+            assert row[f"fpr95_{measure}"] == pytest.approx((b <= limit).double().mean().item())
+    ensemble = pd.ensemble_outputs(pd.ensemble_statistics(test.logits["members"].unbind(1)))
     for name in (*pd.MEASURES[1:], "precision"):
-        right = stats.spearmanr(inside[name], other[name]).statistic
-        assert found.pop(f"spearman_{name}") == pytest.approx(right)
-    assert not found and {*pd.rank_correlations(plain, scored()[2])} == {"spearman_total",
-                                                                         "spearman_precision"}
+        a, b = (out.measures.get(name, out.log_precision) for out in (own, ensemble))
+        right = stats.spearmanr(a, b).statistic
+        assert by["student_rkl_proxy", "test", None][f"spearman_{name}"] == pytest.approx(right)
+    few = odd.logits["student_rkl_proxy"][:, classes]  # the labels number these classes
+    right = (few.argmax(1) == odd.labels).double().mean().item()
+    assert by["student_rkl_proxy", "odd", None]["accuracy"] == pytest.approx(right)
 
 
 def test_a_subset_of_classes_is_that_of_its_logits():
@@ -592,9 +615,10 @@ def test_the_story_its_evaluation_and_its_saved_logits(small, images, tmp_path, 
     for more in (["--eval", "--batch-size", "7", "--augment", "--no-cache-teachers"], []):
         assert same_rows(pd.main([*options, *more]), rows, rel=1e-3, abs=1e-4)
     assert kept == {p: p.read_bytes() for p in kept}
-    lines = (root / "predictions.csv").read_text().splitlines()
-    assert len(lines) == 12 and {"confidence", "total", "aleatoric", "epistemic", "epkl"} <= {
-        *lines[0].split(",")}
+    lines = [*csv.DictReader((root / "predictions.csv").open())]  # of the last of the students
+    right = by["proxy, reverse KL", "imagenet", None]["accuracy"]
+    assert len(lines) == 11 and {"total", "aleatoric", "epistemic", "epkl"} <= lines[0].keys()
+    assert np.mean([line["label"] == line["predicted"] for line in lines]) == pytest.approx(right)
     again = pd.main(["--logits", str(next(root.glob("logits_*.npz"))), "--out-dir", str(tmp_path),
                      "--device", "cpu"])
     rows = [{**by[method, "imagenet", None], "set": "val"} for method in pd.ROWS.values()]
@@ -631,18 +655,37 @@ def test_two_processes_equal_one(small, weights, tmp_path, ranks):
     ranks(run_proxy_distill, *small(f"two {more}"))
     for what in ("base-seed1", "base-seed2", "mimo-seed1", "student_rkl_proxy-seed1",
                  "student_dirichlet_likelihood-seed1"):
-        a, b = weights(f"one-{what}"), weights(f"two-{what}")
-        for key, value in a.items():
-            difference = (value.double() - b[key].double()).abs().max()
-            assert difference < 1e-4 * max(1.0, value.abs().max()), (what, key)
+        torch.testing.assert_close(weights(f"two-{what}"), weights(f"one-{what}"), rtol=1e-4,
+                                   atol=1e-4)
     two = json.loads((tmp_path / "proxy_distill/two/results.json").read_text())["rows"]
     for a, b in zip(one, two, strict=True):
         assert a["method"] == b["method"] and a["n"] == b["n"]
         assert b.get("nll", 0) == pytest.approx(a.get("nll", 0), abs=1e-3)
-    cached = [torch.load(next(tmp_path.glob(f"proxy_distill/{name}/teachers-*.pt")),
-                         weights_only=True)["log_probs"] for name in ("one", "two")]
-    assert cached[1].shape == (37, 3)
-    np.testing.assert_allclose(*cached, atol=1e-3)
+
+
+def test_all_sets_are_noisy_and_mimo_sees_an_image_twice(small, images):
+    more = f"--predict folder:{images}/imagenet/val --noise"
+    clean, noisy = (pd.load_sets(pd.parse_args(small(f"run {more} {n}"))) for n in (0, 2))
+    for a, b in zip(*([*s[:2], s.predicted, s.ood["imagenet-o"][0]] for s in (clean, noisy))):
+        assert a.name == b.name and (a.images != b.images).float().mean() > 0.5
+    net, args = network("convnet", 3, 32, 2, 3, 0.1).eval(), pd.parse_args(small("run"))
+    (_, logits, _), = pd.passes(pd.Models(others={"mimo": net}), clean.test, args)
+    batch, = data.Loader(clean.test, 99).epoch()
+    with torch.no_grad():
+        right = net(torch.cat([batch.images, batch.images], 1))
+    np.testing.assert_allclose(logits["mimo"], right, atol=1e-6)
+
+
+def test_first_weights_are_by_seed_and_the_rate_falls(small, weights, tmp_path):
+    pd.main(small("run --opt sgd --lr 0 --losses rkl_proxy forward_kl"))  # only statistics move
+    heads = [weights(f"run-{what}")["fc.weight"] for what in (
+        "base-seed1", "base-seed2", "student_rkl_proxy-seed1", "student_forward_kl-seed1")]
+    assert torch.equal(*heads[2:])
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(heads[:3], 2))
+    pd.main(small("fall --method base --epochs 6 --schedule cosine --warm-up .5"))
+    lines = (tmp_path / "proxy_distill/fall-base-seed1/network.jsonl").read_text().splitlines()
+    right = [pd.learning_rate(3 * epoch + 2, 3, 6, "cosine", 0.5) / 32 for epoch in range(6)]
+    assert [json.loads(line)["lr"] for line in lines] == pytest.approx(right)
 
 
 def test_cached_teachers_are_the_members_and_a_damaged_cache_is_refused(small, tmp_path):
@@ -672,19 +715,19 @@ def test_teachers_are_left_alone(small, tmp_path):
 
 def test_published_files_are_evaluated_and_teach(small, weights, tmp_path):
     """Lightning's files of the same weights: the same rows, the same student."""
-    rows = pd.main(small("run --mimo"))
+    rows = pd.main(small("run --mimo --model-offset 0.5"))
     for what, mimo in (("base-seed1", 1), ("base-seed2", 1), ("student_rkl_proxy-seed1", 1),
                        ("mimo-seed1", 2)):
         net = network("convnet", 3, 32, mimo, 3, 0.1)
         net.load_state_dict(weights(f"run-{what}"))
-        save_as_lightning(tmp_path / what, net, "1.5", loss_type="rkl_proxy", model_offset=1.0)
+        save_as_lightning(tmp_path / what, net, "1.5", loss_type="rkl_proxy", model_offset=0.5)
     members = f"--ensemble-paths {tmp_path}/base-seed1 {tmp_path}/base-seed2"
     student = f"--eval --student-path {tmp_path}/student_rkl_proxy-seed1"
     again = pd.main(small(f"files {members} {student} --mimo-path {tmp_path}/mimo-seed1"))
     key = lambda row: (row["method"], row.get("against") or "")
     assert timeless(sorted(again, key=key)) == timeless(sorted(rows, key=key))
     assert {row["method"] for row in pd.main(small(f"alone {student}"))} == {"proxy, reverse KL"}
-    pd.main(small(f"taught {members}"))
+    pd.main(small(f"taught {members} --model-offset 0.5"))
     assert equal(*(weights(f"{n}-student_rkl_proxy-seed1") for n in ("run", "taught")))
 
 
@@ -706,12 +749,10 @@ def test_the_loss_that_is_trained_is_logged_and_what_diverged_is_refused(small, 
 
 
 @pytest.mark.parametrize("more, seeds", [
-    ("--losses rkl_proxy --rkl-target paper --max-precision 1e4 --student-width .2", {1}),
-    ("--lr .01 --losses dirichlet_likelihood --temperature 5 --anneal-epochs 2 "
-     "--no-cache-teachers", {1}),
-    ("--losses proxy --model-offset 0 --target-offset 0 --opt sgd --lr 1e-3 --schedule cosine",
-     {1}),
-    ("--losses forward_kl --model resnet18 --width 0.05 --amp bf16 --label-smoothing 0.1 --augment "
+    ("--losses rkl_proxy proxy --rkl-target paper --max-precision 1e4 --student-width .2 "
+     "--model-offset 0 --target-offset 0 --opt sgd --lr 1e-3", {1}),
+    ("--losses forward_kl dirichlet_likelihood --model resnet18 --width 0.05 --amp bf16 --augment "
+     "--label-smoothing 0.1 --opt adam --lr .01 --temperature 5 --anneal-epochs 2 "
      "--no-cache-teachers --runs 2", {1, 3}),  # members of its own in each run
     ("--method base --runs 2", {1, 2})])
 def test_options(small, more, seeds):
@@ -744,8 +785,6 @@ def test_streamed_folders(images, tmp_path, capsys):
     try:
         with pytest.raises(UserError, match=str(broken)):
             pd.main(plain)
-        assert pd.main([*plain, "--unreadable", "skip"])[0]["n"] == 11
-        assert f"{broken}: unreadable, skipped" in capsys.readouterr().err
     finally:
         broken.unlink()
     for more, said in (("--shift computed", "in memory"), ("--noise 2", "streamed")):
@@ -755,10 +794,8 @@ def test_streamed_folders(images, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("argv, said", [
-    ("--members 1", "--members"), ("--loss nothing", "--loss"), ("--model nothing", "--model"),
-    ("--augment", "--no-augment"), ("--temperature 5", "--anneal-epochs"),
-    ("--repetition-probability 2", "--repetition-probability"),
-    ("--max-precision 0", "--max-precision"), ("--ood nothing", "nothing"),
+    ("--members 1", "--members"), ("--augment", "--no-augment"), ("--ood nothing", "nothing"),
+    ("--temperature 5", "--anneal-epochs"), ("--repetition-probability 2", "between 0 and 1"),
     ("--ensemble-paths nowhere.pt nowhere.pt", "nowhere.pt"), ("--eval", "train"),
     ("--method base --ensemble-paths {file}", "--ensemble-paths"),
     ("--student-path {file}", "--eval"), ("--method distill", "--method base --seed 1"),
