@@ -694,14 +694,12 @@ class SavedSet(NamedTuple):
 @torch.no_grad()
 def passes(models, dataset, args):
     """Yield (index [b], {"members" [b, M, K], "student_<loss>" [b, K], "mimo" [b, E, K]: logits},
-    labels [b]) of this process's part of a set, in eval mode, un-augmented."""
+    labels [b]) of this process's part of a set, un-augmented; the networks are in eval mode."""
     if isinstance(dataset, SavedSet):
         own = torch.arange(len(dataset.labels)).tensor_split(common.world_size())[common.rank()]
         for rows in own.split(512):
             yield rows, {k: z[rows] for k, z in dataset.logits.items()}, dataset.labels[rows]
         return
-    for net in (*models.members, *models.others.values()):
-        net.eval()
     for batch in make_loader(dataset, args, max(512, args.batch_size)).epoch():
         x, found = batch.images, {}
         with autocast(args):
@@ -936,6 +934,8 @@ def load_sets(args) -> Sets:
         name = data.corrupted_name(name, kinds)
     if "shift" in args.explicit and args.shift != "none" and not kinds:
         raise UserError(f"--shift published: {name} is not there; use --shift none or computed")
+    if args.cache_teachers and train and (gb := 4e-9 * len(train) * train.num_classes) > 6:
+        raise UserError(f"--cache-teachers: {gb:.1f} GB; add --no-cache-teachers")
     ood = {}
     for i, (other, own) in enumerate(data.ood_sets(args, like).items(), 2):
         classes = [like.classes.index(c) for c in own.classes if c in like.classes]

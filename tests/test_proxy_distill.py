@@ -684,7 +684,8 @@ def test_training_is_plain_sgd_on_augmented_images(small, weights, tmp_path):
                                atol=1e-6)
 
 
-def test_cached_teachers_are_the_members_and_a_damaged_cache_is_refused(small, tmp_path):
+def test_cached_teachers_are_the_members_and_what_is_damaged_or_huge_is_refused(
+        small, tmp_path, monkeypatch):
     cached = pd.main(small("run"))
     online = pd.main(small("online --no-cache-teachers"))
     for a, b in zip(cached, online, strict=True):
@@ -694,6 +695,10 @@ def test_cached_teachers_are_the_members_and_a_damaged_cache_is_refused(small, t
     path.write_bytes(path.read_bytes()[:-2000])  # it was filled up with zeros and believed
     with pytest.raises(UserError, match="damaged"):
         pd.main(small("run --losses forward_kl"))
+    huge = type("Huge", (), {"num_classes": 21_000, "__len__": lambda self: 14_000_000})()
+    monkeypatch.setattr(data, "load", lambda *_, **__: huge)
+    with pytest.raises(UserError, match="1176.0 GB"):
+        pd.load_sets(pd.parse_args(small("run")))
 
 
 def test_teachers_are_left_alone(small, tmp_path):
