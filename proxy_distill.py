@@ -60,7 +60,6 @@ import hashlib
 import itertools
 import math
 import re
-import sys
 import time
 from collections import OrderedDict
 from dataclasses import replace
@@ -83,11 +82,10 @@ LOSSES = ("forward_kl", "dirichlet_likelihood", "proxy", "rkl_proxy")
 PRESETS = {
     # published: ResNet-50, SGD 0.1 per 256 images, Nesterov 0.9, decay 1e-4, /10 at 30, 60, 80 of
     # 90 epochs; 8 GPUs with 256 images each; members 120 epochs, students 90, MIMO 150 and 4,096
-    "": dict(model="resnet50", width=1.0, members=10, epochs=90, base_epochs=120, mimo_epochs=150,
-             batch_size=2048, mimo_batch_size=4096, lr=0.1, opt="sgd", weight_decay=1e-4,
-             schedule="step", warm_up=0.0, losses=["forward_kl", "rkl_proxy"], mimo=False,
-             augment=True, cache_teachers=False, noise=0, other_epochs=None, ood=[], shift="none",
-             shift_examples=0),
+    "": dict(model="resnet50", members=10, epochs=90, base_epochs=120, mimo_epochs=150, lr=0.1,
+             batch_size=2048, mimo_batch_size=4096, opt="sgd", weight_decay=1e-4, schedule="step",
+             warm_up=0.0, losses=["forward_kl", "rkl_proxy"], mimo=False, augment=True, noise=0,
+             cache_teachers=False, ood=[], shift="none", shift_examples=0),
     "imagenet": dict(ood=["imagenet_o", "imagenet_a", "imagenet_r"], shift="published", mimo=True),
     "tiny_imagenet": dict(model="resnet18", batch_size=256, mimo_batch_size=512, shift="published"),
     **{name: dict(model="resnet18", batch_size=128, mimo_batch_size=256, lr=0.2, weight_decay=5e-4,
@@ -97,8 +95,7 @@ PRESETS = {
                     base_epochs=5, mimo_epochs=8, batch_size=128, mimo_batch_size=256, lr=6e-3,
                     opt="adam", schedule="cosine", warm_up=0.2, losses=list(LOSSES),
                     augment=False, cache_teachers=True, noise=4, shift="computed",
-                    shift_examples=40,
-                    ood=["numbers_letters", "numbers_ambiguous"]),
+                    shift_examples=40, ood=["numbers_letters", "numbers_ambiguous"]),
 }
 
 # The groups of options that shape one kind of network; all kinds share data, network, training.
@@ -140,10 +137,15 @@ def parse_args(argv=None):
     add("--mimo-path", metavar="FILE", help="with --eval: a MIMO network from such a file")
     add("--logits", nargs="+", default=[], metavar="NPZ", help="evaluate saved logits, no network: "
         "files of --predict, the first in-distribution, with labels; the others are OOD sets")
+    add("--ood", nargs="*", metavar="NAME", help="out-of-distribution sets, also folder:PATH")
+    add("--shift", choices=["none", "computed", "published"], help="also evaluate the corrupted "
+        "test set, by severity: computed, or the CIFAR-C or ImageNet-C files")
+    add("--shift-examples", type=at_least(0), metavar="N", help="test images a corruption; 0: all")
+    add("--resize", choices=["side", "square"], default="side", help="image files, but for "
+        "training: the shorter side to 256, or both (published); then the centre")
     add = parser.group("members")
     add("--base-epochs", type=at_least(0), help="of a member (paper: 120); --epochs: a student's, "
-        "or those of the one network that --method base or mimo trains, as --lr, --batch-size")
-    add("--base-lr", type=at_least(0, float), help="of a member, per 256 images (default: --lr)")
+        "or those of the one network that --method base or mimo trains, as --batch-size")
     add = parser.group("distillation")
     add("--other-epochs", type=at_least(0), help="of students by dirichlet_likelihood and proxy "
         "(default: --epochs; numbers: 2, there they do not train)")
@@ -167,27 +169,14 @@ def parse_args(argv=None):
     add("--repetition-probability", "--repetition_probability", type=between(0, 1), default=0.6,
         help="share of rows in which all subnetworks see one image (published: 0.6)")
     add("--batch-repetitions", "--batch_repetitions", type=at_least(1), default=2, help="(2)")
-    add = parser.group("evaluation")
-    add("--ood", nargs="*", metavar="NAME", help="out-of-distribution sets, also folder:PATH")
-    add("--shift", choices=["none", "computed", "published"], help="also evaluate the corrupted "
-        "test set, by severity: computed, or the CIFAR-C or ImageNet-C files")
-    add("--shift-examples", type=at_least(0), metavar="N", help="test images a corruption; 0: all")
-    add("--resize", choices=["side", "square"], default="side", help="image files, but for "
-        "training: the shorter side to 256, or both (published); then the centre")
     add = parser.group("run")
     add("--cache-teachers", action=flag, help="compute the members' statistics of every training "
         "image once: for views that do not change (--no-augment)")
-    add("--unreadable", choices=["refuse", "skip"], default="refuse", help="image "
-        "files that do not decode: end at the first, or leave them out and name them on stderr "
-        "(skip reads every file of the streamed folders once, before anything else)")
     return check_args(parser, parser.parse(argv))
 
 
 def check_args(parser, args):
     """Fill what depends on other options; refuse what cannot work, before anything is loaded."""
-    if args.method in ("base", "mimo"):  # there --epochs, --lr and --batch-size mean this network
-        for key in {"epochs", "lr", "batch_size"} & {*args.explicit}:
-            setattr(args, f"{args.method}_{key}", getattr(args, key))
     if args.ensemble_paths:
         args.members = len(args.ensemble_paths)
     args.losses = [args.loss] if args.method == "distill" else args.losses
@@ -219,23 +208,19 @@ def check_args(parser, args):
 # ---- Model --------------------------------------------------------------------------------------
 
 
-class Classifier(nn.Sequential):
-    """Layers by name, then `fc`, computed in float32 even under autocast: logits reach ln 8e9.
+class Head(nn.Linear):
+    """Logits [B, K]; with `mimo` E > 1 of E images stacked as channels, [B, E, K].
 
-    With `mimo` E > 1: E images stacked as channels in, E predictions [B, E, K] out.
-    """
+    In float32 even under autocast: logits reach ln 8e9."""
 
-    def __init__(self, layers, dim, num_classes, mimo):
-        super().__init__(OrderedDict(layers, fc=nn.Linear(dim, num_classes * mimo)))
-        self.num_classes, self.mimo = num_classes, mimo
+    def __init__(self, dim, num_classes, mimo):
+        super().__init__(dim, num_classes * mimo)
+        self.mimo = mimo
 
     def forward(self, x):
-        *layers, head = self
-        for layer in layers:
-            x = layer(x)
         with torch.autocast(x.device.type, enabled=False):
-            logits = head(x.to(head.weight.dtype))
-        return logits if self.mimo == 1 else logits.view(len(x), self.mimo, self.num_classes)
+            logits = super().forward(x.to(self.weight.dtype))
+        return logits if self.mimo == 1 else logits.unflatten(1, (self.mimo, -1))
 
 
 class Block(nn.Module):
@@ -252,32 +237,29 @@ class Block(nn.Module):
         for i, (a, b, kernel, step) in enumerate(shape, 1):
             self.add_module(f"conv{i}", nn.Conv2d(a, b, kernel, step, kernel // 2, bias=False))
             self.add_module(f"bn{i}", nn.BatchNorm2d(b))
-        self.depth, self.downsample = len(shape), None
+        self.depth, self.downsample = len(shape), nn.Sequential()
         nn.init.zeros_(getattr(self, f"bn{self.depth}").weight)
-        # subsampled, then 1x1: on CPUs PyTorch 2.14's strided 1x1, channels last, writes out of
-        # bounds in the backward pass
-        self.subsample = nn.AvgPool2d(1, stride) if stride > 1 else nn.Identity()
         if stride != 1 or c_in != c_out:
-            self.downsample = nn.Sequential(nn.Conv2d(c_in, c_out, 1, bias=False),
-                                            nn.BatchNorm2d(c_out))
+            # subsampled, then 1x1: on CPUs PyTorch 2.14's strided 1x1, channels last, writes out of
+            # bounds in the backward pass
+            self.downsample = nn.Sequential(OrderedDict({
+                "subsample": nn.AvgPool2d(1, stride),
+                "0": nn.Conv2d(c_in, c_out, 1, bias=False), "1": nn.BatchNorm2d(c_out)}))
 
     def forward(self, x):
         h = x
         for i in range(1, self.depth + 1):
             h = getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(F.relu(h) if i > 1 else h))
-        return F.relu(h + (x if self.downsample is None else self.downsample(self.subsample(x))))
+        return F.relu(h + self.downsample(x))
 
 
 def convnet(channels, size, width):
     """Three convolutions and a linear layer, without global pooling: positions are kept."""
-    layers, c_in = {}, channels
-    for i in range(3):
-        c_out = max(1, round(32 * width)) * 2**i
-        layers[f"stage{i + 1}"] = nn.Sequential(
-            nn.Conv2d(c_in, c_out, 3, 1, 1, bias=False), nn.BatchNorm2d(c_out), nn.ReLU(),
-            nn.MaxPool2d(2))
-        c_in = c_out
-    return {**layers, "flatten": nn.Flatten()}, c_in * (size // 8) ** 2
+    c = max(1, round(32 * width))
+    layers = {f"stage{i}": nn.Sequential(nn.Conv2d(a, b, 3, 1, 1, bias=False), nn.BatchNorm2d(b),
+                                         nn.ReLU(), nn.MaxPool2d(2))
+              for i, (a, b) in enumerate(((channels, c), (c, 2 * c), (2 * c, 4 * c)), 1)}
+    return {**layers, "flatten": nn.Flatten()}, 4 * c * (size // 8) ** 2
 
 
 def resnet(channels, size, width, bottleneck):
@@ -298,10 +280,10 @@ def resnet(channels, size, width, bottleneck):
 def make_network(model, num_classes, shape, width=1.0, mimo=1):
     """A network for images of `shape` (C, H, W); `mimo` of them stacked."""
     channels, size = shape[0] * mimo, shape[-1]
-    if model == "convnet":
-        return Classifier(*convnet(channels, size, width), num_classes, mimo)
-    net = Classifier(*resnet(channels, size, width, model == "resnet50"), num_classes, mimo)
-    for module in net.modules():
+    layers, dim = convnet(channels, size, width) if model == "convnet" else \
+        resnet(channels, size, width, model == "resnet50")
+    net = nn.Sequential(OrderedDict(layers, fc=Head(dim, num_classes, mimo)))
+    for module in net.modules() if model != "convnet" else ():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     return net
@@ -322,17 +304,14 @@ def load_weights(net, path) -> dict:
     for key in ("state_dict", "net", "model"):
         state = state[key] if isinstance(state.get(key), dict) else state
     state = {k: v for k, v in state.items() if isinstance(k, str) and isinstance(v, Tensor)}
-    own = net.state_dict()
-    first = next(iter(own))
+    first = next(iter(net.state_dict()))
     prefix = min((k.removesuffix(first) for k in state if k.endswith(first)), key=len, default="")
     state = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-    shapes = {key: (tuple(state[key].shape) if key in state else "nothing",
-                    tuple(own[key].shape) if key in own else "nothing") for key in {*own, *state}}
-    if differing := sorted(key for key, (there, here) in shapes.items() if there != here):
-        there, here = shapes[differing[0]]
-        raise UserError(f"{path}: {len(differing)} tensors do not fit, {differing[0]} first: "
-                        f"{there} there, {here} in --model; check --model, --width and the classes")
-    net.load_state_dict(state)
+    try:
+        net.load_state_dict(state)
+    except RuntimeError as error:
+        raise UserError(f"{path} does not fit --model, --width and the classes "
+                        f"({common.one_line(error)})") from None
     return found
 
 
@@ -570,9 +549,17 @@ def make_optimiser(net, args):
     free = {name for name, _ in net.named_parameters() if re.match(r"layer\d\.\d+\.bn\d", name)}
     groups = [dict(params=[p for name, p in net.named_parameters() if (name in free) == exempt],
                    weight_decay=0.0 if exempt else args.weight_decay) for exempt in (False, True)]
-    groups = [group for group in groups if group["params"]]
     return torch.optim.Adam(groups) if args.opt == "adam" else \
         torch.optim.SGD(groups, momentum=0.9, nesterov=True)
+
+
+def digest(values) -> str:
+    """A hash of tensors and plain values, in order."""
+    found = hashlib.sha256()
+    for value in values:
+        found.update(value.cpu().contiguous().numpy().tobytes() if isinstance(value, Tensor)
+                     else f"{value}\n".encode())
+    return found.hexdigest()
 
 
 class Teachers:
@@ -580,45 +567,32 @@ class Teachers:
 
     def __init__(self, members, args):
         self.members, self.args, self.cached = members, args, None
+        self.identity = digest(value for net in members for value in net.state_dict().values())
 
     @torch.no_grad()
     def statistics(self, batch, temperature=1.0) -> Ensemble:
         if self.cached is None:
             with autocast(self.args):
                 return ensemble_statistics((net(batch.images) for net in self.members), temperature)
-        log_probs, mean_log, *rest = (self.cached[name][batch.index].double()
-                                      for name in Ensemble._fields)
-        return Ensemble(log_probs.log_softmax(-1), mean_log, *rest)
+        log_probs, *rest = (column[batch.index].double() for column in self.cached)
+        return Ensemble(log_probs.log_softmax(-1), *rest)
 
-    def fill_cache(self, dataset, whose, run):
-        """Compute, or read, the statistics of all training images, once for all students.
-
-        ln pi and, for EnD2 alone, the mean of ln p: half precision from a gigabyte on."""
-        both, dtype = cache_form(dataset, self.args.losses)
-        key = digest([self.args.dataset, self.args.noise, len(dataset), *dataset.files])
-        config = {"ensemble": whose, "images": key, "amp": self.args.amp, "both": both}
-        name = f"teachers-{digest(config.values())[:12]}"
+    def fill_cache(self, dataset, run):
+        """Compute, or read, the statistics of all training images, once for all students: in half
+        precision from a gigabyte on (ImageNet: 5 GB)."""
+        half = len(dataset) * dataset.num_classes > 1.25e8
+        config = {"ensemble": self.identity, "images": digest([len(dataset), *dataset.files])}
+        name = f"teachers-{self.identity[:12]}"
         if run.load(name, config) is None:
             parts = []
             for batch in make_loader(dataset, self.args, 512).epoch():
-                found = self.statistics(batch)
-                found = found if both else found._replace(mean_log=found.rmi)
-                parts.append((batch.index.cpu(), *(
-                    t.to(dtype if t.ndim == 2 else torch.float32).cpu() for t in found)))
+                parts.append([batch.index.cpu(), *(
+                    t.to(torch.float16 if half and t.ndim == 2 else torch.float32).cpu()
+                    for t in self.statistics(batch))])
             rows = common.gather_rows(*map(torch.cat, zip(*parts)))
             run.save(name, config, **dict(zip(Ensemble._fields, rows or ())))
         state = run.load(name, config)
-        self.cached = {key: state[key].to(self.args.device) for key in Ensemble._fields}
-
-
-def cache_form(dataset, losses):
-    """(whether the mean of ln p is cached, dtype): for ImageNet 2.6 GB; more is refused."""
-    both = "dirichlet_likelihood" in losses
-    entries = len(dataset) * dataset.num_classes * (1 + both)
-    if entries > 1.3e9:
-        raise UserError(f"--cache-teachers: {2e-9 * entries:.1f} GB; add --no-cache-teachers, or "
-                        "leave dirichlet_likelihood out")
-    return both, torch.float32 if entries < 2.5e8 else torch.float16
+        self.cached = [state[key].to(self.args.device) for key in Ensemble._fields]
 
 
 def distillation_loss(logits, ensemble, args, temperature=1.0) -> Tensor:
@@ -694,22 +668,18 @@ def train(net, train_set, args, run, teachers=None):
 
 # ---- Evaluation ---------------------------------------------------------------------------------
 
-# Per example and model; the first five are of the classes predicted from; the precision is its ln.
-COLUMNS = ("log_prob", "correct", "top5", "brier", "top_prob", "precision", *MEASURES, *SCORES)
 ROWS = {"single": "single network", "ensemble": "ensemble", "ensemble_proxy": "its proxy",
         "ensemble_proxy_t1": "its proxy + 1", "student_forward_kl": "EnD (forward KL)",
         "student_dirichlet_likelihood": "EnD2 (likelihood)", "student_proxy": "proxy, forward KL",
         "student_rkl_proxy": "proxy, reverse KL", "mimo": "MIMO"}
-SEVERITIES = (1, 2, 3, 4, 5)
 
 
 class Models(NamedTuple):
     """What is evaluated together: the members' forward passes serve four rows of the table."""
 
     members: list = []
-    students: dict = {}     # {loss: network}
+    others: dict = {}       # {"student_<loss>", "mimo": network}
     offset: float = 1.0     # of the students
-    mimo: nn.Module | None = None
 
 
 class SavedSet(NamedTuple):
@@ -724,22 +694,19 @@ class SavedSet(NamedTuple):
 @torch.no_grad()
 def passes(models, dataset, args):
     """Yield (index [b], {"members" [b, M, K], "student_<loss>" [b, K], "mimo" [b, E, K]: logits},
-    labels [b]) of this process's part of a set, in eval mode, un-augmented."""
+    labels [b]) of this process's part of a set, un-augmented; the networks are in eval mode."""
     if isinstance(dataset, SavedSet):
         own = torch.arange(len(dataset.labels)).tensor_split(common.world_size())[common.rank()]
         for rows in own.split(512):
             yield rows, {k: z[rows] for k, z in dataset.logits.items()}, dataset.labels[rows]
         return
-    members, mimo = models.members, models.mimo
-    for net in (*members, *models.students.values(), *filter(None, [mimo])):
-        net.eval()
     for batch in make_loader(dataset, args, max(512, args.batch_size)).epoch():
-        x = batch.images
+        x, found = batch.images, {}
         with autocast(args):
-            found = {"members": torch.stack([net(x) for net in members], 1)} if members else {}
-            found |= {f"student_{loss}": net(x) for loss, net in models.students.items()}
-            if mimo is not None:
-                found["mimo"] = mimo(x.repeat(1, mimo.mimo, 1, 1)).view(len(x), mimo.mimo, -1)
+            if models.members:
+                found["members"] = torch.stack([net(x) for net in models.members], 1)
+            for name, net in models.others.items():
+                found[name] = net(x if net.fc.mimo == 1 else x.repeat(1, net.fc.mimo, 1, 1))
         yield batch.index, found, batch.labels
 
 
@@ -747,18 +714,19 @@ def outputs_of(logits, offset, classes=None) -> dict:
     """{row of the table: Outputs} of `passes`'s logits, predicting among `classes` [n], or all.
 
     paper: each member's logits are restricted to the classes before its softmax, then averaged."""
-    found, members = {}, logits.get("members")
-    if members is not None:
-        found["single"] = softmax_outputs(members[:, 0])
-    if members is not None and members.shape[1] > 1:
-        ensemble = ensemble_statistics(members.unbind(1))
-        found |= {"ensemble": ensemble_outputs(ensemble), "ensemble_proxy": proxy_outputs(ensemble),
-                  "ensemble_proxy_t1": proxy_outputs(ensemble, 1.0)}
-    for name in logits.keys() - {"members", "mimo"}:
-        found[name] = softmax_outputs(logits[name]) if name == "student_forward_kl" else \
-            student_outputs(logits[name], offset)
-    if "mimo" in logits:
-        found["mimo"] = ensemble_outputs(ensemble_statistics(logits["mimo"].unbind(1)))
+    found = {}
+    for name, z in logits.items():
+        if name == "members":
+            found["single"] = softmax_outputs(z[:, 0])
+            if z.shape[1] > 1:
+                own = ensemble_statistics(z.unbind(1))
+                found |= {"ensemble": ensemble_outputs(own), "ensemble_proxy": proxy_outputs(own),
+                          "ensemble_proxy_t1": proxy_outputs(own, 1.0)}
+        elif name == "mimo":
+            found[name] = ensemble_outputs(ensemble_statistics(z.unbind(1) if z.ndim == 3 else [z]))
+        else:
+            found[name] = softmax_outputs(z) if name == "student_forward_kl" else \
+                student_outputs(z, offset)
     found = {row: found[row] for row in ROWS if row in found}
     if classes is None:
         return found
@@ -766,56 +734,55 @@ def outputs_of(logits, offset, classes=None) -> dict:
     return {row: outputs._replace(log_probs=some[row].log_probs) for row, outputs in found.items()}
 
 
-def columns_of(outputs, labels) -> Tensor:
-    """[B, len(COLUMNS)] of a batch; labels [B] number the classes of `outputs.log_probs`. Where
-    they are not among these only the measures have a meaning."""
-    log_probs, nothing = outputs.log_probs, torch.full_like(outputs.log_precision, math.nan)
+def columns_of(outputs, labels) -> dict:
+    """{name: [B]}: what the metrics need. `labels` [B] number the classes predicted from; where
+    they are not among these only the measures and the precision (its ln) have a meaning."""
+    log_probs = outputs.log_probs
     probs, own = log_probs.exp(), labels.clamp_max(log_probs.shape[1] - 1)[:, None]
     log_prob = log_probs.gather(1, own)[:, 0]
     top = log_probs.topk(min(5, log_probs.shape[1])).indices == labels[:, None]
     first = log_probs.argmax(1) == labels
-    brier = probs.square().sum(1) - 2 * log_prob.exp() + 1
-    return torch.stack([log_prob, first.double(), top.any(1).double(), brier, probs.amax(1),
-                        outputs.log_precision,
-                        *(outputs.measures.get(m, nothing) for m in (*MEASURES, *SCORES))], 1)
+    return {"log_prob": log_prob, "correct": first.double(), "top5": top.any(1).double(),
+            "brier": probs.square().sum(1) - 2 * log_prob.exp() + 1, "top_prob": probs.amax(1),
+            "precision": outputs.log_precision, **outputs.measures}
 
 
 def score(models, dataset, args, classes=None) -> dict:
-    """{row of the table: columns [N, len(COLUMNS)]} of a set: float64, in its order, on the main
-    process; empty on the others."""
-    rows, index = {}, []
+    """{row of the table: {name: column [N]}} of a set, in its order, on the main process; empty on
+    the others."""
+    rows, names, index = {}, {}, []
     for at, logits, labels in passes(models, dataset, args):
-        for name, outputs in outputs_of(logits, models.offset, classes).items():
-            rows.setdefault(name, []).append(columns_of(outputs, labels).cpu())
+        for row, outputs in outputs_of(logits, models.offset, classes).items():
+            own = columns_of(outputs, labels)
+            names[row] = [*own]
+            rows.setdefault(row, []).append(torch.stack([*own.values()], 1).cpu())
         index.append(at.cpu())
     gathered = common.gather_rows(torch.cat(index), *map(torch.cat, rows.values()))
-    found = dict(zip(rows, gathered or ()))
-    if lost := [ROWS[row] for row, own in found.items() if own[:, 0].isnan().any()]:
+    found = {row: dict(zip(names[row], own.T)) for row, own in zip(rows, gathered or ())}
+    if lost := [ROWS[row] for row, own in found.items() if own["log_prob"].isnan().any()]:
         raise UserError(f"{lost[0]}: logits on {dataset.name} are not finite, it has diverged; "
                         "train it again with a lower --lr")
     return found
 
 
-def predictive_metrics(columns) -> dict:
-    """Accuracy, NLL, calibration (15 bins), Brier, PRR by measure, of [N, len(COLUMNS)]."""
-    at = dict(zip(COLUMNS, columns.T))
-    correct = at["correct"] > 0
-    bars = common.reliability(at["top_prob"], correct, 15)
+def predictive_metrics(own) -> dict:
+    """Accuracy, NLL, calibration (15 bins), Brier, PRR by measure, of one row's columns."""
+    bars = common.reliability(own["top_prob"], own["correct"], 15)
     gap = np.abs(bars.accuracy - bars.confidence)
-    values = {"accuracy": at["correct"].mean().item(), "top5_accuracy": at["top5"].mean().item(),
-              "nll": -at["log_prob"].mean().item(), "brier": at["brier"].mean().item(),
-              "ece15": float(bars.counts @ gap / len(correct)), "mce15": float(gap.max())}
-    return values | {f"prr_{m}": common.prediction_rejection_ratio(at[m], correct)
-                     for m in MEASURES if not at[m].isnan().any()}
+    means = {name: column.mean().item() for name, column in own.items()}
+    return {"accuracy": means["correct"], "top5_accuracy": means["top5"],
+            "nll": -means["log_prob"], "brier": means["brier"],
+            "ece15": float(bars.counts @ gap / bars.counts.sum()), "mce15": float(gap.max()),
+            **{f"prr_{m}": common.prediction_rejection_ratio(own[m], own["correct"])
+               for m in MEASURES if m in own}}
 
 
 def detection_metrics(inside, outside) -> dict:
-    """AUROC and FPR95 by measure and score, OOD positive, of two [N, len(COLUMNS)]."""
+    """AUROC and FPR95 by measure and score, OOD positive, of two sets' columns."""
     values = {}
     for measure in (*MEASURES, *SCORES):
-        a, b = (c[:, COLUMNS.index(measure)] for c in (inside, outside))
-        if not a.isnan().any():
-            scored = common.ood_metrics(a, b, larger_means="ood")
+        if measure in inside:
+            scored = common.ood_metrics(inside[measure], outside[measure], larger_means="ood")
             values |= {f"{key}_{measure}": scored[key] for key in ("auroc", "fpr95")}
     return values
 
@@ -823,66 +790,63 @@ def detection_metrics(inside, outside) -> dict:
 def rank_correlations(student, ensemble) -> dict:
     """Spearman correlation of a student's uncertainties with the ensemble's, example by example:
     whether the distribution was distilled."""
-    values = {}
-    for name in (*MEASURES[1:], "precision"):
-        a, b = (c[:, COLUMNS.index(name)] for c in (student, ensemble))
-        if not (a.isnan().any() or b.isnan().any()) and a.std() > 0 and b.std() > 0:
-            values[f"spearman_{name}"] = float(stats.spearmanr(a, b).statistic)
-    return values
+    return {f"spearman_{name}": float(stats.spearmanr(student[name], ensemble[name]).statistic)
+            for name in (*MEASURES[1:], "precision") if name in student and name in ensemble
+            and student[name].std() > 0 and ensemble[name].std() > 0}
 
 
 @torch.no_grad()
-def milliseconds(models, shape, batch_size, args) -> dict:
+def milliseconds(models, dataset, args) -> dict:
     """Time of a prediction by row of the table, ms an example, in batches; the shortest of five."""
     nets = {"single": models.members[:1], "ensemble": models.members,
-            "mimo": [models.mimo] if models.mimo else [],
-            **{f"student_{loss}": [net] for loss, net in models.students.items()}}
+            **{name: [net] for name, net in models.others.items()}}
     found = {}
     for row, own in nets.items():
         for _ in range(5 if own else 0):
-            x = torch.zeros(batch_size, shape[0] * own[0].mimo, *shape[1:], device=args.device)
+            n, (channels, *size) = min(256, len(dataset)), dataset.shape
+            x = torch.zeros(n, channels * own[0].fc.mimo, *size, device=args.device)
             x = x.to(own[0].fc.weight.dtype, memory_format=torch.channels_last)
             start = time.perf_counter()
             with autocast(args):
                 torch.stack([net(x) for net in own]).sum().item()  # waits for the device
             seconds = time.perf_counter() - start
-            found[row] = min(found.get(row, math.inf), 1e3 * seconds / batch_size)
+            found[row] = min(found.get(row, math.inf), 1e3 * seconds / n)
     return found
 
 
 def evaluate(models, sets, args):
     """(rows of the report, {row of the table: columns} of the test set): each model on the test
     set, against each OOD set (and on it, where its labels mean something), on corrupted sets."""
-    seconds = {} if args.logits else milliseconds(
-        models, sets.test.shape, min(256, len(sets.test)), args)
-    test, rows, name = score(models, sets.test, args), [], sets.test.name
+    seconds, test = milliseconds(models, sets.test, args), score(models, sets.test, args)
+    rows, name, n = [], sets.test.name, len(sets.test.labels)
     for row, own in test.items():
         values = predictive_metrics(own) | {"ms_per_example": seconds.get(row)}
         if row.startswith("student") and "ensemble" in test:
             values |= rank_correlations(own, test["ensemble"])
-        rows.append({"method": ROWS[row], "seed": args.seed, "set": name, "n": len(own), **values})
+        rows.append({"method": row, "set": name, "n": n, **values})
     for other, (dataset, classes) in sets.ood.items():
         same = torch.isin(sets.test.labels, torch.tensor([]) if classes is None else classes)
         # ImageNet-O's folders are named after classes that its images are not of
         labelled = classes is not None and other != "imagenet_o" or \
             getattr(dataset, "label_probs", None) is not None
         for row, own in score(models, dataset, args, classes).items():
-            who = {"method": ROWS[row], "seed": args.seed}
             if labelled:
-                rows.append({**who, "set": other, "n": len(own), **predictive_metrics(own)})
-            rows.append({**who, "set": name, "against": other, "n": len(test[row]),
+                rows.append({"method": row, "set": other, "n": len(dataset.labels),
+                             **predictive_metrics(own)})
+            rows.append({"method": row, "set": name, "against": other, "n": n,
                          **detection_metrics(test[row], own)})
             if same.any():  # published: "masked"
-                rows.append({**who, "set": f"{name}, its classes", "against": other,
-                             "n": int(same.sum()), **detection_metrics(test[row][same], own)})
+                inside = {key: column[same] for key, column in test[row].items()}
+                rows.append({"method": row, "set": f"{name}, its classes", "against": other,
+                             "n": int(same.sum()), **detection_metrics(inside, own)})
     return rows + shift_rows(models, sets, args), test
 
 
 def shift_rows(models, sets, args) -> list:
     """Rows of each corruption and severity, and means over the kinds at each severity and over all;
     of the 15 kinds that published tables average, too."""
-    rows, found, (name, kinds) = [], {}, sets.shift
-    for kind, severity in itertools.product(kinds, SEVERITIES):
+    rows, (name, kinds) = [], sets.shift
+    for kind, severity in itertools.product(kinds, data.SEVERITIES):
         if args.shift == "computed":
             some = data.evenly(sets.test, args.shift_examples or None)
             dataset = data.corrupted(some, kind, severity)
@@ -890,17 +854,19 @@ def shift_rows(models, sets, args) -> list:
             dataset = data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir)
             dataset = prepared(data.match(dataset, sets.test), args, 1)
         for row, own in score(models, dataset, args).items():
-            values = found.setdefault(row, {})[kind, severity] = predictive_metrics(own)
-            rows.append({"method": ROWS[row], "seed": args.seed, "n": len(own),
-                         "set": f"{name} {kind} {severity}", **values})
+            rows.append({"method": row, "set": f"{name} {kind} {severity}",
+                         "n": len(dataset.labels), **predictive_metrics(own)})
     standard = [kind for kind in kinds if kind in data.CIFAR_C_KINDS[:15]]
-    for row, values in found.items():
-        for group in [kinds] + [standard] * (15 == len(standard) < len(kinds)):
-            for some in (*((s,) for s in SEVERITIES), SEVERITIES):
-                title = f"{name} mean of {len(group)} kinds" + f" {some[0]}" * (len(some) == 1)
-                means = {key: float(np.mean([values[k, s][key] for k in group for s in some]))
-                         for key in ("accuracy", "nll", "ece15", "brier")}
-                rows.append({"method": ROWS[row], "seed": args.seed, "set": title, **means})
+    groups = [kinds] + [standard] * (15 == len(standard) < len(kinds))
+    severities = [*((severity,) for severity in data.SEVERITIES), data.SEVERITIES]
+    methods = dict.fromkeys(row["method"] for row in rows)
+    for method, group, some in itertools.product(methods, groups, severities):
+        names = {f"{name} {kind} {severity}" for kind in group for severity in some}
+        own = [row for row in rows if row["method"] == method and row["set"] in names]
+        rows.append({"method": method, "set": f"{name} mean of {len(group)} kinds"
+                     + f" {some[0]}" * (len(some) == 1),
+                     **{key: float(np.mean([row[key] for row in own]))
+                        for key in ("accuracy", "nll", "ece15", "brier")}})
     return rows
 
 
@@ -914,21 +880,20 @@ DASHES = ["-", (0, (5, 2)), (0, (1, 1.5)), (0, (4, 1, 1, 1))]  # curves that coi
 def plot_story(plt, path, columns):
     """Rejection curves by total uncertainty; precision of the students against the ensemble's."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 4.4), constrained_layout=True)
-    ensemble, precision = columns.get("ensemble"), COLUMNS.index("precision")
+    ensemble = columns.get("ensemble")
     for i, (row, own) in enumerate(columns.items()):
         if row == "ensemble_proxy_t1":
             continue
-        rejected, error = common.rejection_curve(own[:, COLUMNS.index("total")],
-                                                 own[:, COLUMNS.index("correct")] > 0)
+        rejected, error = common.rejection_curve(own["total"], own["correct"])
         left.plot(100 * rejected, 100 * error, color=COLOURS[i], ls=DASHES[i % 4],
                   lw=3.2 - 0.3 * i, label=ROWS[row])
-        if ensemble is not None and row.startswith("student") and row != "student_forward_kl":
-            right.plot(ensemble[:, precision], own[:, precision], ".", ms=2, color=COLOURS[i])
+        if ensemble and row.startswith("student") and row != "student_forward_kl":
+            right.plot(ensemble["precision"], own["precision"], ".", ms=2, color=COLOURS[i])
     left.set(xlabel="rejected as most uncertain, %", ylabel="errors left, % of all",
-             xlim=(0, 100), yscale="log", ylim=(50 / len(own), 130))
+             xlim=(0, 100), yscale="log", ylim=(50 / (len(error) - 1), 130))
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    if ensemble is not None:
-        ends = np.quantile(ensemble[:, precision], [0.001, 0.999])
+    if ensemble:
+        ends = np.quantile(ensemble["precision"], [0.001, 0.999])
         right.plot(ends, ends, "k--", lw=1, label="equal")
         right.set(xlabel="ln precision of the ensemble's proxy", ylabel="ln precision of a student")
         right.legend(loc="lower right")
@@ -959,60 +924,43 @@ def load_sets(args) -> Sets:
     train = None if args.eval else data.load(args.dataset, "train", **options,
                                              limit=args.limit_train)
     test = data.load(args.dataset, "test", **options)
-    like = train or test
-    shift = f"{args.dataset}_c", []
+    like, (name, kinds) = train or test, (f"{args.dataset}_c", [])
+    if args.shift == "computed" and isinstance(test, data.StreamedSet):
+        raise UserError("--shift computed is for sets in memory; use --shift none or published")
     if args.shift == "computed":
-        if isinstance(test, data.StreamedSet):
-            raise UserError("--shift computed is for sets in memory; use --shift none or published")
-        shift = f"{test.name}_computed", [*data.CORRUPTIONS]
-    elif args.shift == "published" and shift[0] in data.CORRUPTED:
-        kinds = data.corruption_kinds(shift[0], args.data_dir)
-        shift = data.corrupted_name(shift[0], kinds), kinds
-    if "shift" in args.explicit and args.shift != "none" and not shift[1]:
-        raise UserError(f"--shift published: {shift[0]} is not there; use --shift none or computed")
-    if args.cache_teachers and train is not None:
-        cache_form(train, args.losses)
+        name, kinds = f"{test.name}_computed", [*data.CORRUPTIONS]
+    elif args.shift == "published" and name in data.CORRUPTED:
+        kinds = data.corruption_kinds(name, args.data_dir)
+        name = data.corrupted_name(name, kinds)
+    if "shift" in args.explicit and args.shift != "none" and not kinds:
+        raise UserError(f"--shift published: {name} is not there; use --shift none or computed")
+    if args.cache_teachers and train and (gb := 4e-9 * len(train) * train.num_classes) > 6:
+        raise UserError(f"--cache-teachers: {gb:.1f} GB; add --no-cache-teachers")
     ood = {}
-    for i, (name, own) in enumerate(data.ood_sets(args, like).items(), 2):
+    for i, (other, own) in enumerate(data.ood_sets(args, like).items(), 2):
         classes = [like.classes.index(c) for c in own.classes if c in like.classes]
         whole = classes and len(classes) == len(own.classes)
-        ood[name] = prepared(own, args, i), torch.tensor(classes) if whole else None
+        ood[other] = prepared(own, args, i), torch.tensor(classes) if whole else None
     predicted = args.predict and prepared(data.predict_set(args, like), args, 1)
-    sets = Sets(train and prepared(train, args, 0), prepared(data.match(test, like), args, 1), ood,
-                predicted, shift)
-    each = [own for own in (train, test, predicted, *(own for own, _ in ood.values())) if own]
-    if (least := min(each, key=len)) and len(least) < common.world_size():
+    each = filter(None, (train, test, predicted, *(own for own, _ in ood.values())))
+    if len(least := min(each, key=len)) < common.world_size():
         raise UserError(f"{least.name} has {len(least)} images, fewer than there are processes; "
                         "start fewer, or leave it out")
-    return sets
+    return Sets(train and prepared(train, args, 0), prepared(data.match(test, like), args, 1), ood,
+                predicted, (name, kinds))
 
 
 def prepared(dataset, args, seed):
-    """A set under --noise; of files, under --resize and --unreadable."""
-    if args.noise and isinstance(dataset, data.StreamedSet):
+    """A set under --noise; of files, under --resize."""
+    streamed = isinstance(dataset, data.StreamedSet)
+    if args.noise and streamed:
         raise UserError(f"--noise: {dataset.name} is streamed; use --noise 0")
     if args.noise:
         noisy = data.corrupted(dataset, "gaussian_noise", args.noise, seed)
         return replace(noisy, name=dataset.name)
-    if not isinstance(dataset, data.StreamedSet):
-        return dataset
-    if args.resize == "square" and seed:
-        dataset = replace(dataset, resize=[round(dataset.shape[-1] * 256 / 224)] * 2)
-    return readable(dataset) if args.unreadable == "skip" else dataset
-
-
-def readable(dataset):
-    """A streamed set without the files that cannot be decoded, the same on all processes, which
-    each try a part; the paths are named on stderr."""
-    bad = torch.zeros(len(dataset), dtype=torch.uint8)
-    own = torch.arange(common.rank(), len(bad), common.world_size())
-    bad[own] = dataset.unreadable(own).byte()
-    keep = common.all_reduce(bad) == 0
-    for row in (~keep).nonzero()[:, 0].tolist() if common.is_main() else ():
-        print(f"{dataset.paths[row]}: unreadable, skipped", file=sys.stderr, flush=True)
-    if not keep.any():
-        raise UserError(f"{dataset.name}: none of its {len(dataset)} files can be read")
-    return dataset.select(keep)
+    if streamed and args.resize == "square" and seed:
+        return replace(dataset, resize=[round(dataset.shape[-1] * 256 / 224)] * 2)
+    return dataset
 
 
 def saved_set(path) -> SavedSet:
@@ -1032,12 +980,12 @@ def run_name(args) -> str:
 
 
 def network_args(args, kind, seed, **more):
-    """The options that shape one network of `kind`, with --epochs, --lr, --batch-size its own."""
+    """The options that shape one network of `kind`, with --epochs and --batch-size its own."""
     others = {title for other, title in OWN.items() if other != kind}
     own = {k: v for k, v in vars(args).items() if args.groups.get(k) not in others}
-    for key in ("epochs", "lr", "batch_size"):
-        if (value := own.pop(f"{kind}_{key}", None)) is not None:
-            own[key] = value
+    for key in ("epochs", "batch_size"):
+        value, alone = own.pop(f"{kind}_{key}", None), kind == args.method and key in args.explicit
+        own[key] = own[key] if value is None or alone else value
     if kind == "distill":
         own["width"], other = own.pop("student_width") or args.width, own.pop("other_epochs")
         if more["loss"] in ("dirichlet_likelihood", "proxy") and other is not None:
@@ -1047,51 +995,30 @@ def network_args(args, kind, seed, **more):
     return argparse.Namespace(**{**own, **more, "seed": seed, "groups": groups, "name": None})
 
 
-def network(args, sets, kind, seed, path=None, training=False, teachers=None, **more):
-    """(network, its options): trained, where its last epoch is not there yet; or read, from `path`
-    (ours, torchvision's, Lightning's) or from its own run, which must be complete."""
+def network(args, sets, kind, seed, path=None, teachers=None, **more):
+    """(network, its options): read from `path` (ours, torchvision's, Lightning's); trained, where
+    its last epoch is not there yet; or, with --eval, and as a teacher of --method distill, read
+    from its own run, which must be complete."""
     own = network_args(args, kind, seed, **more)
     common.seed_all(seed, [*OWN].index(kind))
     net = make_network(args.model, sets.test.num_classes, sets.test.shape, own.width,
                        args.mimo_members if kind == "mimo" else 1)
     net = net.to(args.device, memory_format=torch.channels_last)
     name = f"{run_name(args)}-{f'student_{own.loss}' if kind == 'distill' else kind}-seed{seed}"
-    if training and not path:
+    if not (path or args.eval or (args.method, kind) == ("distill", "base")):
         train(net, sets.train, own, common.Run(own, "proxy_distill", name), teachers)
         return net.eval().requires_grad_(False), vars(own)
-    own_path = Path(args.out_dir, "proxy_distill", name, "network.pt")
-    if not path and not own_path.is_file():
-        raise UserError(f"no {own_path}; train first: --method base --seed {seed}" if kind == "base"
-                        else f"no {own_path}; train first (the same command without --eval)")
-    found = load_weights(net, path or own_path)
+    finished = Path(args.out_dir, "proxy_distill", name, "network.pt")
+    if not path and not finished.is_file():
+        raise UserError(f"no {finished}; train first: " + (f"--method base --seed {seed}" if kind
+                        == "base" else "the same command without --eval"))
+    found = load_weights(net, path or finished)
     config = found.get("hyper_parameters", found.get("config", {}))
     if not path:  # how it was trained is its own affair: another batch size changes nothing here
         here = common.plain(common.options(own, without=("training", "evaluation", "run")))
-        differ = [f"{k} {config.get(k)} there, {v} now" for k, v in here.items()
-                  if config.get(k) != v]
-        differ += [f"{found['epoch']} of {own.epochs} epochs"] * (found["epoch"] < own.epochs)
-        if differ:
-            raise UserError(f"{own_path}: {'; '.join(differ)}; finish it first, with these options")
+        there = {k: config.get(k) for k in here} | {"epochs": min(found["epoch"], own.epochs)}
+        common.check_same(there, here | {"epochs": own.epochs}, finished, evaluating=False)
     return net.eval().requires_grad_(False), config
-
-
-def digest(values) -> str:
-    """A hash of tensors and plain values, in order."""
-    found = hashlib.sha256()
-    for value in values:
-        found.update(value.cpu().contiguous().numpy().tobytes() if isinstance(value, Tensor)
-                     else f"{value}\n".encode())
-    return found.hexdigest()
-
-
-def students_of(args, members, sets, run) -> dict:
-    """{loss: network}, all from the same teachers and the same first weights."""
-    teachers = Teachers(members, args)
-    whose = digest(value for net in members for value in net.state_dict().values())
-    if args.cache_teachers and args.losses and not args.eval:
-        teachers.fill_cache(sets.train, whose, run)
-    return {loss: network(args, sets, "distill", args.seed, None, not args.eval, teachers,
-                          loss=loss, ensemble=whose)[0] for loss in args.losses}
 
 
 def networks_of(args, sets, run) -> Models:
@@ -1099,47 +1026,45 @@ def networks_of(args, sets, run) -> Models:
     there are any."""
     if args.logits:
         return Models(offset=sets.test.offset)
-    paths = args.ensemble_paths, args.student_path, args.mimo_path
-    files = args.eval and any(paths)
-    members, students, mimo, offset = [], {}, None, args.model_offset
+    files = args.eval and any((args.ensemble_paths, args.student_path, args.mimo_path))
+    members, others, offset = [], {}, args.model_offset
     if args.ensemble_paths or args.method != "mimo" and not files:
         seeds = range(args.seed, args.seed + (1 if args.method == "base" else args.members))
-        members = [network(args, sets, "base", seed, path, args.method != "distill" and
-                           not args.eval)[0]
-                   for seed, path in zip(seeds, args.ensemble_paths or [None] * len(seeds))]
+        paths = args.ensemble_paths or [None] * len(seeds)
+        members = [network(args, sets, "base", *own)[0] for own in zip(seeds, paths)]
     if args.student_path:
         net, own = network(args, sets, "distill", args.seed, args.student_path, loss=args.loss)
-        students = {own.get("loss_type", own.get("loss", args.loss)): net}
+        others[f"student_{own.get('loss_type', own.get('loss', args.loss))}"] = net
         offset = float(own.get("model_offset", offset))
-    elif args.method in ("all", "distill") and not files:
-        students = students_of(args, members, sets, run)
+    elif args.method in ("all", "distill") and not files:  # all students have the same teachers
+        teachers = Teachers(members, args)
+        if args.cache_teachers and args.losses and not args.eval:
+            teachers.fill_cache(sets.train, run)
+        for loss in args.losses:
+            others[f"student_{loss}"], _ = network(args, sets, "distill", args.seed, None, teachers,
+                                                   loss=loss, ensemble=teachers.identity)
     if args.mimo_path or not files and args.method in ("mimo", *["all"] * args.mimo):
-        mimo, _ = network(args, sets, "mimo", args.seed, args.mimo_path, not args.eval)
-    return Models(members, students, offset, mimo)
+        others["mimo"], _ = network(args, sets, "mimo", args.seed, args.mimo_path)
+    return Models(members, others, offset)
 
 
 def predict(models, dataset, run, args):
     """predictions.csv of the best model there is, and all logits in logits_<set>.npz."""
     rows = []
     for index, logits, labels in passes(models, dataset, args):
-        rows.append([t.cpu() for t in (index, labels, *logits.values())])
-        names = [*logits]
+        found = outputs_of(logits, models.offset)
+        best = [row for row in ("single", "mimo", "ensemble", *(f"student_{x}" for x in LOSSES))
+                if row in found][-1]
+        measures = {k: v for k, v in found[best].measures.items() if k != "confidence"}
+        rows.append([t.cpu() for t in (index, labels, found[best].log_probs, *measures.values(),
+                                       *logits.values())])
     rows = common.gather_rows(*map(torch.cat, zip(*rows)))
-    if rows is None:
-        return
-    labels, logits = rows[0], {name: z.float() for name, z in zip(names, rows[1:])}
-    common.save_arrays(run.dir / f"logits_{dataset.name}.npz", names=names, labels=labels,
-                       offset=models.offset, **logits)
-    with common.alone():
-        saved = passes(models, SavedSet(dataset.name, labels, logits, models.offset), args)
-        parts = [outputs_of(own, models.offset) for _, own, _ in saved]
-    best = [row for row in ("single", "mimo", "ensemble", *(f"student_{loss}" for loss in LOSSES))
-            if row in parts[0]][-1]
-    own = [part[best] for part in parts]
-    measures = {name: torch.cat([o.measures[name] for o in own]) for name in own[0].measures
-                if name != "confidence"}
-    common.write_predictions(run.dir / "predictions.csv", dataset,
-                             torch.cat([o.log_probs for o in own]), **measures)
+    if rows is not None:
+        labels, log_probs, *rest = rows
+        common.write_predictions(run.dir / "predictions.csv", dataset, log_probs,
+                                 **dict(zip(measures, rest)))
+        common.save_arrays(run.dir / f"logits_{dataset.name}.npz", names=[*logits], labels=labels,
+                           offset=models.offset, **dict(zip(logits, rest[len(measures):])))
 
 
 def main(argv=None) -> list:
@@ -1154,13 +1079,11 @@ def main(argv=None) -> list:
                      "proxy_distill", name)
     rows, step = [], args.members if args.method in ("all", "distill") else 1
     for seed in range(args.seed, args.seed + args.runs * step, step):
-        if args.runs > 1:
-            common.say(f"seed {seed}" + f": members of seeds to {seed + step - 1}" * (step > 1))
         own = common.with_options(args, seed=seed)
         models = networks_of(own, sets, run)
         with run.clock("evaluate"):
             found, columns = evaluate(models, sets, own)
-        rows += found
+        rows += [{"method": ROWS[row.pop("method")], "seed": seed, **row} for row in found]
         if seed == args.seed and sets.predicted:
             predict(models, sets.predicted, run, own)
         if seed == args.seed and columns and args.plot and (plt := common.pyplot()):
