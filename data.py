@@ -259,17 +259,6 @@ class StreamedSet(_Set):
         image = TF.resized_crop(image, *box, [side, side])
         return TF.pil_to_tensor(TF.hflip(image) if flip else image)
 
-    def unreadable(self, rows):
-        """bool [n]: whether files `rows` [n] cannot be decoded. Each is read once, by threads."""
-        def fails(row):
-            try:
-                return self.open(row) is None
-            except UserError:
-                return True
-
-        with ThreadPoolExecutor() as pool:
-            return torch.tensor([*pool.map(fails, rows.tolist())], dtype=torch.bool)
-
     def in_memory(self):
         """An ImageSet of all files, decoded by a thread pool."""
         images = torch.empty(len(self), *self.shape, dtype=torch.uint8)

@@ -466,7 +466,6 @@ def test_unreadable_files_and_folders_that_disagree(tmp_path):
     refuses("train and .*val differ", load, "imagenet", "test", tmp_path)
     (tmp_path / "x" / "1.png").write_bytes(b"no image")
     dataset = load(f"folder:{tmp_path}/x", "ood", image_size=100)
-    assert dataset.unreadable(torch.arange(3)).tolist() == [False, True, False]
     for workers in (0, 1):
         refuses(r"x.1.png: unreadable", lambda: list(Loader(dataset, 2, workers=workers).epoch()))
 
