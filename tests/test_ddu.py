@@ -80,16 +80,12 @@ def test_a_data_set_alone_is_the_papers_recipe():
 
 
 def dense_operator(weight, size, stride):
-    """The matrix [Cout H' W', Cin H W] of a convolution with padding k // 2, by its definition."""
-    weight = np.asarray(weight.detach(), dtype=np.float64)
-    c_out, c_in, k, _ = weight.shape
-    out = (size + 2 * (k // 2) - k) // stride + 1
-    matrix = np.zeros((c_out, out, out, c_in, size, size))
-    for i, j, a, b in np.ndindex(out, out, k, k):
-        y, x = i * stride + a - k // 2, j * stride + b - k // 2
-        if 0 <= y < size and 0 <= x < size:
-            matrix[:, i, j, :, y, x] = weight[:, :, a, b]
-    return matrix.reshape(c_out * out * out, -1)
+    """The matrix [Cout H' W', Cin H W] of a 3x3 convolution."""
+    def apply(x):
+        return F.conv2d(x, weight.detach(), None, stride, 1)
+
+    image = torch.zeros(1, weight.shape[1], size, size, dtype=weight.dtype)
+    return torch.func.jacrev(apply)(image).reshape(apply(image).numel(), image.numel()).numpy()
 
 
 def unit(x):
@@ -786,14 +782,8 @@ def test_a_story_of_ensembles_and_several_runs(story, tmp_path):
         (m, s) for s in (1, 2) for m in ("DDU", "ensemble of 2") for _ in range(6)]
     names = {p.name for p in (tmp_path / "ddu" / story[1].name).glob("*.pt")}
     assert names == {f"seed{s}{m}.pt" for s in (1, 2) for m in ("", "-member1")}
-    for seed in (1, 2):
-        own, both = (row_of(rows, method=method, seed=seed, set="dirty_glyphs")
-                     for method in ("DDU", "ensemble of 2"))
-        assert own["accuracy"] != both["accuracy"] or own["nll"] != both["nll"]
-        far = row_of(rows, method="ensemble of 2", seed=seed, set="glyphs",
-                     against="glyphs_letters")
-        assert all(0 <= far[f"{m}_{s}"] <= 1 for m in DETECTION
-                   for s in ("predictive_entropy", "mutual_information_scaled"))
+    nlls = [r["nll"] for r in rows if r["set"] == "dirty_glyphs" and not r.get("against")]
+    assert len({*nlls}) == 4  # two networks and two ensembles, of different seeds
     single = ddu.main(options)  # the same networks: what counts for them is the same
     assert_close_rows(single, [r for r in rows if r["method"] == "DDU" and r["seed"] == 1])
 
@@ -839,17 +829,17 @@ def test_seven_and_more_sets_are_all_in_the_picture(monkeypatch):
 
 
 def test_small_classes_are_named_once_and_what_memory_cannot_hold_is_refused(capsys, monkeypatch):
-    args, (z, y) = options(), clusters((50, 19, 60), 10)
-    ddu.fit(z, y, 3, args)
+    args, (z, y) = options(), clusters((50, 9, 60), 10)
+    assert ddu.fit(z, y, 3, args).eps > 0
     [line] = capsys.readouterr().out.splitlines()[1:]  # after the options
-    assert "class 1 has 19 examples for 10 features" in line and "--shrinkage" in line
-    ddu.fit(z, y, 3, common.with_options(args, shrinkage=True))
+    assert "class 1 has 9 examples for 10 features" in line and "--shrinkage" in line
+    assert ddu.fit(z, y, 3, common.with_options(args, shrinkage=True)).eps == 0
     ddu.fit(*clusters((50, 20), 10), 2, args)
     assert not capsys.readouterr().out
     with pytest.raises(UserError, match="class 3 has 0"):
         ddu.fit(z, y, 4, args)
-    train = data.ImageSet("x", torch.zeros(129, 1, 1, 1), y, 3, (0.0,), (1.0,))
-    monkeypatch.setattr(common, "device_memory", lambda _: 4 * 129 * 10)
+    train = data.ImageSet("x", torch.zeros(119, 1, 1, 1), y, 3, (0.0,), (1.0,))
+    monkeypatch.setattr(common, "device_memory", lambda _: 4 * 119 * 10)
     with pytest.raises(UserError, match="GB"):
         ddu.check_memory(train, 10, args)
 
@@ -971,36 +961,14 @@ def test_features_of_ones_own(features, tmp_path):
         assert row["density"] == pytest.approx(expected.mean())
         assert row["density_threshold"] == pytest.approx(threshold)
     assert row["auroc_density"] == 1 and row["fraction_ood"] == 1 and row["jitter"] == 0
-    child = finish(start_ranks(tmp_path, 2, run_ddu, *features("near", "far"), "--name", "two"))
-    assert "auroc_density" in child[0].stdout and child[1].stdout == ""
-    assert strict_json(run.parent / "two" / "results.json")["rows"] == rows
-
-
-def test_the_threshold_holds_on_fresh_data_even_with_few_examples_a_class(tmp_path, features):
-    """By a quantile of the training densities 99 % of a fresh set were out of distribution."""
-    rng = np.random.default_rng(2)
-    centres = rng.normal(size=(10, 64)) * 2
-    for name, n, shift in (("train", 900, 0), ("near", 500, 0), ("far", 100, 4)):
-        y = np.arange(n) % 10
-        z = centres[y] + shift + rng.normal(size=(n, 64))
-        np.savez(tmp_path / f"{name}.npz", features=z, labels=y)
-    auroc = []
-    for more in ([], ["--shrinkage"]):
-        rows = ddu.main([*features("near", "far"), *more, "--name", f"run{len(more)}"])
-        assert row_of(rows, set="near")["fraction_ood"] < 0.1
-        auroc.append(row_of(rows, against="far")["auroc_density"])
-    assert auroc[1] >= auroc[0] > 0.8
-
-
-@pytest.mark.parametrize("file, arrays, named", [
-    ("train", dict(features=np.ones((4, 3)), labels=[0, 0, 1, 2]), "class .* has"),
-    ("train", dict(features=np.ones((4, 3))), "train.npz.*labels"),
-    ("near", dict(features=np.ones((4, 2))), "near.npz"), ("near", {}, "near.npz")])
-def test_bad_features(features, tmp_path, file, arrays, named):
-    np.savez(tmp_path / f"{file}.npz", **arrays)
-    with pytest.raises(UserError, match=named) as error:
+    main, other = finish(start_ranks(tmp_path, 2, run_ddu, *features("near", "far"), "--name", "2"))
+    assert "auroc_density" in main.stdout and other.stdout == ""
+    assert strict_json(run.parent / "2" / "results.json")["rows"] == rows
+    with pytest.raises(UserError, match="same name"):
+        ddu.main(features("near", "near"))
+    np.savez(tmp_path / "near.npz", features=np.ones((4, 2)))
+    with pytest.raises(UserError, match="near.npz"):
         ddu.main(features("near"))
-    assert "\n" not in str(error.value)
 
 
 # ---- Two moons, active learning -----------------------------------------------------------------
@@ -1176,14 +1144,6 @@ def test_a_pretrained_network_on_streamed_images(tmp_path):
                      "72", "-b", "8", "--workers", "0", "--out-dir", str(tmp_path / "runs"),
                      "--ood", f"folder:{tmp_path}/odd", "--eval", "--no-plot", *CPU])
     assert row_of(rows, set="imagenet")["n"] == 12 and row_of(rows, against="odd")
-
-
-def test_real_data(real_data, tmp_path):
-    rows = ddu.main(["--dataset", "fashion_mnist", "--data-dir", str(real_data), "--epochs", "1",
-                     "--model", "lenet", "--no-sn", "--schedule", "one_cycle", "--out-dir",
-                     str(tmp_path), "--no-plot", "-b", "16", *CPU])
-    assert row_of(rows, set="fashion_mnist")["accuracy"] > 0.4
-    assert row_of(rows, against="mnist")["auroc_density"] > 0.7
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
