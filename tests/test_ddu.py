@@ -113,7 +113,7 @@ def scale_of(layer):
     return ratio[0].item()
 
 
-@pytest.mark.parametrize("size, stride", [(8, 1), (7, 1), (8, 2), (7, 2)])
+@pytest.mark.parametrize("size, stride", [(8, 1), (7, 1), (1, 1), (8, 2), (7, 2)])
 def test_sigma_is_the_norm_of_the_true_operator(size, stride):
     """Its stride and zero padding included, by iterations v = A^T u, u = A v from the start."""
     conv, sn, raw = spectral("3x3" if stride == 1 else "3x3, stride 2", 1e-3, 3, size)
@@ -1035,6 +1035,7 @@ def test_active_learning_takes_low_densities_and_high_uncertainties(few, monkeyp
     seen, step = [], ddu.acquisition_step
 
     def note(pool, test, labelled, acquisition, *rest):
+        assert pool.shape == test.shape == (3, 32, 32)
         accuracy, score = step(pool, test, labelled, acquisition, *rest)
         seen.append((acquisition, labelled, score.clone()))
         return accuracy, score
@@ -1147,6 +1148,7 @@ def test_a_pretrained_network_on_streamed_images(tmp_path):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_on_a_gpu(small):
-    rows = ddu.main([*small, "--device", "cuda"])
-    assert_close_rows(rows, ddu.main([*small, "--device", "cuda", "--eval"]), 1e-3)
+def test_on_a_gpu(small, features):
+    for options, more in (small, ["--eval"]), (features("near", "far"), ["--name", "again"]):
+        rows = ddu.main([*options, "--device", "cuda"])
+        assert_close_rows(rows, ddu.main([*options, "--device", "cuda", *more]), 1e-3)
