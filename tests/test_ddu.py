@@ -804,7 +804,8 @@ def test_small_classes_are_named_once_and_what_memory_cannot_hold_is_refused(cap
     [line] = capsys.readouterr().out.splitlines()[1:]  # after the options
     assert "class 1 has 9 examples for 10 features" in line and "--shrinkage" in line
     assert ddu.fit(z, y, 3, common.with_options(args, shrinkage=True)).eps == 0
-    ddu.fit(*clusters((50, 20), 10), 2, args)
+    prior = ddu.fit(*clusters((50, 20), 10), 2, common.with_options(args, priors=True)).log_prior
+    assert (70 * prior.exp()).tolist() == pytest.approx([50, 20])
     assert not capsys.readouterr().out
     with pytest.raises(UserError, match="class 3 has 0"):
         ddu.fit(z, y, 4, args)
@@ -814,8 +815,18 @@ def test_small_classes_are_named_once_and_what_memory_cannot_hold_is_refused(cap
         ddu.check_memory(train, 10, args)
 
 
+def test_outputs_are_those_of_eval_mode_without_augmentation():
+    images = torch.randint(256, (40, 3, 32, 32), dtype=torch.uint8)
+    dataset = data.ImageSet("x", images, torch.arange(40) % 10, 10, (0.5,) * 3, (0.25,) * 3)
+    net = build("wide_resnet", depth=10, width=0.02, coeff=0.5).train()
+    out = ddu.forward(net, dataset, options(augment=True))
+    logits, features = net.eval()((images / 255 - 0.5) / 0.25)
+    assert torch.allclose(out.logits, logits, atol=1e-5) and torch.equal(out.labels, dataset.labels)
+    assert torch.allclose(out.features, features, atol=1e-5)
+
+
 def test_killed_and_restarted_equals_uninterrupted(small, tmp_path):
-    small, runs = [*small, "-b", "18"], tmp_path / "runs" / "ddu"
+    small, runs = [*small, "-b", "18", "--dropout", "0.3"], tmp_path / "runs" / "ddu"
     rows, path = ddu.main([*small, "--name", "calm"]), runs / "run" / "seed1.pt"
     child = Child(tmp_path, run_ddu, *small)
     wait_for(lambda: path.exists() or not child.process.is_alive(), what="epoch")
@@ -825,6 +836,9 @@ def test_killed_and_restarted_equals_uninterrupted(small, tmp_path):
     assert child.status < 0 and 0 < common.load_checkpoint(path)["epoch"] < 3, child.stderr
     assert ddu.main(small) == rows
     assert_same_checkpoints(path, runs / "calm" / "seed1.pt")
+    [group] = common.load_checkpoint(path)["optimiser"]["param_groups"]
+    found = (group["momentum"], group["weight_decay"], group["nesterov"], group["lr"])
+    assert found == (0.9, 5e-4, False, pytest.approx(5e-4))  # divided by 10 twice
 
 
 def finish(children):
@@ -1011,6 +1025,7 @@ def test_active_learning_takes_low_densities_and_high_uncertainties(few, monkeyp
         assert pool.shape == test.shape == (3, 32, 32)
         accuracy, score = step(pool, test, labelled, acquisition, *rest)
         seen.append((acquisition, labelled, score.clone()))
+        score[labelled] = math.inf  # never again, whatever it is
         return accuracy, score
 
     monkeypatch.setattr(ddu, "acquisition_step", note)
