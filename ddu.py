@@ -611,8 +611,7 @@ class Evaluated(NamedTuple):
 
 @torch.no_grad()
 def forward(net, dataset, args) -> Outputs | None:
-    """Exactly one row an example, whatever the number of processes; eval mode, un-augmented. Only
-    the main process gets them."""
+    """One row an example, in eval mode, un-augmented; None but on the main process."""
     net.eval()
     rows, loader = [], data.Loader(dataset, max(512, args.batch_size), args.device,
                                    workers=args.workers, channels_last=True)
@@ -695,9 +694,8 @@ def member_log_probs(members, name, suffix) -> Tensor:
 
 
 def result_rows(method, seed, sets, members, scores) -> list:
-    """Rows of the members' mean probabilities on the test set and its parts (calibration errors by
-    15 bins); then of detection by `scores`: OOD sets against the test set and, where it has parts,
-    against the clean one, and the ambiguous one against that."""
+    """Rows of the members' mean probabilities on the test set and its parts; then of detection by
+    `scores`: OOD sets against it and its clean part, and the ambiguous part against that."""
     names, rows = [*dict.fromkeys([sets["whole"], *sets["test"]])], []
     for name in names:
         labels = members[0].outputs[name].labels
@@ -900,8 +898,7 @@ def run_name(args):
 
 
 def run_networks(args) -> list:
-    """--runs times --ensemble networks, with their own seeds, and what they are together; the
-    pictures and the predictions are those of the first run."""
+    """--runs times --ensemble networks; the pictures and predictions are the first run's."""
     run, rows = None, []
     for seed in range(args.seed, args.seed + args.runs):
         own = common.with_options(args, seed=seed)  # one split for all members

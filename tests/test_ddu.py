@@ -8,7 +8,6 @@ import json
 import math
 import os
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import mpmath
@@ -674,14 +673,12 @@ def read_csv(path):
 
 
 def assert_close_rows(ours, theirs, tolerance=1e-6):
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
         assert a.keys() == b.keys()
-        for key, value in a.items():
-            if isinstance(value, str) or value is None:
-                assert value == b[key]
-            elif key != "jitter":
-                assert b[key] == pytest.approx(value, rel=tolerance, abs=tolerance), key
+        for key in a.keys() - {"jitter"}:
+            close = a[key] == b[key] or math.isclose(a[key], b[key], rel_tol=tolerance,
+                                                     abs_tol=tolerance)
+            assert close, (key, a[key], b[key])
 
 
 @pytest.fixture(scope="module")
