@@ -98,12 +98,10 @@ def parse_args(argv=None):
     add("--model", help="lenet, resnet18, resnet50, wide_resnet, vgg16, or torchvision/NAME: "
         "pretrained (NAME as torchvision.models.get_model takes it)")
     add("--weights", default="DEFAULT", help="of torchvision/NAME: DEFAULT, or a state dict's file")
-    add("--depth", type=between(10, 1000, int), default=28, help="of wide_resnet, 6n + 4 (paper: "
-        "28)")
+    add("--depth", type=between(10, 1000, int), default=28, help="of wide_resnet, 6n + 4 (paper)")
     add("-sn", "--sn", action=flag, help="soft spectral normalisation of every layer but the head")
     add("-mod", "--mod", action=flag, help="leaky ReLU, average-pooled instead of 1x1 shortcuts")
-    add("--coeff", type=at_least(1e-6, float), help="spectral norm above which a layer is scaled "
-        "down (paper: 3)")
+    add("--coeff", type=at_least(1e-6, float), help="largest spectral norm of a layer (paper: 3)")
     add("--power-iterations", type=at_least(1), help="a training step (paper: 1)")
     add("--dropout", type=between(0, 0.99), default=0.3, help="of wide_resnet (published: 0.3)")
     add = parser.group("training")
@@ -122,8 +120,7 @@ def parse_args(argv=None):
         "published evaluation leaves out; no difference for balanced classes")
     add("--jitter", type=at_least(0, float), help="eps added to the diagonals of all covariances "
         "(left out: 0, or 1e-12 of the mean variance if one of them is singular)")
-    add("--shrinkage", action=flag, default=False, help="Ledoit-Wolf shrinkage of each class's "
-        "covariance: for few examples a class")
+    add("--shrinkage", action=flag, default=False, help="Ledoit-Wolf: for few examples a class")
     add("--density-quantile", type=between(0, 1), default=0.01,
         help="OOD threshold: this quantile of the validation set's log densities")
     add("--entropy-threshold", type=at_least(0, float), default=0.35,
@@ -143,11 +140,6 @@ def parse_args(argv=None):
     add("--num-initial-samples", type=at_least(2), default=20, help="labels at the start")
     add("--max-training-samples", type=at_least(2), default=300, help="labels at the end")
     add("--acquisition-batch-size", type=at_least(1), default=5, help="labels acquired per step")
-    return check_args(parser, argv)
-
-
-def check_args(parser, argv):
-    """Parsed options; what the types cannot see is refused."""
     learning = parser.parse_known_args(argv)[0].active_learning
     args = parser.parse(argv, **(ACTIVE_LEARNING if learning else {}))
     if bool(args.features) != bool(args.score):
@@ -216,14 +208,15 @@ def activation(args):
     return nn.LeakyReLU(0.01) if args.mod else nn.ReLU()
 
 
-def shortcut(c_in, c_out, stride, args):
+def shortcut(c_in, c_out, stride, args, norm=False):
     """Identity where nothing changes, else pooling (-mod) or a strided 1x1 convolution."""
     if stride == 1 and c_in == c_out:
         return nn.Identity()
     if args.mod:
         return PoolShortcut(stride, c_out - c_in)
     # subsampling first: on CPUs PyTorch 2.14's strided 1x1 convolution writes out of bounds
-    return nn.Sequential(nn.AvgPool2d(1, stride), conv(c_in, c_out, 1))
+    layers = [nn.AvgPool2d(1, stride), conv(c_in, c_out, 1)]
+    return nn.Sequential(*layers, nn.BatchNorm2d(c_out)) if norm else nn.Sequential(*layers)
 
 
 def lenet(args, shape):
@@ -259,9 +252,7 @@ def resnet(args, shape):
             convs = [conv(c_in, c, 1), conv(c, c, 3, stride), conv(c, c_out, 1)] if bottleneck \
                 else [conv(c_in, c, 3, stride), conv(c, c)]
             body = [m for k in convs for m in (k, nn.BatchNorm2d(k.out_channels), activation(args))]
-            side = shortcut(c_in, c_out, stride, args)
-            if isinstance(side, nn.Sequential):
-                side.append(nn.BatchNorm2d(c_out))
+            side = shortcut(c_in, c_out, stride, args, norm=True)
             layers.append(Residual(nn.Sequential(*body[:-1]), side, activation(args)))
             c_in = c_out
     return layers + [nn.AdaptiveAvgPool2d(1), nn.Flatten()], c_in
@@ -297,23 +288,21 @@ NETWORKS = {"lenet": lenet, "resnet18": resnet, "resnet50": resnet, "wide_resnet
 def torchvision_network(args, num_classes, shape):
     """Any torchvision classifier that ends in a linear layer; its input is the feature."""
     import torchvision
+    published = args.weights == "DEFAULT"
+    state = None if published else common.load_checkpoint(args.weights)
     try:
-        name = args.model.removeprefix("torchvision/")
-        if args.weights == "DEFAULT":
-            body = torchvision.models.get_model(name, weights="DEFAULT")
-        else:
-            body = torchvision.models.get_model(name, num_classes=num_classes)
-            body.load_state_dict(common.load_checkpoint(args.weights))
+        body = torchvision.models.get_model(args.model.removeprefix("torchvision/"),
+                                            weights="DEFAULT" if published else None,
+                                            num_classes=num_classes)
+        if state:
+            body.load_state_dict(state)
         last = [n for n, m in body.named_modules() if isinstance(m, nn.Linear)][-1]
-        classes = body.eval()(torch.zeros(1, *shape)).shape[1]
-    except UserError:
-        raise
+        body.eval()(torch.zeros(1, *shape))
     except Exception as error:  # unknown name, no network, no linear layer, other sizes
         raise UserError(f"--model {args.model} --weights {args.weights}: {common.one_line(error)}; "
                         "give a classifier that torchvision.models.list_models() knows, for "
-                        f"images {tuple(shape)}, and a state dict's file") from None
-    if classes != num_classes:
-        raise UserError(f"--model {args.model} has {classes} classes, the data set {num_classes}")
+                        f"{num_classes} classes and images {tuple(shape)}, and a state dict's file"
+                        ) from None
     head = body.get_submodule(last)
     body.set_submodule(last, nn.Identity())
     return Network(body, head)
@@ -356,22 +345,23 @@ class SoftSpectral(nn.Module):
 
     def __init__(self, layer, size, coeff, iterations):
         super().__init__()
+        matrix = layer.weight[0, 0].numel() == 1
+        size, self.geometry = ((1, 1), (1, 0)) if matrix else (size, (layer.stride, layer.padding))
         self.coeff, self.iterations = coeff, iterations
-        self.geometry = (1, 0) if size == (1, 1) else (layer.stride, layer.padding)
-        # published code: 1e-5 is added after the maximum, for k x k kernels only
-        self.eps = 0.0 if size == (1, 1) else 1e-5
+        self.eps = 0.0 if matrix else 1e-5  # published code: added after the maximum
+        self.kernel = (..., *(None,) * (4 - layer.weight.ndim))  # a linear layer's is 1x1
         self.register_buffer("v", torch.randn(1, layer.weight.shape[1], *size))
         self.register_buffer("u", torch.randn_like(self.operator(self.v, layer.weight)))
         for x in (self.u, self.v):
             x.div_(x.norm())
 
     def operator(self, v, weight):
-        return F.conv2d(v, as_kernel(weight), None, *self.geometry)
+        return F.conv2d(v, weight[self.kernel], None, *self.geometry)
 
     @torch.no_grad()
     def iterate(self, weight):
         """One power iteration: v = A^T u / |A^T u|, u = A v / |A v|."""
-        v = nn.grad.conv2d_input(self.v.shape, as_kernel(weight), self.u, *self.geometry)
+        v = nn.grad.conv2d_input(self.v.shape, weight[self.kernel], self.u, *self.geometry)
         self.v.copy_(v / v.norm().clamp_min(1e-12))
         u = self.operator(self.v, weight)
         self.u.copy_(u / u.norm().clamp_min(1e-12))
@@ -385,23 +375,12 @@ class SoftSpectral(nn.Module):
             return weight / (torch.clamp(sigma / self.coeff, min=1.0) + self.eps)
 
 
-def as_kernel(weight):
-    """A linear layer's weight as a 1x1 convolution's."""
-    return weight if weight.ndim == 4 else weight[:, :, None, None]
-
-
 def spectral_normalise(net, shape, coeff=3.0, iterations=1):
     """Give every convolution and linear layer of `net` a SoftSpectral weight, for the input size
     that images [C, H, W] of `shape` give the layer. Batch norm is left alone, as in the paper."""
-    sizes = {}
-
-    def note_size(layer, inputs, _):
-        matrix = isinstance(layer, nn.Linear) or layer.kernel_size == (1, 1)
-        sizes[layer] = (1, 1) if matrix else tuple(inputs[0].shape[2:])
-
-    hooks = [m.register_forward_hook(note_size) for m in net.modules()
-             if isinstance(m, (nn.Conv2d, nn.Linear))]
-    training = net.training
+    sizes, training = {}, net.training
+    hooks = [m.register_forward_hook(lambda m, x, _: sizes.update({m: x[0].shape[2:]}))
+             for m in net.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
     net.eval()(torch.zeros(1, *shape))
     net.train(training)
     for hook in hooks:
@@ -549,22 +528,16 @@ def softmax_scores(logits, temperature=1.0) -> dict:
             "energy": logits.logsumexp(1)}
 
 
+REGIONS = ("clean", "ambiguous", "ood")
+
+
 def decide(density, entropy, density_threshold, entropy_threshold):
-    """0 clean, 1 ambiguous, 2 out of distribution [N]: low density is OOD whatever the entropy."""
+    """Index of REGIONS [N]: low density is out of distribution, whatever the entropy."""
     # paper: the pseudo-code's sign is inverted; a LOW density means out of distribution
     return torch.where(density < density_threshold, 2, (entropy > entropy_threshold).long())
 
 
 # ---- Training -----------------------------------------------------------------------------------
-
-
-def make_loader(dataset, args, **options):
-    return data.Loader(dataset, options.pop("batch_size", args.batch_size), args.device,
-                       workers=args.workers, channels_last=True, **options)
-
-
-def autocast(args):
-    return torch.autocast(args.device.type, torch.bfloat16, enabled=args.amp == "bf16")
 
 
 def learning_rate(step, steps, args) -> float:
@@ -584,8 +557,9 @@ def train(net, train_set, args, seed, run, name=None):
     options = dict(lr=args.lr, weight_decay=args.weight_decay)
     optimiser = torch.optim.Adam(net.parameters(), **options) if args.opt == "adam" else \
         torch.optim.SGD(net.parameters(), momentum=args.momentum, **options)
-    loader = make_loader(train_set, args, seed=seed, shuffle=True,
-                         augment="crop_flip" if args.augment else "none")
+    loader = data.Loader(train_set, args.batch_size, args.device, seed=seed, shuffle=True,
+                         augment="crop_flip" if args.augment else "none", workers=args.workers,
+                         channels_last=True)
     steps = min(len(loader), args.limit_steps or len(loader))
     model = common.data_parallel(net, args.device)
     model = torch.compile(model) if args.compile else model
@@ -599,7 +573,7 @@ def train(net, train_set, args, seed, run, name=None):
             lr = learning_rate(epoch * steps + step, steps, args)
             for group in optimiser.param_groups:
                 group["lr"] = lr
-            with autocast(args):
+            with torch.autocast(args.device.type, torch.bfloat16, enabled=args.amp == "bf16"):
                 logits, _ = model(batch.images)
             loss = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
             optimiser.zero_grad()
@@ -637,14 +611,14 @@ class Evaluated(NamedTuple):
 
 @torch.no_grad()
 def forward(net, dataset, args) -> Outputs | None:
-    """Exactly one row an example, whatever the number of processes; eval mode, un-augmented. Only
-    the main process gets them."""
+    """One row an example, in eval mode, un-augmented; None but on the main process."""
     net.eval()
-    rows = []
-    for batch in make_loader(dataset, args, batch_size=max(512, args.batch_size)).epoch(0):
+    rows, loader = [], data.Loader(dataset, max(512, args.batch_size), args.device,
+                                   workers=args.workers, channels_last=True)
+    for batch in loader.epoch(0):
         if not len(batch.labels):  # more processes than images left
             continue
-        with autocast(args):
+        with torch.autocast(args.device.type, torch.bfloat16, enabled=args.amp == "bf16"):
             logits, features = net(batch.images)
         rows.append((batch.index, logits.float(), features.float()))
     columns = common.gather_rows(*(torch.cat(column) for column in zip(*rows)))
@@ -684,10 +658,9 @@ def evaluate(net, sets, args, run) -> Evaluated | None:
     """One pass over every set, the Gaussians, and all scores: on the main process."""
     check_memory(sets["train"], net.head.in_features, args)
     with run.clock("forward"):
-        train = forward(net, sets["train"], args)
-        outputs = {name: forward(net, dataset, args) for name, dataset in
-                   {**sets["test"], **sets["ood"], "val": sets["val"]}.items()}
-    if train is None:
+        outputs = {name: forward(net, dataset, args) for name, dataset in {
+            **sets["test"], **sets["ood"], "val": sets["val"], "train": sets["train"]}.items()}
+    if (train := outputs.pop("train")) is None:
         return None
     with run.clock("fit"):
         gaussians = fit(train.features, train.labels, train.logits.shape[1], args)
@@ -708,89 +681,76 @@ def all_scores(gaussians, outputs, temperature) -> dict:
     return scores | softmax_scores(outputs.logits) | {f"{k}_scaled": v for k, v in scaled.items()}
 
 
-def comparisons(sets) -> list:
-    """(inside, outside): OOD sets against the test set and, where that has an ambiguous part,
-    against its clean part too, and the ambiguous part against the clean one."""
-    rows = [(sets["whole"], name) for name in sets["ood"]]
-    if len(sets["test"]) == 2:
-        clean, ambiguous = sets["test"]
-        rows += [*((clean, name) for name in sets["ood"]), (clean, ambiguous)]
-    return rows
-
-
-def classification_metrics(log_probs, labels, suffix="") -> dict:
-    """Accuracy, NLL (nats), Brier, calibration errors (15 bins) of log-probabilities [N, K]."""
-    probs = log_probs.exp()
-    values = {"accuracy": common.accuracy(probs, labels), "nll": common.nll(log_probs, labels),
-              "brier": common.brier(probs, labels), "ece15": common.ece(probs, labels),
-              "mce15": common.mce(probs, labels),
-              "adaptive_ece15": common.adaptive_ece(probs, labels)}
-    return {name + suffix: value for name, value in values.items()}
-
-
 def detection_metrics(inside, outside) -> dict:
     """AUROC, AUPR-in, AUPR-out, FPR at 95 % TPR of every score, {score: [N]} of both sides."""
     return {f"{metric}_{name}": value for name in inside for metric, value in common.ood_metrics(
         inside[name], outside[name], larger_means=SCORES[name.removesuffix("_scaled")]).items()}
 
 
-def result_rows(method, seed, sets, log_probs, scores) -> list:
-    """Rows of the test set and its parts (log_probs {set: {suffix: [N, K]}}), then of detection."""
-    names = dict.fromkeys([sets["whole"], *sets["test"]])
-    labels = {**{n: s.labels for n, s in sets["test"].items()}}
-    labels.setdefault(sets["whole"], torch.cat(list(labels.values())))
-    rows = [{"method": method, "seed": seed, "set": name, "n": len(labels[name]),
-             **{k: v for suffix, log_p in log_probs[name].items()
-                for k, v in classification_metrics(log_p, labels[name], suffix).items()}}
-            for name in names]
-    return rows + [{"method": method, "seed": seed, "set": inside, "against": outside,
-                    "n": len(labels[inside]), **detection_metrics(scores[inside], scores[outside])}
-                   for inside, outside in comparisons(sets)]
+def member_log_probs(members, name, suffix) -> Tensor:
+    """[M, N, K] of a set, float64; with the suffix "_scaled" at each member's own temperature."""
+    return torch.stack([(m.outputs[name].logits.double() / (m.temperature if suffix else 1)
+                         ).log_softmax(1) for m in members])
+
+
+def result_rows(method, seed, sets, members, scores) -> list:
+    """Rows of the members' mean probabilities on the test set and its parts; then of detection by
+    `scores`: OOD sets against it and its clean part, and the ambiguous part against that."""
+    names, rows = [*dict.fromkeys([sets["whole"], *sets["test"]])], []
+    for name in names:
+        labels = members[0].outputs[name].labels
+        rows.append({"method": method, "seed": seed, "set": name, "n": len(labels)})
+        for suffix in ("", "_scaled"):
+            each = member_log_probs(members, name, suffix)
+            log_probs = each.logsumexp(0) - math.log(len(each))
+            probs = log_probs.exp()
+            values = {"accuracy": common.accuracy(probs, labels),
+                      "nll": common.nll(log_probs, labels), "brier": common.brier(probs, labels),
+                      "ece15": common.ece(probs, labels), "mce15": common.mce(probs, labels),
+                      "adaptive_ece15": common.adaptive_ece(probs, labels)}
+            rows[-1] |= {metric + suffix: value for metric, value in values.items()}
+    pairs = [(inside, outside) for inside in names[:2] for outside in sets["ood"]]
+    for inside, outside in pairs + [names[1:]] * (len(names) > 1):
+        rows.append({"method": method, "seed": seed, "set": inside, "against": outside,
+                     "n": len(members[0].outputs[inside].labels),
+                     **detection_metrics(scores[inside], scores[outside])})
+    return rows
 
 
 def network_rows(evaluated, sets, args, seed) -> list:
     """Rows of one network; fraction_* are shares of the set (of `against`, where there is one)."""
-    outputs, scores, gaussians, temperature, threshold = evaluated
-    log_probs = {name: {suffix: (out.logits.double() / t).log_softmax(1)
-                        for suffix, t in (("", 1.0), ("_scaled", temperature))}
-                 for name, out in outputs.items()}
-    rows = result_rows("DDU", seed, sets, log_probs, scores)
+    scores, threshold = evaluated.scores, evaluated.threshold
+    rows = result_rows("DDU", seed, sets, [evaluated], scores)
     for row in rows:
         own = scores[row.get("against", row["set"])]
         region = decide(own["density"], own["entropy"], threshold, args.entropy_threshold)
         shares = region.bincount(minlength=3) / len(region)
-        row |= dict(zip(("fraction_clean", "fraction_ambiguous", "fraction_ood"), shares))
-        row |= {"temperature": temperature, "density_threshold": threshold, "jitter": gaussians.eps}
+        row |= {f"fraction_{name}": share for name, share in zip(REGIONS, shares)}
+        row |= {"temperature": evaluated.temperature, "density_threshold": threshold,
+                "jitter": evaluated.gaussians.eps}
     return rows
 
 
 def ensemble_rows(members, sets, seed) -> list:
-    """Rows of the mean of the members' probabilities and of its uncertainties, before and after
-    each member has its own temperature, on the test and OOD sets."""
-    names = [n for n in members[0].outputs if n != "val"]
-    log_probs, scores = {name: {} for name in names}, {name: {} for name in names}
-    for name in names:
-        for suffix in ("", "_scaled"):
-            each = torch.stack([(m.outputs[name].logits.double() / (m.temperature if suffix else 1)
-                                 ).log_softmax(1) for m in members])
-            parts = common.ensemble_uncertainty(each)
-            scores[name] |= {f"predictive_entropy{suffix}": parts["total"],
-                             f"mutual_information{suffix}": parts["epistemic"]}
-            log_probs[name][suffix] = each.logsumexp(0) - math.log(len(members))
-    return result_rows(f"ensemble of {len(members)}", seed, sets, log_probs, scores)
+    """Rows of the mean of the members' probabilities, and of its uncertainties."""
+    scores = {name: {} for name in members[0].outputs}
+    for name, suffix in itertools.product(scores, ("", "_scaled")):
+        parts = common.ensemble_uncertainty(member_log_probs(members, name, suffix))
+        scores[name] |= {f"predictive_entropy{suffix}": parts["total"],
+                         f"mutual_information{suffix}": parts["epistemic"]}
+    return result_rows(f"ensemble of {len(members)}", seed, sets, members, scores)
 
 
 def write_predictions(net, evaluated, dataset, args, run):
     """--predict: predictions.csv of any set, with the log density and the decision."""
-    out = forward(net, dataset, args)
-    if out is None:
+    if (out := forward(net, dataset, args)) is None:
         return
-    density = score_features(evaluated.gaussians, out.features)["density"]
-    region = decide(density, softmax_scores(out.logits)["entropy"], evaluated.threshold,
-                    args.entropy_threshold)
-    decision = [("clean", "ambiguous", "ood")[r] for r in region]
+    scores = all_scores(evaluated.gaussians, out, evaluated.temperature)
+    density = scores["density"]
+    region = decide(density, scores["entropy"], evaluated.threshold, args.entropy_threshold)
     common.write_predictions(run.dir / "predictions.csv", dataset, out.logits.log_softmax(1),
-                             epistemic=-density, log_density=density, decision=decision)
+                             epistemic=-density, log_density=density,
+                             decision=[REGIONS[r] for r in region])
 
 
 # ---- Plots --------------------------------------------------------------------------------------
@@ -908,16 +868,19 @@ def two_moons_sets(args) -> dict:
             "ood": {name: grid_set().select(far) for name in args.ood}}
 
 
+def load_options(args) -> dict:
+    return dict(data_dir=args.data_dir, seed=args.seed, image_size=args.image_size,
+                noise=args.noise)
+
+
 def load_sets(args) -> dict:
     """All sets of a run, before anything is trained: train, val, test parts and OOD sets by name,
     the name of the whole test set, and what --predict asks for."""
     if args.dataset == "two_moons":
         return two_moons_sets(args)
-    options = dict(data_dir=args.data_dir, seed=args.seed, image_size=args.image_size,
-                   noise=args.noise)
-    train, val = (data.load(args.dataset, split, **options) for split in ("train", "val"))
+    train, val = (data.load(args.dataset, part, **load_options(args)) for part in ("train", "val"))
     parts = PARTS.get(args.dataset, (args.dataset,))
-    tests = [data.match(data.load(part, "test", **options), train) for part in parts]
+    tests = [data.match(data.load(part, "test", **load_options(args)), train) for part in parts]
     sets = {"train": train, "val": val, "test": {test.name: test for test in tests},
             "whole": train.name, "ood": data.ood_sets(args, train, taken=parts),
             "predict": data.predict_set(args, train) if args.predict else None}
@@ -935,8 +898,8 @@ def run_name(args):
 
 
 def run_networks(args) -> list:
-    """--runs times --ensemble networks, with their own seeds, and what they are together."""
-    run, rows, method = None, [], "DDU"
+    """--runs times --ensemble networks; the pictures and predictions are the first run's."""
+    run, rows = None, []
     for seed in range(args.seed, args.seed + args.runs):
         own = common.with_options(args, seed=seed)  # one split for all members
         sets = load_sets(own)
@@ -949,29 +912,25 @@ def run_networks(args) -> list:
             train(nets[-1], sets["train"], own, net_seed, run,
                   f"seed{seed}" + f"-member{member}" * bool(member))
             members.append(evaluate(nets[-1], sets, args, run))
+        first = members[0]
         if common.is_main():
-            rows += network_rows(members[0], sets, args, seed)
+            rows += network_rows(first, sets, args, seed)
             rows += ensemble_rows(members, sets, seed) if args.ensemble > 1 else []
-        if seed == args.seed:
-            if args.predict:
-                write_predictions(nets[0], members[0], sets["predict"], args, run)
-            draw(run, nets, members[0], sets, args)
+        if seed > args.seed:
+            continue
+        if args.predict:
+            write_predictions(nets[0], first, sets["predict"], args, run)
+        if common.is_main() and args.plot and (plt := common.pyplot()):
+            plot_uncertainty(plt, run.dir / "uncertainty.png", first, sets, args.entropy_threshold)
+            plot_reliability(plt, run.dir / "reliability.png", first.outputs[sets["whole"]],
+                             first.temperature)
+            if args.dataset == "two_moons":
+                with common.alone():
+                    plot_two_moons(plt, run.dir / "two_moons.png", nets, first.gaussians,
+                                   sets["train"], args)
     return run.report(rows, ["accuracy", "nll", "ece15", "ece15_scaled", "fraction_ood",
                              "auroc_density", "auroc_entropy", "auroc_mahalanobis",
                              "auroc_predictive_entropy", "auroc_mutual_information"])
-
-
-def draw(run, nets, evaluated, sets, args):
-    """The pictures of the first run, by the main process."""
-    if not (common.is_main() and args.plot and (plt := common.pyplot())):
-        return
-    plot_uncertainty(plt, run.dir / "uncertainty.png", evaluated, sets, args.entropy_threshold)
-    plot_reliability(plt, run.dir / "reliability.png", evaluated.outputs[sets["whole"]],
-                     evaluated.temperature)
-    if args.dataset == "two_moons":
-        with common.alone():
-            plot_two_moons(plt, run.dir / "two_moons.png", nets, evaluated.gaussians,
-                           sets["train"], args)
 
 
 def run_features(args) -> list:
@@ -986,42 +945,39 @@ def run_features(args) -> list:
         return []
     train, val = data.train_val_split(len(labels), args.seed)
     gaussians = fit(features[train], labels[train], int(labels.max()) + 1, args)
-    threshold = density_scores(gaussians, features[val])["density"].quantile(args.density_quantile)
-    first, rows = next(iter(files)), []
+    threshold = score_features(gaussians, features[val])["density"].quantile(args.density_quantile)
     scores = {name: score_features(gaussians, z) for name, z in files.items()}
+    first, rows = next(iter(files)), []
     for name, own in scores.items():
         posterior = own.pop("log_posterior")
         region = decide(own["density"], own["gmm_entropy"], threshold, args.entropy_threshold)
-        row = {"method": "DDU", "seed": args.seed, "set": first, "n": len(files[first]),
-               "fraction_ood": (region == 2).double().mean(), "density": own["density"].mean(),
-               "density_threshold": threshold, "jitter": gaussians.eps}
+        rows.append({"method": "DDU", "seed": args.seed, "set": first, "n": len(files[first]),
+                     "fraction_ood": (region == 2).double().mean(),
+                     "density": own["density"].mean(), "density_threshold": threshold,
+                     "jitter": gaussians.eps})
         if name != first:
-            row |= {"against": name, **detection_metrics(scores[first], own)}
-        rows.append(row)
-        common.write_predictions(
-            run.dir / f"scores_{name}.csv", None, posterior, **own,
-            decision=[("clean", "ambiguous", "ood")[r] for r in region])
+            rows[-1] |= {"against": name, **detection_metrics(scores[first], own)}
+        common.write_predictions(run.dir / f"scores_{name}.csv", None, posterior, **own,
+                                 decision=[REGIONS[r] for r in region])
     return run.report(rows, ["density", "fraction_ood", "auroc_density", "auroc_gmm_entropy",
                              "auroc_mahalanobis", "auroc_relative_mahalanobis"])
 
 
 def active_learning_pool(args):
     """(pool, test set, first labelled rows, which pool rows are ambiguous [P])."""
-    options = dict(data_dir=args.data_dir, seed=args.seed, noise=args.noise, val_fraction=0.0)
-    name, odd = args.dataset, None
+    pairs, generator = dict(PARTS.values()), torch.Generator().manual_seed(args.seed)
+    if args.ambiguous and args.dataset not in pairs:
+        raise UserError(f"--ambiguous is for {' and '.join(pairs)}, not for {args.dataset}")
+    options = dict(load_options(args), val_fraction=0.0)
+    pool = data.load(args.dataset, "train", **options)
+    test = data.load(args.dataset, "test", args.data_dir, image_size=args.image_size)
+    test = data.match(test, pool)
+    ambiguous = torch.zeros(len(pool)) > 0
     if args.ambiguous:
-        if args.dataset not in dict(PARTS.values()):
-            raise UserError(f"--ambiguous is for {' and '.join(dict(PARTS.values()))}, not for "
-                            f"{args.dataset}")
-        odd = dict(PARTS.values())[args.dataset]
-    pool = data.load(name, "train", **options)
-    test = data.match(data.load(name, "test", data_dir=args.data_dir), pool)
-    generator, ambiguous = torch.Generator().manual_seed(args.seed), torch.zeros(len(pool)) > 0
-    if odd:
         clean = pool.select(torch.randint(len(pool), (args.subsample,), generator=generator))
-        odd = data.match(data.load(odd, "train", **options), clean)
-        pool, ambiguous = data.concat("ambiguous_pool", clean, odd), torch.arange(
-            len(clean) + len(odd)) >= len(clean)
+        odd = data.match(data.load(pairs[args.dataset], "train", **options), clean)
+        pool = data.concat("ambiguous_pool", clean, odd)
+        ambiguous = torch.arange(len(pool)) >= len(clean)
     per_class, rest = divmod(args.num_initial_samples, pool.num_classes)
     if rest or per_class < 2:
         raise UserError(f"--num-initial-samples {args.num_initial_samples}: must be a multiple of "
@@ -1081,16 +1037,16 @@ def label_step_by_step(job, pool, test, start, sizes, args, run) -> dict:
 def run_active_learning(args) -> list:
     """--active-learning: each (acquisition, run) is a job of its own, shared out over processes."""
     pool, test, start, ambiguous = active_learning_pool(args)
-    run, sizes = common.Run(args, "ddu", run_name(args)), list(range(
-        args.num_initial_samples, args.max_training_samples, args.acquisition_batch_size))
-    sizes.append(args.max_training_samples)
-    jobs = [(a, r) for a in args.active_learning for r in range(args.runs)]
+    run, last = common.Run(args, "ddu", run_name(args)), args.max_training_samples
+    sizes = [*range(args.num_initial_samples, last, args.acquisition_batch_size), last]
+    jobs = [(a, r) for a in dict.fromkeys(args.active_learning) for r in range(args.runs)]
     mine = jobs[common.rank()::common.world_size()]
     with common.alone():
         done = {job: label_step_by_step(job, pool, test, start, sizes, args, run) for job in mine}
     done = {job: state for part in common.gather_objects(done) for job, state in part.items()}
     rows, curves, shares = [], {}, {}
-    for (acquisition, r), state in sorted(done.items(), key=lambda item: jobs.index(item[0])):
+    for acquisition, r in jobs:
+        state = done[acquisition, r]
         odd = ambiguous[state["labelled"]].double().cumsum(0)
         share = [odd[n - 1].item() / n for n in sizes]
         curves.setdefault(acquisition, []).append(state["accuracy"])
