@@ -38,7 +38,7 @@ def options(**changes):
     """The options of a miniature network, as parse_args and with_method would resolve them."""
     return SimpleNamespace(**{**dict(
         model="resnet9", width=0.05, hidden=[6, 7], norm=True, members=4, chunk=0, amp="off",
-        device=torch.device("cpu"), repulsion="input_gradient", kernel="pca", alpha=0.4, cauchy=0.0,
+        device=torch.device("cpu"), repulsion="input_gradient", alpha=1.0, cauchy=0.0,
         grad_of="logit", eps=1e-24, repulsion_coef=1.0, label_smoothing=0.0, lr=0.1, lr_ratio=0.01,
         momentum=0.9, weight_decay=5e-4, prior="isotropic", schedule="published", epochs=300),
         **changes})
@@ -367,10 +367,9 @@ class Case:
     def __init__(self, **changes):
         self.args = options(**changes)
         self.nets, self.batch = ensemble(self.args).train(), make_batch()
-        vectors, values = random_basis()
-        self.kernel = forde.make_kernel((vectors, values), self.args)
-        scales = {"pca": values, "tuned": 1 / (0.4 / values + 0.6)}.get(self.args.kernel)
-        self.matrix = None if scales is None else vectors * scales.sqrt()
+        (vectors, values), alpha = random_basis(), self.args.alpha
+        self.kernel = forde.kernel_map(vectors, values, alpha) if alpha else None
+        self.matrix = vectors / (alpha / values + 1 - alpha).sqrt() if alpha else None
 
     def oracle(self):
         """(cross entropy or squared error, R): each network alone, the rest in loops."""
@@ -407,12 +406,12 @@ class Case:
 
 @pytest.mark.parametrize("chunk", [0, 1])
 @pytest.mark.parametrize("changes", [
-    dict(kernel="pca", members=3), dict(kernel="identity"), dict(kernel="tuned", members=3),
+    dict(members=3), dict(alpha=0.0), dict(alpha=0.4, members=3),
     dict(members=3, grad_of="logprob", repulsion_coef=2.5, label_smoothing=0.2),
     dict(repulsion="function", repulsion_coef=0.7, cauchy=0.3),
     dict(repulsion="feature", repulsion_coef=0.7, cauchy=0.3),
     dict(repulsion="lit", repulsion_coef=0.7),
-    dict(kernel="identity", model="mlp", norm=False, hidden=[6, 5], width=1.0)], ids=str)
+    dict(alpha=0.0, model="mlp", norm=False, hidden=[6, 5], width=1.0)], ids=str)
 def test_a_step_is_that_of_the_loops(changes, chunk):
     this = Case(**changes)
     if this.args.model == "mlp":  # regression repels in the gradients of its output
@@ -442,14 +441,14 @@ def test_published_initialisation_starts_at_the_maximum_without_a_force(chunk):
     assert (logits == 0).all() and sum(g.abs().sum() for g in grads) > 0
     for net in this.nets:  # a step moves the running statistics once
         h, norm = F.conv2d(this.batch.images, net.extractor[0].weight, padding=1), net.extractor[1]
-        assert all(m.steps == 1 for m in net.modules() if isinstance(m, forde.BatchNorm))
+        assert all(m.num_batches_tracked == 1 for m in net.modules() if isinstance(m, forde.BatchNorm))
         assert relative(norm.running_mean, h.mean((0, 2, 3))) < 1e-9
         assert relative(norm.running_var, h.var((0, 2, 3), correction=0)) < 1e-9
     assert all(torch.equal(a, b) for a, b in zip(grads, this.step(chunk, repel=False)[1]))
 
 
 def test_bf16_gives_finite_float32_gradients_near_the_right_ones():
-    this = Case(kernel="identity", members=3, amp="bf16")
+    this = Case(alpha=0.0, members=3, amp="bf16")
     this.nets, this.batch = this.nets.float(), make_batch(this.batch.images.float())
     (_, value, logits), grads = this.step()
     this.args.amp = "off"
