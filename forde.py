@@ -236,17 +236,24 @@ class BatchNorm(nn.BatchNorm2d):
 
 
 class Residual(nn.Module):
-    """after(body(h) + shortcut(h)) with h = before(x); an identity shortcut takes x itself."""
+    """conv-BN-ReLU-conv-BN plus shortcut, ReLU; or BN-ReLU-conv-BN-ReLU-conv plus shortcut: x, or
+    where the shape changes a 1x1 projection, with BN, or of the first pre-activation."""
 
-    def __init__(self, body, shortcut, before=(), after=()):
+    def __init__(self, c_in, c_out, stride, pre_activation):
         super().__init__()
-        self.before, self.body = nn.Sequential(*before), nn.Sequential(*body)
-        self.shortcut = nn.Sequential(*shortcut) if shortcut else None
-        self.after = nn.Sequential(*after)
+        body = [Conv2d(c_in, c_out, 3, stride), BatchNorm(c_out), nn.ReLU(), Conv2d(c_out, c_out)]
+        shortcut = [Conv2d(c_in, c_out, 1, stride)] if stride > 1 or c_in != c_out else []
+        before, after = [BatchNorm(c_in), nn.ReLU()], []
+        if not pre_activation:
+            before, after = [], [nn.ReLU()]
+            body.append(BatchNorm(c_out))
+            shortcut += [BatchNorm(c_out) for _ in shortcut]
+        self.before, self.body, self.shortcut, self.after = (
+            nn.Sequential(*layers) for layers in (before, body, shortcut, after))
 
     def forward(self, x):
         h = self.before(x)
-        return self.after(self.body(h) + (x if self.shortcut is None else self.shortcut(h)))
+        return self.after(self.body(h) + (self.shortcut(h) if self.shortcut else x))
 
 
 class Network(nn.Module):
@@ -260,17 +267,6 @@ class Network(nn.Module):
         features = self.extractor(x)
         features = features.mean((2, 3)) if features.ndim == 4 else features
         return self.head(features), features
-
-
-def residual_block(c_in, c_out, stride, pre_activation):
-    """conv-BN-ReLU-conv-BN plus shortcut, ReLU; or BN-ReLU-conv-BN-ReLU-conv plus shortcut. Where
-    the shape changes that is a 1x1 projection: with BN, or of the first pre-activation."""
-    body = [Conv2d(c_in, c_out, 3, stride), BatchNorm(c_out), nn.ReLU(), Conv2d(c_out, c_out)]
-    shortcut = [Conv2d(c_in, c_out, 1, stride)] if stride > 1 or c_in != c_out else []
-    if pre_activation:
-        return Residual(body, shortcut, before=[BatchNorm(c_in), nn.ReLU()])
-    norms = [BatchNorm(c_out) for _ in shortcut]
-    return Residual([*body, BatchNorm(c_out)], shortcut + norms, after=[nn.ReLU()])
 
 
 # name: (pre-activation, channels of the stem and by group, blocks a group); 3x3 stem, no max pool
@@ -291,7 +287,7 @@ def resnet(args, shape):
         layers += [BatchNorm(c_in), nn.ReLU()]
     for group, c in enumerate(map(wide, channels)):
         for i in range(blocks):
-            layers.append(residual_block(c_in, c, 2 if group and not i else 1, pre_activation))
+            layers.append(Residual(c_in, c, 2 if group and not i else 1, pre_activation))
             c_in = c
     if pre_activation:
         layers += [BatchNorm(c_in), nn.ReLU()]
@@ -579,8 +575,8 @@ def principal_components(train_set, args) -> tuple[Tensor, Tensor]:
             vectors, values = (t.float().cpu() for t in pca(moments))
             common.write(path, common.to_bytes({"eigenvectors": vectors, "eigenvalues": values}))
     state = common.load_checkpoint(args.pca or path)
-    vectors, values = state.get("eigenvectors"), state.get("eigenvalues")
-    if values is None or vectors is None or vectors.shape != (dim, len(values)):
+    vectors, values = (state.get(k, torch.empty(0)) for k in ("eigenvectors", "eigenvalues"))
+    if vectors.shape != (dim, len(values)):
         raise UserError(f"{args.pca or path} is no basis of inputs of {dim} dimensions; give "
                         "another --pca FILE, or none to have it computed")
     keep = slice(None, args.pca_components or None)
@@ -753,7 +749,7 @@ def predict(nets, dataset, args):
     """Log-probabilities [M, N, K] float32 of all members, in the set's order, on the main process
     (None on the others). Regression (K = 1): the outputs themselves."""
     nets.eval()
-    rows, index = [torch.zeros(0, len(nets), nets[0].head.out_features)], [torch.zeros(0).long()]
+    rows, index = [], []
     for batch in make_loader(dataset, args).epoch():
         if not len(batch.labels):  # more processes than images left
             continue
@@ -901,7 +897,6 @@ def paired_differences(rows) -> list:
 # ---- Plots --------------------------------------------------------------------------------------
 
 COLOURS = ["#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE", "#BBBBBB", "#000000"]
-MARKERS = "osD^vP*X"
 
 
 def plot_shift(plt, path, rows, test, shift):
@@ -917,7 +912,7 @@ def plot_shift(plt, path, rows, test, shift):
             if all(metric in row for group in own for row in group):
                 values = np.array([[row[metric] for row in group] for group in own])  # [6, seeds]
                 error = values.std(1, ddof=1) / values.shape[1] ** 0.5 if values.shape[1] > 1 else 0
-                axis.errorbar(np.arange(6) + 0.05 * k, values.mean(1), error, marker=MARKERS[k],
+                axis.errorbar(np.arange(6) + 0.05 * k, values.mean(1), error, marker="osD^vP*X"[k],
                               ms=4, capsize=2, color=COLOURS[k], label=method.replace("_", " "))
     for axis, label in zip(axes, labels.values()):
         axis.set(xlabel=f"severity ({shift}; 0: clean)", ylabel=label, xticks=range(6))
@@ -954,9 +949,8 @@ def plot_classification(plt, path, sets, outputs):
             image = axis.pcolormesh(*grid.permute(2, 0, 1), parts[name].view(grid.shape[:2]),
                                     vmin=0, vmax=top)
             figure.colorbar(image, ax=axis, label=f"{name} entropy (nats)")
-            for c in range(5):
-                axis.plot(*points.images[points.labels == c].flatten(1).T, ".", ms=5,
-                          color=COLOURS[c], mec="white", mew=0.4)
+            axis.scatter(*points.images.flatten(1).T, 9, np.array(COLOURS)[points.labels],
+                         edgecolors="white", linewidths=0.4)
             axis.set(title=method.replace("_", " "), aspect="equal")
     common.save_figure(plt, figure, path)
 
