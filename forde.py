@@ -549,8 +549,7 @@ def second_moments(dataset, args, first_layer=False) -> Tensor:
             x = F.unfold(x, 3, padding=1).transpose(1, 2).flatten(0, 1)
         x = x.flatten(1)
         total, mean, count = total + x.T @ x, mean + x.sum(0), count + len(x)
-    total, mean = common.all_reduce(total), common.all_reduce(mean)
-    count = common.all_reduce(total.new_tensor(float(count)))
+    total, mean, count = map(common.all_reduce, (total, mean, total.new_tensor(float(count))))
     return (total - torch.outer(mean, mean) / count * first_layer) / (count - 1)
 
 
@@ -966,23 +965,20 @@ def points_set(name, x, y, repeat=1):
 
 def toy_sets(args) -> dict:
     """A toy's points, trained on 50 times an epoch (full batches), and what its picture shows."""
-    common_parts = {"val": None, "shift": ("", [], None), "ood": {}}
     if args.dataset == "toy_regression":
         # with one feature a unit gradient would be a sign, and nothing could repel
         features = lambda x: torch.stack([x / 2, (x / 2).square()], 1)
-        x, y = data.gapped_regression()
-        line = torch.linspace(-10, 10, 400)
-        return {**common_parts, "train": points_set(args.dataset, features(x), y, 50),
-                "test": points_set(args.dataset, features(x), y), "axes": line,
-                "plane": points_set("line", features(line), torch.zeros(400))}
-    x, y = data.gaussian_ring(40)
-    axis = torch.linspace(-12, 12, 120)
-    axes = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), 2)
-    plane = points_set("plane", axes.flatten(0, 1), torch.zeros(14_400).long())
-    far = torch.cdist(axes.flatten(0, 1), x).min(1).values > 3
-    return {**common_parts, "train": points_set(args.dataset, x, y, 50), "plane": plane,
-            "test": points_set(args.dataset, *data.gaussian_ring(20, seed=43)), "axes": axes,
-            "ood": {"far": plane.select(far)}}
+        (x, y), axes, ood = data.gapped_regression(), torch.linspace(-10, 10, 400), {}
+        x, plane = features(x), points_set("line", features(axes), torch.zeros(400))
+        test = x, y
+    else:
+        (x, y), test = data.gaussian_ring(40), data.gaussian_ring(20, seed=43)
+        axis = torch.linspace(-12, 12, 120)
+        axes = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), 2)
+        plane = points_set("plane", axes.flatten(0, 1), torch.zeros(14_400).long())
+        ood = {"far": plane.select(torch.cdist(axes.flatten(0, 1), x).min(1).values > 3)}
+    return {"train": points_set(args.dataset, x, y, 50), "test": points_set(args.dataset, *test),
+            "val": None, "ood": ood, "shift": ("", [], None), "plane": plane, "axes": axes}
 
 
 def load_sets(args, seed) -> dict:
@@ -1006,9 +1002,8 @@ def load_sets(args, seed) -> dict:
         test = data.match(load("test"), train)
         if args.val_fraction:
             val = data.match(load("val"), train)
-    ood, predicted = data.ood_sets(args, train), None
-    if args.predict:
-        predicted = data.predict_set(args, train)
+    ood = data.ood_sets(args, train)
+    predicted = data.predict_set(args, train) if args.predict else None
     sizes = [len(s) for s in (train, val, test, predicted, *ood.values()) if s is not None]
     least = min(*sizes, args.diversity_examples, args.shift_examples or len(test))
     if least < common.world_size():
