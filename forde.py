@@ -65,12 +65,11 @@ from common import UserError, at_least, between
 
 # ---- Arguments ----------------------------------------------------------------------------------
 
-# name: what repels, and for FoRDE in which metric
-METHODS = {"deep_ensemble": ("none", None), "forde_pca": ("input_gradient", "pca"),
-           "forde_identity": ("input_gradient", "identity"),
-           "forde_tuned": ("input_gradient", "tuned"), "weight_rde": ("weight", None),
-           "function_rde": ("function", None), "feature_rde": ("feature", None),
-           "lit": ("lit", None)}
+# name: what repels, and for FoRDE the alpha of its metric (None: --alpha)
+METHODS = {"deep_ensemble": ("none", 0), "forde_pca": ("input_gradient", 1),
+           "forde_identity": ("input_gradient", 0), "forde_tuned": ("input_gradient", None),
+           "weight_rde": ("weight", 0), "function_rde": ("function", 0),
+           "feature_rde": ("feature", 0), "lit": ("lit", 0)}
 TOYS = ("toy_regression", "toy_classification")
 PRESETS = {
     # paper: 10 members, batch 128, SGD with Nesterov momentum 0.9, decay 5e-4 on everything,
@@ -99,8 +98,6 @@ PRESETS = {
        for toy, own in zip(TOYS, (dict(epochs=60, batch_size=60, lr=2e-4),
                                   dict(epochs=20, batch_size=200, lr=0.02)))},
 }
-# The published pixel statistics where data.py has others.
-STATISTICS = {"cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))}
 
 
 def parse_args(argv=None):
@@ -110,35 +107,31 @@ def parse_args(argv=None):
     add("--features", nargs=2, metavar=("TRAIN", "TEST"), help="of --dataset features: .npz files "
         "with 'features' [N, D] and 'labels' [N]; --ood then takes such files too")
     add("--augment", action=flag, help="random crop and flip (paper: on)")
-    add("--val-fraction", type=between(0, 0.9, float), default=0.0, help="of the training set, for "
-        "a temperature and --eval-every (published: 0)")
+    add("--val-fraction", type=between(0, 0.9), default=0.0, help="for a temperature and "
+        "--eval-every (published: 0)")
     add("--published-split", action=flag, default=False, help="of validation: as many of each "
         "class, by the published seed, instead of at random by --seed")
     add("--limit-train", type=at_least(1), metavar="N", help="train on N images, evenly spaced")
     add = parser.group("network")
     add("--members", "-m", type=at_least(1), help="ensemble members M (paper: 10)")
-    add("--model", choices=[*RESNETS, "mlp"], help="paper: resnet18; preact_resnet18 on "
-        "TinyImageNet")
-    add("--hidden", type=at_least(1), nargs="+", metavar="N",
-        help="widths of mlp (paper: three layers)")
+    add("--model", choices=[*RESNETS, "mlp"], help="paper: resnet18; TinyImageNet: preact_resnet18")
+    add("--hidden", type=at_least(1), nargs="+", metavar="N", help="widths of mlp (paper: three)")
     add("--norm", action=flag, help="batch norm in mlp")
     add = parser.group("training")
-    add("--momentum", type=between(0, 0.999, float), default=0.9, help="Nesterov's (paper: 0.9)")
+    add("--momentum", type=between(0, 0.999), default=0.9, help="Nesterov's (paper: 0.9)")
     add("--weight-decay", type=at_least(0, float), help="on ALL parameters (paper: 5e-4)")
-    add("--label-smoothing", type=between(0, 0.999, float), default=0.0, help="of the cross "
-        "entropy alone (paper: 0)")
+    add("--label-smoothing", type=between(0, 0.999), default=0.0, help="of CE alone (paper: 0)")
     add("--schedule", choices=["published", "one_cycle"], help="published: constant, linear from "
         "50 to 90 %% of the epochs, constant; one_cycle: better in few epochs")
-    add("--lr-ratio", type=between(0, 1, float), help="final over initial learning rate (0.01)")
+    add("--lr-ratio", type=between(0, 1), help="final over initial learning rate (0.01)")
     add("--prior", choices=["isotropic", "empcov"], default="isotropic", help="on the first "
         "layer: weight decay, or N(0, aC + eI) with the covariance C of what it sees")
     add = parser.group("method")
-    add("--alpha", type=between(0, 1, float), help="of forde_tuned: 0 identity, 1 PCA (paper: 0.4 "
+    add("--alpha", type=between(0, 1), help="of forde_tuned: 0 identity, 1 PCA (paper: 0.4 "
         "on CIFAR-100, 0.2 on CIFAR-10, chosen from 0, .1, .2, .4, .8, 1)")
     add("--grad-of", choices=["logit", "logprob"], default="logit",
         help="f_y: the raw logit of the true class (published), or its log-probability")
-    add("--eps", type=between(0, 1, float), default=1e-24, help="added to squared gradient norms: "
-        "the square of the paper's 1e-12")
+    add("--eps", type=between(0, 1), default=1e-24, help="added to |g|^2 (paper: 1e-12 squared)")
     add("--repulsion-coef", type=at_least(0, float), default=1.0, help="multiplies the repulsion "
         "(paper: 1); of lit: the penalty's weight, which is not published")
     add("--repulse-every", type=at_least(1), default=1, help="steps between repulsions (paper: 1)")
@@ -146,8 +139,7 @@ def parse_args(argv=None):
         "logits (published: features 1e-3 on CIFAR-10, else 5e-3; logits 1e-6)")
     add("--pca", metavar="FILE", help="basis of the inputs made by another run (default: computed "
         "on first use and kept beside the runs)")
-    add("--pca-components", type=at_least(0), default=0, metavar="R",
-        help="leading components kept; 0: all")
+    add("--pca-components", type=at_least(0), default=0, metavar="R", help="how many; 0: all")
     add = parser.group("evaluation")
     add("--methods", nargs="+", choices=METHODS, metavar="METHOD", help="trained with the same "
         f"initial members and batches, and compared: {', '.join(METHODS)}")
@@ -158,35 +150,27 @@ def parse_args(argv=None):
     add("--shift-examples", type=at_least(0), metavar="N", help="test images a corruption; 0: all")
     add("--diversity-examples", type=at_least(1), default=1000, metavar="N",
         help="test images for the input gradients' diversity, at each severity")
-    add("--eval-every", type=at_least(0), default=0, metavar="E", help="epochs between "
-        "validations; 0: none")
+    add("--eval-every", type=at_least(0), default=0, metavar="E", help="validate every E epochs")
     parser.group("run")("--chunk", type=at_least(0), default=0, metavar="C", help="members whose "
         "activations are in memory at once, a divisor of M; 0: all")
-    return check_args(parser.parse(argv), parser)
-
-
-def check_args(args, parser):
-    """Refuse what cannot work, before anything is loaded."""
+    args = parser.parse(argv)
     args.methods = list(dict.fromkeys(args.methods))
     plain, own = args.dataset in (*TOYS, "features"), args.dataset.startswith("folder:")
     if own and args.shift == "published" and "shift" not in args.explicit:
         args.shift = "computed"
-    published = f"{args.dataset}_c" in data.CORRUPTED
     for wrong, message in (
             (args.compile, "--compile: a compiled network cannot be differentiated twice"),
             (args.members % (args.chunk or 1), f"--chunk {args.chunk} does not divide --members "
              f"{args.members}; use a divisor, or 0 for all members at once"),
             ((args.dataset == "features") != bool(args.features), "--dataset features and "
              "--features TRAIN.npz TEST.npz go together"),
-            (plain and args.model != "mlp", f"--model {args.model} is for images; {args.dataset} "
-             "takes mlp"),
-            (plain and args.val_fraction, "--val-fraction is for images; leave it out"),
+            (plain and (args.model, args.val_fraction, args.shift) != ("mlp", 0, "none"),
+             f"--model {args.model}, --val-fraction, --shift {args.shift}: {args.dataset} has no "
+             "images; it takes --model mlp, --val-fraction 0 and --shift none"),
             (args.eval_every and not args.val_fraction, "--eval-every needs a validation set; add "
              "--val-fraction 0.1"),
-            (args.shift == "published" and not published, f"--shift published is not for "
-             f"{args.dataset}; use computed or none"),
-            (plain and args.shift != "none", f"--shift {args.shift} is for images, not "
-             f"{args.dataset}; leave it out"),
+            (args.shift == "published" and f"{args.dataset}_c" not in data.CORRUPTED,
+             f"--shift published is not for {args.dataset}; use computed or none"),
             (args.dataset in TOYS and (args.ood or args.predict), "--ood and --predict are not for "
              f"{args.dataset}; leave them out"),
             (args.dataset == "toy_regression" and "feature_rde" in args.methods, "feature_rde "
@@ -209,44 +193,29 @@ class Conv2d(nn.Conv2d):
         super().__init__(c_in, c_out, kernel, stride, kernel // 2, bias=False)
 
     def forward(self, x):
-        stride = self.stride[0]
+        (stride, _), (height, width) = self.stride, x.shape[2:]
         if self.kernel_size == (1, 1):
             return F.conv2d(x[..., ::stride, ::stride], self.weight)
         if stride == 1:
             return super().forward(x)
-        sides = []
-        for n in x.shape[:1:-1]:
-            total = max((-(-n // stride) - 1) * stride + self.kernel_size[0] - n, 0)
-            sides += [total // 2, total - total // 2]
-        return F.conv2d(F.pad(x, sides), self.weight, stride=stride)
+        return F.conv2d(F.pad(x, (width % 2, 1, height % 2, 1)), self.weight, stride=stride)
 
 
-class BatchNorm(nn.Module):
+class BatchNorm(nn.BatchNorm2d):
     """Batch norm of [B, C] or [B, C, H, W] with the statistics of the global batch.
 
     published code: running statistics of the biased variance, debiased: average_t = hidden_t / (1 -
     0.9^t). They move in a training forward whose weights have a gradient.
     """
 
-    eps, momentum = 1e-5, 0.1
-
-    def __init__(self, channels):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(channels))
-        self.bias = nn.Parameter(torch.zeros(channels))
-        self.register_buffer("running_mean", torch.zeros(channels))
-        self.register_buffer("running_var", torch.ones(channels))
-        self.register_buffer("steps", torch.tensor(0))
-
     def forward(self, x):
         maps = x if x.ndim == 4 else x[:, :, None, None]
         if not self.training:
-            y = F.batch_norm(maps, self.running_mean, self.running_var, self.weight, self.bias,
-                             eps=self.eps)
-        elif common.world_size() == 1:
+            return super().forward(maps).view(x.shape)
+        if common.world_size() == 1:
             y, mean, inverse_std = torch.native_batch_norm(
                 maps, self.weight, self.bias, None, None, True, 0.0, self.eps)
-            self.track(mean, inverse_std.pow(-2) - self.eps)
+            var = inverse_std.pow(-2) - self.eps
         else:
             count = self.weight.new_tensor([maps.numel() / maps.shape[1]])
             sums = torch.cat([maps.sum((0, 2, 3), dtype=count.dtype), count])
@@ -256,30 +225,35 @@ class BatchNorm(nn.Module):
             var = common.all_reduce_sum(centred.square().sum((0, 2, 3))) / count
             scale = self.weight * torch.rsqrt(var + self.eps)
             y = (centred * scale[:, None, None] + self.bias[:, None, None]).to(x.dtype)
-            self.track(mean, var)
-        return y.view_as(x) if x.ndim == 2 else y
-
-    @torch.no_grad()
-    def track(self, mean, var):
         if self.weight.requires_grad:
-            self.steps += 1
-            weight = self.momentum / (1 - (1 - self.momentum) ** self.steps.to(mean.dtype))
-            self.running_mean.lerp_(mean.to(self.running_mean), weight)
-            self.running_var.lerp_(var.to(self.running_var), weight)
+            with torch.no_grad():
+                self.num_batches_tracked += 1
+                steps = self.num_batches_tracked.to(mean.dtype)
+                weight = self.momentum / (1 - (1 - self.momentum) ** steps)
+                self.running_mean.lerp_(mean.to(self.running_mean), weight)
+                self.running_var.lerp_(var.to(self.running_var), weight)
+        return y.view(x.shape)
 
 
 class Residual(nn.Module):
-    """after(body(h) + shortcut(h)) with h = before(x); an identity shortcut takes x itself."""
+    """conv-BN-ReLU-conv-BN plus shortcut, ReLU; or BN-ReLU-conv-BN-ReLU-conv plus shortcut: x, or
+    where the shape changes a 1x1 projection, with BN, or of the first pre-activation."""
 
-    def __init__(self, body, shortcut=None, before=(), after=()):
+    def __init__(self, c_in, c_out, stride, pre_activation):
         super().__init__()
-        self.before, self.body = nn.Sequential(*before), nn.Sequential(*body)
-        self.shortcut = None if shortcut is None else nn.Sequential(*shortcut)
-        self.after = nn.Sequential(*after)
+        body = [Conv2d(c_in, c_out, 3, stride), BatchNorm(c_out), nn.ReLU(), Conv2d(c_out, c_out)]
+        shortcut = [Conv2d(c_in, c_out, 1, stride)] if stride > 1 or c_in != c_out else []
+        before, after = [BatchNorm(c_in), nn.ReLU()], []
+        if not pre_activation:
+            before, after = [], [nn.ReLU()]
+            body.append(BatchNorm(c_out))
+            shortcut += [BatchNorm(c_out) for _ in shortcut]
+        self.before, self.body, self.shortcut, self.after = (
+            nn.Sequential(*layers) for layers in (before, body, shortcut, after))
 
     def forward(self, x):
         h = self.before(x)
-        return self.after(self.body(h) + (x if self.shortcut is None else self.shortcut(h)))
+        return self.after(self.body(h) + (self.shortcut(h) if self.shortcut else x))
 
 
 class Network(nn.Module):
@@ -295,44 +269,27 @@ class Network(nn.Module):
         return self.head(features), features
 
 
-def basic_block(c_in, c_out, stride):
-    """conv-BN-ReLU-conv-BN plus shortcut, ReLU; 1x1 projection with BN where the shape changes."""
-    body = [Conv2d(c_in, c_out, 3, stride), BatchNorm(c_out), nn.ReLU(), Conv2d(c_out, c_out),
-            BatchNorm(c_out)]
-    same = stride == 1 and c_in == c_out
-    shortcut = None if same else [Conv2d(c_in, c_out, 1, stride), BatchNorm(c_out)]
-    return Residual(body, shortcut, after=[nn.ReLU()])
-
-
-def pre_activation_block(c_in, c_out, stride):
-    """BN-ReLU-conv-BN-ReLU-conv; a 1x1 projection sees the first pre-activation."""
-    body = [Conv2d(c_in, c_out, 3, stride), BatchNorm(c_out), nn.ReLU(), Conv2d(c_out, c_out)]
-    same = stride == 1 and c_in == c_out
-    return Residual(body, None if same else [Conv2d(c_in, c_out, 1, stride)],
-                    before=[BatchNorm(c_in), nn.ReLU()])
-
-
-# name: (block, channels of the stem, channels by group, blocks by group); 3x3 stem, no max pool
-RESNETS = {"resnet9": (basic_block, 64, (64, 128, 256, 512), (1, 1, 1, 1)),
-           "resnet18": (basic_block, 64, (64, 128, 256, 512), (2, 2, 2, 2)),
-           "preact_resnet18": (pre_activation_block, 64, (64, 128, 256, 512), (2, 2, 2, 2)),
-           "wrn_16_4": (pre_activation_block, 16, (64, 128, 256), (2, 2, 2))}
+# name: (pre-activation, channels of the stem and by group, blocks a group); 3x3 stem, no max pool
+RESNETS = {"resnet9": (False, 64, (64, 128, 256, 512), 1),
+           "resnet18": (False, 64, (64, 128, 256, 512), 2),
+           "preact_resnet18": (True, 64, (64, 128, 256, 512), 2),
+           "wrn_16_4": (True, 16, (64, 128, 256), 2)}
 
 
 def resnet(args, shape):
     """Layers and feature dimension; the norm that ends them stands after the stem in a basic one,
     after the last block in a pre-activation one."""
-    block, stem, channels, counts = RESNETS[args.model]
+    pre_activation, stem, channels, blocks = RESNETS[args.model]
     wide = lambda c: max(1, round(c * args.width))
     c_in = stem if args.model == "wrn_16_4" else wide(stem)
     layers = [Conv2d(shape[0], c_in)]
-    if block is basic_block:
+    if not pre_activation:
         layers += [BatchNorm(c_in), nn.ReLU()]
-    for group, (c, count) in enumerate(zip(channels, counts)):
-        for i in range(count):
-            layers.append(block(c_in, wide(c), 2 if group and not i else 1))
-            c_in = wide(c)
-    if block is pre_activation_block:
+    for group, c in enumerate(map(wide, channels)):
+        for i in range(blocks):
+            layers.append(Residual(c_in, c, 2 if group and not i else 1, pre_activation))
+            c_in = c
+    if pre_activation:
         layers += [BatchNorm(c_in), nn.ReLU()]
     return layers, c_in
 
@@ -369,30 +326,20 @@ def make_network(args, num_classes, shape):
 # M members, B examples of the GLOBAL batch, D input dimensions, R <= D principal components.
 
 
-def true_class_score(logits, y, grad_of="logit") -> Tensor:
-    """f_y [B], whose input gradient is the particle: the raw logit of the true class (paper, 3).
-
-    logits [B, K]; y int [B], or float [B] for regression with K = 1, where f is the output itself.
-    `grad_of` "logprob": the log softmax instead, as Ross et al. (2018) have it.
-    """
-    if y.is_floating_point():
-        return logits[:, 0]
-    scores = logits.log_softmax(1) if grad_of == "logprob" else logits
-    return scores.gather(1, y[:, None])[:, 0]
-
-
 def input_gradient(net, x, y, grad_of="logit", create_graph=True) -> tuple[Tensor, Tensor]:
-    """(logits [B, K], g [B, D]): g_b = d/dx_b sum_b' f_y(x_b'), in float32 at least.
+    """(logits [B, K], g [B, D]): g_b = d/dx_b sum_b' f_y(x_b'); net(x) gives logits and features.
 
-    net(x) gives logits and features. In training mode batch norm couples the examples, and g has
-    these terms (as published). create_graph: g is differentiable by the parameters.
+    f_y is the raw logit of the true class y (paper, 3), its log softmax with `grad_of` "logprob"
+    (Ross et al. 2018), or the output where y is float (regression, K = 1). In training mode batch
+    norm couples the examples, and g has these terms (as published). create_graph: g is
+    differentiable by the parameters.
     """
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         logits = net(x)[0]
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        score = true_class_score(logits, y, grad_of).sum()
-        g, = torch.autograd.grad(score, x, create_graph=create_graph)
+        scores = logits.log_softmax(1) if grad_of == "logprob" else logits
+        own = logits if y.is_floating_point() else scores.gather(1, y[:, None])
+        g, = torch.autograd.grad(own.sum(), x, create_graph=create_graph)
     return logits, g.flatten(1)
 
 
@@ -406,12 +353,10 @@ def unit_rows(g, eps=1e-24) -> Tensor:
     return g / torch.where(squared > eps, squared + eps, torch.inf).sqrt()
 
 
-def pca(second_moments, components=0) -> tuple[Tensor, Tensor]:
-    """(eigenvectors [D, R] as columns, eigenvalues [R], largest first) of X^T X / (N-1) [D, D];
-    the leading `components`, or all."""
+def pca(second_moments) -> tuple[Tensor, Tensor]:
+    """(eigenvectors [D, D] as columns, eigenvalues [D], largest first) of X^T X / (N-1) [D, D]."""
     eigenvalues, eigenvectors = torch.linalg.eigh(second_moments)
-    keep = slice(None, components or None)
-    return eigenvectors.flip(1)[:, keep], eigenvalues.flip(0).clamp_min(0)[keep]
+    return eigenvectors.flip(1), eigenvalues.flip(0).clamp_min(0)
 
 
 def kernel_map(eigenvectors, eigenvalues, alpha=1.0) -> Tensor:
@@ -451,7 +396,7 @@ def repulsion(g, kernel=None, eps=1e-24) -> Tensor:
     """
     # paper: Algorithm 1; both terms are divided by B
     s = unit_rows(g, eps)
-    d = squared_distances(s if kernel is None else s @ kernel)
+    d = squared_distances(s if kernel is None else s @ kernel.to(s))
     exponents = -d / median_bandwidth(d)
     return (exponents.flatten(1).logsumexp(1) - math.log(g.shape[1])).sum() / g.shape[1]
 
@@ -460,10 +405,10 @@ def repulsion(g, kernel=None, eps=1e-24) -> Tensor:
 def rbf_repulsion(points) -> tuple[Tensor, list]:
     """(sum_i ln sum_j K_ij, its gradients), K_ij = exp(-d_ij ln(M+1) / med d), of points.
 
-    points: a list of tensors [M, ...], which together are one point a member: d_ij is summed over
-    them. The kernel of repulsive ensembles (D'Angelo and Fortuin 2021) on weights and function
-    values: one median over all M^2 distances, zeros included. The second argument and the bandwidth
-    are constant; the gradients are in closed form, minus sum_j (2/h) K_ij (p_i - p_j) / sum_j K_ij.
+    points: tensors [M, ...], which together are one point a member: d_ij is summed over them. The
+    kernel of repulsive ensembles (D'Angelo and Fortuin 2021) on weights and function values: one
+    median over all M^2 distances, zeros included. The second argument and the bandwidth are
+    constant; the gradients are minus sum_j (2/h) K_ij (p_i - p_j) / sum_j K_ij.
     """
     d = sum(torch.stack([(p - other).square().flatten(1).sum(1) for other in p], 1)
             for p in points)
@@ -474,16 +419,12 @@ def rbf_repulsion(points) -> tuple[Tensor, list]:
     return (-d / bandwidth).logsumexp(1).sum(), gradients
 
 
-def cauchy_prior(z, c) -> Tensor:
-    """Minus the log prior up to a constant, sum ln(1 + c z^2), on outputs or features."""
-    return (c * z.square()).log1p().sum()
-
-
 def function_repulsion(logits, c=0.0) -> Tensor:
-    """(1/B) [sum_i ln sum_j K_ij + Cauchy prior], K of `rbf_repulsion` on logits [M, B, K]."""
+    """(1/B) [sum_i ln sum_j K_ij + sum ln(1 + c z^2)] of logits z [M, B, K]: the kernel of
+    `rbf_repulsion` and a Cauchy prior."""
     value, (gradient,) = rbf_repulsion([logits])
     value = value + (gradient * (logits - logits.detach())).sum()  # its value and its gradient
-    return (value + cauchy_prior(logits, c)) / logits.shape[1]
+    return (value + (c * logits.square()).log1p().sum()) / logits.shape[1]
 
 
 @torch.no_grad()
@@ -504,13 +445,11 @@ def feature_directions(logits, y, head_weight, count=5) -> Tensor:
 
 
 def feature_repulsion(features, directions, c=0.0) -> Tensor:
-    """(1/B) sum_b [sum_i ln sum_j exp(-d_ijb/h_jb) + Cauchy prior], d along `directions`.
-
-    features [M, B, F]; h_jb = med_i d_ijb / ln M + 1e-12.
-    """
+    """(1/B) sum_b [sum_i ln sum_j exp(-d_ijb/h_jb) + sum ln(1 + c z^2)] of features z [M, B, F],
+    d along `directions` [B, F, count], h_jb = med_i d_ijb / ln M + 1e-12."""
     d = squared_distances(torch.einsum("mbf,bfk->mbk", features, directions))
     value = (-d / median_bandwidth(d)).logsumexp(1).sum()
-    return (value + cauchy_prior(features, c)) / features.shape[1]
+    return (value + (c * features.square()).log1p().sum()) / features.shape[1]
 
 
 def pairwise_cosines(g, eps=1e-24) -> Tensor:
@@ -534,10 +473,8 @@ def empcov_precision(covariance, eps=0.1) -> Tensor:
 
 
 def data_loss(logits, y, label_smoothing=0.0) -> Tensor:
-    """The sum over members and examples: cross entropy, or squared error / (2 * 0.1^2) (toy).
-
-    logits [M, B, K]; y int or float [B]. Sums over members: each member's gradient is its own.
-    """
+    """Cross entropy of int y [B], or squared error / (2 * 0.1^2) of float y (toy), of logits [M, B,
+    K]: summed over members, each of which has its own gradient, and examples."""
     if y.is_floating_point():
         return (logits[..., 0] - y).square().sum() / (2 * 0.1**2)
     return F.cross_entropy(logits.flatten(0, 1), y.repeat(len(logits)), reduction="sum",
@@ -568,21 +505,21 @@ class Members(nn.Module):
         self.nets, self.particles, self.grad_of = nn.ModuleList(nets), particles, grad_of
 
     def forward(self, x, y, repel=True, graph=True):
-        """Logits [C, B, K] and particles [C, B, D] (D = 0 without `repel`), differentiable, and the
-        running statistics moved; without a `graph` detached, and the statistics left alone."""
-        outputs = [self.one(net, x, y, repel, graph) for net in self.nets]
-        logits, particles = (torch.stack(part) for part in zip(*outputs))
-        return (logits, particles) if graph else (logits.detach(), particles.detach())
-
-    def one(self, net, x, y, repel, graph):
-        if not graph:
-            frozen = {name: p.detach() for name, p in net.named_parameters()}
-            whole, net = net, lambda x: torch.func.functional_call(whole, frozen, (x,))
-        if repel and self.particles == "input_gradient":
-            return input_gradient(net, x, y, self.grad_of, create_graph=graph)
-        logits, features = (t if t.dtype == torch.float64 else t.float() for t in net(x))
-        return logits, {"logits": logits, "features": features}.get(
-            self.particles * repel, logits[:, :0])
+        """Logits [C, B, K] and particles [C, B, D] (D = 0 without `repel`), in float32 at least.
+        Without a `graph` they are constants, and the running statistics stay as they are."""
+        outputs = []
+        self.nets.requires_grad_(graph)
+        for net in self.nets:
+            if repel and self.particles == "input_gradient":
+                outputs.append(input_gradient(net, x, y, self.grad_of, create_graph=graph))
+            else:
+                logits, features = net(x)
+                outputs.append((logits, {"logits": logits, "features": features}.get(
+                    self.particles * repel, logits[:, :0])))
+        self.nets.requires_grad_(True)
+        wide = torch.promote_types(outputs[0][0].dtype, torch.float32)
+        outputs = [torch.stack(part).to(wide) for part in zip(*outputs)]
+        return outputs if graph else [t.detach() for t in outputs]
 
 
 def make_loader(dataset, args, seed=0, train=False):
@@ -612,8 +549,7 @@ def second_moments(dataset, args, first_layer=False) -> Tensor:
             x = F.unfold(x, 3, padding=1).transpose(1, 2).flatten(0, 1)
         x = x.flatten(1)
         total, mean, count = total + x.T @ x, mean + x.sum(0), count + len(x)
-    total, mean = common.all_reduce(total), common.all_reduce(mean)
-    count = common.all_reduce(total.new_tensor(float(count)))
+    total, mean, count = map(common.all_reduce, (total, mean, total.new_tensor(float(count))))
     return (total - torch.outer(mean, mean) / count * first_layer) / (count - 1)
 
 
@@ -638,18 +574,12 @@ def principal_components(train_set, args) -> tuple[Tensor, Tensor]:
             vectors, values = (t.float().cpu() for t in pca(moments))
             common.write(path, common.to_bytes({"eigenvectors": vectors, "eigenvalues": values}))
     state = common.load_checkpoint(args.pca or path)
-    vectors, values = state.get("eigenvectors"), state.get("eigenvalues")
-    if values is None or vectors is None or vectors.shape != (dim, len(values)):
+    vectors, values = (state.get(k, torch.empty(0)) for k in ("eigenvectors", "eigenvalues"))
+    if vectors.shape != (dim, len(values)):
         raise UserError(f"{args.pca or path} is no basis of inputs of {dim} dimensions; give "
                         "another --pca FILE, or none to have it computed")
     keep = slice(None, args.pca_components or None)
     return vectors[:, keep], values[keep]
-
-
-def make_kernel(basis, args):
-    """The kernel's A [D, R] of a method on the device; None for the identity."""
-    alpha = {"pca": 1.0, "tuned": args.alpha}.get(args.kernel, 0.0)
-    return kernel_map(*basis, alpha).to(args.device) if basis and alpha else None
 
 
 def own_rows(batch) -> slice:
@@ -667,23 +597,17 @@ def global_batch(t, batch) -> Tensor:
 
 
 def particle_forces(particles, logits, batch, head, kernel, args):
-    """(R, dR/dparticles [M, b, D] of this process) from the detached particles of this process.
-
-    All are divided by the global B, as the cross entropy is.
-    """
+    """(R, dR/dparticles [M, b, D] of this process) from the detached particles of this process."""
     everyone = global_batch(particles, batch).requires_grad_()
-    with torch.enable_grad():
-        if args.repulsion == "input_gradient":
-            matrix = None if kernel is None else kernel.to(everyone.dtype)
-            value = repulsion(everyone, matrix, args.eps)
-        elif args.repulsion == "lit":
-            value = local_independence(everyone, args.eps)
-        elif args.repulsion == "function":
-            value = function_repulsion(everyone, args.cauchy)
-        else:
-            own = feature_directions(logits, batch.labels, head.weight.detach())
-            directions = global_batch(own[None], batch)[0]
-            value = feature_repulsion(everyone, directions, args.cauchy)
+    if args.repulsion == "input_gradient":
+        value = repulsion(everyone, kernel, args.eps)
+    elif args.repulsion == "lit":
+        value = local_independence(everyone, args.eps)
+    elif args.repulsion == "function":
+        value = function_repulsion(everyone, args.cauchy)
+    else:
+        own = feature_directions(logits, batch.labels, head.weight)
+        value = feature_repulsion(everyone, global_batch(own[None], batch)[0], args.cauchy)
     force, = torch.autograd.grad(value, everyone)
     return value.detach(), force[:, own_rows(batch)]
 
@@ -736,7 +660,7 @@ def finish_gradients(nets, args, n_train, precision, repel):
                 p.grad.copy_(mean)
     if precision is not None:
         for net in nets:
-            w = first_weight(net)
+            w = next(net.parameters())  # of the first layer
             w.grad += args.weight_decay * (w.flatten(1) @ precision.to(w)).view_as(w)
     return value
 
@@ -752,13 +676,9 @@ def make_ensemble(args, seed, num_classes, shape):
         args.device, memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
-def first_weight(net):
-    return next(layer.weight for layer in net.extractor if hasattr(layer, "weight"))
-
-
 def make_optimiser(nets, args):
     """SGD on every tensor of every member: g + wd theta, momentum by Nesterov."""
-    stems = [first_weight(net) for net in nets] if args.prior == "empcov" else []
+    stems = [next(net.parameters()) for net in nets] if args.prior == "empcov" else []
     rest = [p for p in nets.parameters() if all(p is not s for s in stems)]
     groups = [{"params": rest}] + [{"params": stems, "weight_decay": 0.0}] * bool(stems)
     return torch.optim.SGD(groups, lr=args.lr, momentum=args.momentum, nesterov=args.momentum > 0,
@@ -783,10 +703,11 @@ def train(nets, sets, basis, run, name, args, seed):
     precision, m, train_set = None, args.members, sets["train"]
     if args.prior == "empcov":
         precision = empcov_precision(second_moments(train_set, args, first_layer=True))
-    kernel, optimiser = make_kernel(basis, args), make_optimiser(nets, args)
+    kernel = kernel_map(*basis, args.alpha).to(args.device) if basis and args.alpha else None
+    optimiser = make_optimiser(nets, args)
     particles, size = PARTICLES.get(args.repulsion, "none"), args.chunk or m
-    chunks = [common.data_parallel(Members(nets[i:i + size], particles, args.grad_of), args.device)
-              for i in range(0, m, size)]
+    chunks = [common.data_parallel(Members(nets[i:i + size], particles, args.grad_of), args.device,
+                                   twice=True) for i in range(0, m, size)]
     loader = make_loader(train_set, args, seed, train=True)
     # published code: the last, partial batch is left
     steps = min(max(1, len(train_set) // args.batch_size), args.limit_steps or len(loader))
@@ -800,7 +721,7 @@ def train(nets, sets, basis, run, name, args, seed):
             lr = learning_rate(now, steps, args)
             for group in optimiser.param_groups:
                 group["lr"] = lr
-            repel = m > 1 and args.repulsion != "none" and now % args.repulse_every == 0
+            repel = args.repulsion != "none" and now % args.repulse_every == 0
             optimiser.zero_grad(set_to_none=True)
             loss, value, logits = ensemble_step(
                 chunks, batch, kernel, args, repel and args.repulsion != "weight")
@@ -827,7 +748,7 @@ def predict(nets, dataset, args):
     """Log-probabilities [M, N, K] float32 of all members, in the set's order, on the main process
     (None on the others). Regression (K = 1): the outputs themselves."""
     nets.eval()
-    rows, index = [torch.zeros(0, len(nets), nets[0].head.out_features)], [torch.zeros(0).long()]
+    rows, index = [], []
     for batch in make_loader(dataset, args).epoch():
         if not len(batch.labels):  # more processes than images left
             continue
@@ -875,48 +796,41 @@ def gradient_distance(nets, dataset, args) -> dict:
     """Mean over pairs of members and examples of 1 - cos of their input gradients (eval mode)."""
     if args.members == 1:
         return {}
-    nets.eval()
     members = Members(nets, "input_gradient", args.grad_of).eval()
-    total = torch.zeros(2, device=args.device)
+    total = torch.zeros((), device=args.device)
     for batch in make_loader(dataset, args).epoch():
         if len(batch.labels):
             with autocast(args):
                 _, g = members(batch.images, batch.labels, graph=False)
-            distance = 1 - pairwise_cosines(g, args.eps)
-            total += torch.stack([distance.mean(0).sum(), total.new_tensor(len(batch.labels))])
-    total, n = common.all_reduce(total).tolist()
-    return {"gradient_distance": total / n}
+            total += (1 - pairwise_cosines(g, args.eps)).mean(0).sum()
+    return {"gradient_distance": common.all_reduce(total).item() / len(dataset)}
 
 
 def evaluate(nets, sets, args) -> tuple[list, list]:
-    """(rows of one ensemble: test set, OOD sets against it, corrupted sets; rows by corruption).
-
-    The main process has them; the others only predict.
-    """
-    test, name, rows = sets["test"], sets["test"].name, []
-    log_probs, distance = predict(nets, test, args), gradient_distance(
-        nets, data.evenly(test, args.diversity_examples), args)
-    val = predict(nets, sets["val"], args) if sets["val"] is not None else None
-    if common.is_main():
-        row = {"set": name, **predictive_metrics(log_probs, test.labels), **distance}
-        if val is not None:
-            row["temperature"] = common.fit_temperature(mean_log_probs(val), sets["val"].labels)
-            scaled = (mean_log_probs(log_probs) / row["temperature"]).log_softmax(1)
-            row |= {"nll_scaled": common.nll(scaled, test.labels),
-                    "ece15_scaled": common.ece(scaled.exp(), test.labels)}
-            rows.append({"set": "val", **predictive_metrics(val, sets["val"].labels)})
-        rows.insert(0, row)
-        inside = common.ensemble_uncertainty(log_probs)
-    for against, dataset in sets["ood"].items():
-        outside = predict(nets, dataset, args)
-        if common.is_main():
-            row = {"set": name, "against": against, "n": len(dataset)}
-            scores = common.ensemble_uncertainty(outside)
-            for score in ("total", "epistemic"):
-                values = common.ood_metrics(inside[score], scores[score], larger_means="ood")
-                row |= {f"{metric}_{score}": v for metric, v in values.items()}
-            rows.append(row | uncertainty_metrics(outside))
+    """(rows of one ensemble: test set, OOD sets against it, corrupted sets; rows by corruption),
+    on the main process; the others only predict."""
+    test, val = sets["test"], sets["val"]
+    log_probs = predict(nets, test, args)
+    distance = gradient_distance(nets, data.evenly(test, args.diversity_examples), args)
+    on_val = predict(nets, val, args) if val is not None else None
+    outside = {name: predict(nets, dataset, args) for name, dataset in sets["ood"].items()}
     shifted, by_kind = evaluate_shift(nets, sets["shift"], args)
+    if not common.is_main():
+        return [], []
+    rows = [{"set": test.name, **predictive_metrics(log_probs, test.labels), **distance}]
+    if val is not None:
+        temperature = common.fit_temperature(mean_log_probs(on_val), val.labels)
+        scaled = (mean_log_probs(log_probs) / temperature).log_softmax(1)
+        rows[0] |= {"temperature": temperature, "nll_scaled": common.nll(scaled, test.labels),
+                    "ece15_scaled": common.ece(scaled.exp(), test.labels)}
+        rows.append({"set": "val", **predictive_metrics(on_val, val.labels)})
+    inside = common.ensemble_uncertainty(log_probs)
+    for against, log_probs in outside.items():
+        row, scores = {"n": log_probs.shape[1]}, common.ensemble_uncertainty(log_probs)
+        for score in ("total", "epistemic"):
+            values = common.ood_metrics(inside[score], scores[score], larger_means="ood")
+            row |= {f"{metric}_{score}": v for metric, v in values.items()}
+        rows.append({"set": test.name, "against": against, **row, **uncertainty_metrics(log_probs)})
     return rows + shifted, by_kind
 
 
@@ -927,7 +841,7 @@ def evaluate_shift(nets, shift, args) -> tuple[list, list]:
     """
     name, kinds, corrupted = shift
     rows, by_kind = [], []
-    for severity in range(1, 6) if kinds else ():
+    for severity in data.SEVERITIES if kinds else ():
         pooled, labels, few = [], [], []
         for kind in kinds:
             dataset = corrupted(kind, severity)
@@ -982,7 +896,6 @@ def paired_differences(rows) -> list:
 # ---- Plots --------------------------------------------------------------------------------------
 
 COLOURS = ["#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE", "#BBBBBB", "#000000"]
-MARKERS = "osD^vP*X"
 
 
 def plot_shift(plt, path, rows, test, shift):
@@ -998,7 +911,7 @@ def plot_shift(plt, path, rows, test, shift):
             if all(metric in row for group in own for row in group):
                 values = np.array([[row[metric] for row in group] for group in own])  # [6, seeds]
                 error = values.std(1, ddof=1) / values.shape[1] ** 0.5 if values.shape[1] > 1 else 0
-                axis.errorbar(np.arange(6) + 0.05 * k, values.mean(1), error, marker=MARKERS[k],
+                axis.errorbar(np.arange(6) + 0.05 * k, values.mean(1), error, marker="osD^vP*X"[k],
                               ms=4, capsize=2, color=COLOURS[k], label=method.replace("_", " "))
     for axis, label in zip(axes, labels.values()):
         axis.set(xlabel=f"severity ({shift}; 0: clean)", ylabel=label, xticks=range(6))
@@ -1035,9 +948,8 @@ def plot_classification(plt, path, sets, outputs):
             image = axis.pcolormesh(*grid.permute(2, 0, 1), parts[name].view(grid.shape[:2]),
                                     vmin=0, vmax=top)
             figure.colorbar(image, ax=axis, label=f"{name} entropy (nats)")
-            for c in range(5):
-                axis.plot(*points.images[points.labels == c].flatten(1).T, ".", ms=5,
-                          color=COLOURS[c], mec="white", mew=0.4)
+            axis.scatter(*points.images.flatten(1).T, 9, np.array(COLOURS)[points.labels],
+                         edgecolors="white", linewidths=0.4)
             axis.set(title=method.replace("_", " "), aspect="equal")
     common.save_figure(plt, figure, path)
 
@@ -1053,23 +965,20 @@ def points_set(name, x, y, repeat=1):
 
 def toy_sets(args) -> dict:
     """A toy's points, trained on 50 times an epoch (full batches), and what its picture shows."""
-    common_parts = {"val": None, "shift": ("", [], None), "ood": {}}
     if args.dataset == "toy_regression":
         # with one feature a unit gradient would be a sign, and nothing could repel
         features = lambda x: torch.stack([x / 2, (x / 2).square()], 1)
-        x, y = data.gapped_regression()
-        line = torch.linspace(-10, 10, 400)
-        return {**common_parts, "train": points_set(args.dataset, features(x), y, 50),
-                "test": points_set(args.dataset, features(x), y), "axes": line,
-                "plane": points_set("line", features(line), torch.zeros(400))}
-    x, y = data.gaussian_ring(40)
-    axis = torch.linspace(-12, 12, 120)
-    axes = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), 2)
-    plane = points_set("plane", axes.flatten(0, 1), torch.zeros(14_400).long())
-    far = torch.cdist(axes.flatten(0, 1), x).min(1).values > 3
-    return {**common_parts, "train": points_set(args.dataset, x, y, 50), "plane": plane,
-            "test": points_set(args.dataset, *data.gaussian_ring(20, seed=43)), "axes": axes,
-            "ood": {"far": plane.select(far)}}
+        (x, y), axes, ood = data.gapped_regression(), torch.linspace(-10, 10, 400), {}
+        x, plane = features(x), points_set("line", features(axes), torch.zeros(400))
+        test = x, y
+    else:
+        (x, y), test = data.gaussian_ring(40), data.gaussian_ring(20, seed=43)
+        axis = torch.linspace(-12, 12, 120)
+        axes = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), 2)
+        plane = points_set("plane", axes.flatten(0, 1), torch.zeros(14_400).long())
+        ood = {"far": plane.select(torch.cdist(axes.flatten(0, 1), x).min(1).values > 3)}
+    return {"train": points_set(args.dataset, x, y, 50), "test": points_set(args.dataset, *test),
+            "val": None, "ood": ood, "shift": ("", [], None), "plane": plane, "axes": axes}
 
 
 def load_sets(args, seed) -> dict:
@@ -1087,22 +996,22 @@ def load_sets(args, seed) -> dict:
             published_split="forde" if args.published_split else None,
             image_size=args.image_size, **more)
         train = load("train", limit=args.limit_train)
-        if args.dataset in STATISTICS:
-            mean, std = STATISTICS[args.dataset]
-            train = dataclasses.replace(train, mean=mean, std=std)
+        if args.dataset == "cifar10":  # the published statistics; data.py's differ
+            train = dataclasses.replace(train, mean=(0.4914, 0.4822, 0.4465),
+                                        std=(0.2470, 0.2435, 0.2616))
         test = data.match(load("test"), train)
         if args.val_fraction:
             val = data.match(load("val"), train)
-    sets = {"train": train, "val": val, "test": test, "ood": data.ood_sets(args, train),
-            "shift": shifted_sets(args, test, train),
-            "predict": data.predict_set(args, train) if args.predict else None}
-    least = min(len(s) for s in (train, test, *sets["ood"].values(), *[val] * (val is not None)))
-    least = min(least, args.diversity_examples, args.shift_examples or least)
+    ood = data.ood_sets(args, train)
+    predicted = data.predict_set(args, train) if args.predict else None
+    sizes = [len(s) for s in (train, val, test, predicted, *ood.values()) if s is not None]
+    least = min(*sizes, args.diversity_examples, args.shift_examples or len(test))
     if least < common.world_size():
         raise UserError(f"{common.world_size()} processes cannot share {least} example(s), the "
                         "fewest in a set of this run; start fewer, or raise --val-fraction, "
                         "--diversity-examples, --shift-examples")
-    return sets
+    return {"train": train, "val": val, "test": test, "ood": ood, "predict": predicted,
+            "shift": shifted_sets(args, test, train)}
 
 
 def shifted_sets(args, test, like):
@@ -1122,12 +1031,12 @@ def shifted_sets(args, test, like):
 
 
 def with_method(args, method):
-    """The options of one method: its repulsion and kernel, and its published prior."""
-    repulsion, kernel = METHODS[method]
+    """The options of one method: its repulsion and metric, and its published prior."""
+    repulsion, alpha = METHODS[method]
     published = {"function": 1e-6, "feature": 1e-3 if args.dataset == "cifar10" else 5e-3}
     cauchy = published.get(repulsion, 0.0) if args.cauchy is None else args.cauchy
     # ln 1 = 0: a single member has no kernel
-    return common.with_options(args, kernel=kernel, cauchy=cauchy,
+    return common.with_options(args, alpha=args.alpha if alpha is None else alpha, cauchy=cauchy,
                                repulsion=repulsion if args.members > 1 else "none")
 
 
@@ -1138,9 +1047,8 @@ def run_method(method, seed, sets, basis, args, run):
     nets = make_ensemble(args, seed, sets["train"].num_classes, sets["train"].shape)
     train(nets, sets, basis, run, name, args, seed)
     with run.clock("evaluate"):
-        regression = args.dataset == "toy_regression"
-        rows, by_kind = evaluate_regression(nets, sets, args) if regression else evaluate(
-            nets, sets, args)
+        measure = evaluate_regression if args.dataset == "toy_regression" else evaluate
+        rows, by_kind = measure(nets, sets, args)
     if args.predict:
         log_probs = predict(nets, sets["predict"], args)
         if common.is_main():
@@ -1150,20 +1058,6 @@ def run_method(method, seed, sets, basis, args, run):
     key = {"method": method, "seed": seed}
     return ([{**key, **row} for row in rows], [{**key, **row} for row in by_kind],
             predict(nets, sets["plane"], args) if args.dataset in TOYS else None)
-
-
-def draw(run, rows, drawn, sets, args):
-    """The run's picture, by the main process."""
-    if not (common.is_main() and args.plot):
-        return
-    shift, kinds, _ = sets["shift"]
-    if (args.dataset in TOYS or kinds) and (plt := common.pyplot()):
-        if args.dataset == "toy_regression":
-            plot_regression(plt, run.dir / "toy.png", sets, drawn)
-        elif args.dataset in TOYS:
-            plot_classification(plt, run.dir / "toy.png", sets, drawn)
-        else:
-            plot_shift(plt, run.dir / "shift.png", rows, sets["test"].name, shift)
 
 
 def main(argv=None) -> list:
@@ -1183,7 +1077,14 @@ def main(argv=None) -> list:
     rows = run.report(rows, COLUMNS, shown, by_kind=by_kind, paired=paired)
     if args.runs > 1 and paired:
         common.say(common.tables([row for row in paired if row["set"] in names], COLUMNS) + "\n")
-    draw(run, rows, drawn, sets, args)
+    toy, (shift, kinds, _) = args.dataset in TOYS, sets["shift"]
+    if args.plot and common.is_main() and (toy or kinds) and (plt := common.pyplot()):
+        if toy:
+            regression = args.dataset == "toy_regression"
+            plot = plot_regression if regression else plot_classification
+            plot(plt, run.dir / "toy.png", sets, drawn)
+        else:
+            plot_shift(plt, run.dir / "shift.png", rows, sets["test"].name, shift)
     return rows
 
 
