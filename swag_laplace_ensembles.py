@@ -131,9 +131,6 @@ PRESETS = {
 # Published: WRN-28-10 has settings of its own.
 LARGE = dict(epochs=200, swag_epochs=25, structure="diag", eval_batch_size=256)
 NETWORKS = {"sst2": "bert_256_4", "reviews": "bert_256_4", "qm9": "painn", "clusters": "painn"}
-# The options of these groups shape what is made after MAP training, each what its name says; all
-# pieces are kept side by side in the run directory of their MAP networks.
-AFTER_MAP = ("SWAG iterates", "SWAG", "Laplace", "flow", "MC dropout", "IVON", "selection")
 above_0 = at_least(1e-12, float)
 
 
@@ -158,15 +155,13 @@ def parse_args(argv=None):
     add("--dropout", type=between(0, 0.99), help="of MAP's network (published: 0, BERT .5)")
     add("--opt", choices=["sgd", "adamw"], help="of MAP: SGD with Nesterov momentum .9, or AdamW")
     add("--weight-decay", type=at_least(0, float), help="on everything that is trained")
-    add("--augment", action=argparse.BooleanOptionalAction, help="crop and flip for MAP and IVON "
-        "(published: CIFAR)")
+    add("--augment", action=argparse.BooleanOptionalAction, help="MAP, IVON (published: CIFAR)")
     add("--y-var", type=above_0, help="of molecules: scales MAP's loss (published: 4e-4)")
     add = parser.group("SWAG iterates")
     add("--swag-epochs", type=at_least(2), help="R: epochs of SGD, iterates, rank (published: 100)")
     add("--swag-weight-decay", type=at_least(0, float), help="default: --weight-decay")
     add = parser.group("SWAG")
-    add("--swag-lrs", nargs="+", type=above_0, metavar="LR", help="constant; validation chooses, "
-        "for SWA and SWAG apart")
+    add("--swag-lrs", nargs="+", type=above_0, metavar="LR", help="constant; validation chooses")
     add("--swag-scale", type=at_least(0, float), default=1.0, help="multiplies the covariance")
     add("--swag-covariance", choices=["both", "diagonal", "low_rank"], default="both", help="half "
         "of each (paper), or all of one")
@@ -181,18 +176,15 @@ def parse_args(argv=None):
     add("--flow-precision", type=precision("grid", "llla"), default="grid", help="prior precision "
         "of LA-NF: grid (15 values, validation; published), llla (LLLA's), or a number")
     add = parser.group("MC dropout")
-    add("--dropouts", nargs="+", type=between(1e-6, 0.99), metavar="P", help="rates of networks of "
-        "their own; validation chooses")
+    add("--dropouts", nargs="+", type=between(1e-6, 0.99), metavar="P", help="validation chooses")
     add = parser.group("IVON")
     add("--ivon-epochs", type=at_least(0), help="published: 200")
     add("--ivon-lr", type=at_least(0, float), help="times hess_init + weight_decay (published: .2)")
     add("--ivon-hess-init", type=above_0, help="h at the start (published: .5)")
     add("--ivon-betas", type=between(0, 1), nargs=2, help="of g and h (published: .9 .99999)")
     add("--ivon-weight-decay", type=above_0, default=2e-4, help="published: 2e-4")
-    add("--ivon-ess", type=above_0, help="effective sample size (published: the training set's; "
-        "more is a cold posterior)")
-    add("--ivon-clip", type=at_least(0, float), help="bound on |(g + wd m) / (h + wd)| of a weight "
-        "(published: none)")
+    add("--ivon-ess", type=above_0, help="effective sample size (published: the training set's)")
+    add("--ivon-clip", type=at_least(0, float), help="of (g + wd m) / (h + wd) (published: none)")
     add = parser.group("selection")
     add("--val-samples", type=at_least(1), help="by which validation chooses (published: 100)")
     add = parser.group("evaluation")
@@ -633,9 +625,11 @@ class Spectrum(NamedTuple):
 
 
 def decompose(structure, last, theta) -> Spectrum:
-    """The spectrum of the curvature of the loss at theta [P]: "full" or "diag".
+    """The spectrum of the curvature of the loss at theta [P]: "full" (in float64) or "diag".
 
-    Of molecules the exact Hessian, in float64, whose values may be negative.
+    Of molecules the exact Hessian, whose values may be negative. Of classes: what shifts all alike
+    is known to have the value 0, and is taken out first: by rounding it would have another one, and
+    there the posterior is widest.
     """
     if last.offset is not None:
         wide = last._replace(x=last.x.double())
@@ -644,15 +638,7 @@ def decompose(structure, last, theta) -> Spectrum:
     if structure == "diag":
         spread = probs * (1 - probs)
         return Spectrum(torch.cat([(spread.T @ last.x.square()).flatten(), spread.sum(0)]), None)
-    return full_spectrum(ggn_blocks(last.x, probs), last.x.dtype)
-
-
-def full_spectrum(blocks, dtype) -> Spectrum:
-    """Eigenpairs of a full GGN [C, D + 1, C, D + 1]: values in float64, vectors in dtype.
-
-    What shifts all classes alike is known to have the value 0, and is taken out first: by rounding
-    it would have another one, and there the posterior is widest.
-    """
+    blocks = ggn_blocks(last.x, probs)
     c, d1 = blocks.shape[:2]
     eye = torch.eye(c, dtype=blocks.dtype, device=blocks.device)
     contrasts = torch.linalg.qr(torch.cat([torch.ones_like(eye[:, :1]), eye[:, 1:]], 1)).Q
@@ -661,7 +647,7 @@ def full_spectrum(blocks, dtype) -> Spectrum:
     values, vectors = torch.linalg.eigh(reduced)
     vectors = torch.einsum("ca,aim->cim", rest, vectors.view(c - 1, d1, -1))
     null = mean[:, :, None] * torch.eye(d1).to(mean)
-    basis = as_layout(torch.cat([vectors, null], 2)).to(dtype)
+    basis = as_layout(torch.cat([vectors, null], 2)).to(last.x)
     return Spectrum(torch.cat([values.clamp_min(0), values.new_zeros(d1)]), basis)
 
 
@@ -993,7 +979,7 @@ class Sampler(NamedTuple):
     """A posterior over all weights: draw(s) gives `net` those of sample s."""
 
     net: nn.Module
-    draw: object = None
+    draw: object = lambda s: None
     samples: int = 1
     dropout: bool = False
     train_s: float = 0.0
@@ -1178,7 +1164,8 @@ def refresh_batch_norm(net, study):
 POINTS, LAST_LAYER = ("map", "swa"), ("llla", "la_nf")
 SAMPLERS = {"map": map_sampler, "swa": lambda study, lr=None: swag_sampler(study, lr, "swa"),
             "swag": swag_sampler, "mcdo": mcdo_sampler, "ivon": ivon_sampler}
-# Which options shape a posterior, beside those of MAP training.
+# Which options shape a posterior, beside those of MAP training. The pieces of all are kept side by
+# side in the run directory of their MAP networks.
 GROUPS = {"map": (), "mcdo": ("MC dropout", "selection"), "ivon": ("IVON",),
           **dict.fromkeys(("swa", "swag"), ("SWAG iterates", "SWAG", "selection")),
           "llla": ("Laplace", "selection"), "la_nf": ("Laplace", "flow", "selection")}
@@ -1262,9 +1249,8 @@ def laplace(study) -> tuple:
         return {"delta": delta, "scores": scores, "seconds": seconds}
 
     kept = piece(study, identity(study, "spectrum", structure=args.structure), make_spectrum)
-    spectrum = Spectrum(kept["values"].to(device), kept["basis"])
-    if spectrum.basis is not None:
-        spectrum = spectrum._replace(basis=spectrum.basis.to(device))
+    spectrum = Spectrum(*(None if kept[k] is None else kept[k].to(device)
+                          for k in Spectrum._fields))
     choice = piece(study, identity(study, "llla-choice", *GROUPS["llla"]), make_choice)
     least = spectrum.values.min().item()
     if choice["delta"] <= -least:
@@ -1375,8 +1361,7 @@ def predict(sampler, dataset, args, sizes=None):
 
     def rows():
         for s in range(samples):
-            if draw is not None:
-                draw(s)
+            draw(s)
             net.train(dropout)
             for module in batch_norms(net):
                 module.eval()
@@ -1758,7 +1743,8 @@ def open_study(args) -> Study:
     is made after them lies in it side by side."""
     sets, tested, ood = load_sets(args)
     name = f"{data.set_name(args.dataset)}-{args.model}{f'-d{args.depth}' if args.depth else ''}"
-    groups = {k: "evaluation" if title in AFTER_MAP or k == "seed" else title
+    after = {title for titles in GROUPS.values() for title in titles}
+    groups = {k: "evaluation" if title in after or k == "seed" else title
               for k, title in args.groups.items()}
     run = common.Run(common.with_options(args, groups=groups), "swag_laplace_ensembles",
                      f"{name}{f'-w{args.width:g}' if args.width != 1 else ''}")
@@ -1790,16 +1776,15 @@ def check_room(study, p, head):
     gb = {"networks": 16 * p * (1 + len(methods & {"mcdo", "ivon"})),
           "iterates": chosen + (grid - chosen) / members,  # of one member all rates at a time
           "outputs": rows * row, "last layers": 4 * last * (last if full else 1)}
-    gb = {name: own * members / 1e9 for name, own in gb.items()}
+    total = sum(gb.values()) * members / 1e9
     there = sum(f.stat().st_size for f in study.run.dir.glob("*.pt")) / 1e9
-    free, total = shutil.disk_usage(study.run.dir).free / 1e9, sum(gb.values())
-    listed = ", ".join(f"{name} {own:.3g}" for name, own in gb.items())
-    common.say(f"files of this study: {total:.3g} GB ({listed}), {there:.3g} GB of them are there; "
-               f"{free:.3g} GB of the disk are free")
+    free = shutil.disk_usage(study.run.dir).free / 1e9
+    listed = ", ".join(f"{name} {own * members / 1e9:.3g}" for name, own in gb.items())
+    said = f"{total:.3g} GB ({listed}); {there:.3g} GB are there, {free:.3g} GB free"
+    common.say(f"files of this study: {said}")
     if total > there + free and not args.eval:
-        raise UserError(f"{study.run.dir} needs {total:.3g} GB, {there + free:.3g} are free or "
-                        "there; make room, choose another --out-dir, or fewer --members, "
-                        "--ensembles or --samples")
+        raise UserError(f"{study.run.dir} needs {said}; make room, choose another --out-dir, or "
+                        "fewer --members, --ensembles or --samples")
 
 
 def report(study, rows, kept, by_samples):
