@@ -773,11 +773,10 @@ def running_mixtures(rows, sizes) -> Mixture:
 def ensemble_mixture(members, counts) -> Mixture:
     """What all samples of an ensemble together predict, of so many from each member, given
     {n: mixture [N, C] of its first n samples} of each."""
-    kept = [(own[n], n) for own, n in zip(members, counts) if n]
-    log_total = math.log(sum(n for _, n in kept))
-    log_probs = torch.stack([m.log_probs.double() + (math.log(n) - log_total) for m, n in kept])
-    entropy = sum(m.entropy.double() * n for m, n in kept) / sum(n for _, n in kept)
-    return Mixture(log_probs.logsumexp(0), entropy)
+    kept, total = [(own[n], n) for own, n in zip(members, counts) if n], sum(counts)
+    log_probs = [m.log_probs.double() + (math.log(n) - math.log(total)) for m, n in kept]
+    entropy = sum(m.entropy.double() * n for m, n in kept) / total
+    return Mixture(torch.stack(log_probs).logsumexp(0), entropy)
 
 
 # ---- Training -----------------------------------------------------------------------------------

@@ -706,6 +706,75 @@ def test_a_study_tells_its_story(studies, dataset):
     assert by_k[2] > by_k[1]  # Jensen
 
 
+def opened(dataset, out, *more):
+    return sl.open_study(sl.parse_args(tiny(dataset, out, *more)))
+
+
+def test_the_best_epochs_weights_are_kept(tmp_path, monkeypatch):
+    found, lpds = [], iter([-3.0, -1.0, math.nan, -2.0])
+    monkeypatch.setattr(sl, "validation_lpd", lambda _, sampler: found.append(
+        sl.get_vector(sampler.net)) or next(lpds))
+    net, _ = sl.trained_network(opened("glyphs", tmp_path, "--epochs", 4))
+    assert torch.equal(sl.get_vector(net), found[1]) and not torch.equal(found[1], found[3])
+
+
+def test_draws_differ_by_seed_and_sample(copied, monkeypatch):
+    """Of one posterior: two members, samples of one block and of two."""
+    study = opened("glyphs", copied()[0], "--eval")
+    p = len(sl.get_vector(sl.trained_network(study)[0]))
+    monkeypatch.setattr(sl, "swag_moments", lambda _: (
+        torch.zeros(p), torch.ones(p), torch.zeros(3, p)))
+    found = []
+    for m, s in itertools.product((0, 1, 0), (0, 1, 8)):
+        sampler = sl.swag_sampler(sl.member_of(study, m), 0.01)
+        sampler.draw(s)
+        found.append(sl.get_vector(sampler.net))
+    apart = torch.pdist(torch.stack(found[:6]))
+    assert apart.min() > 0.9 * math.sqrt(p)
+    assert all(map(torch.equal, found[:3], found[6:]))
+
+
+def test_batch_statistics_are_means_over_the_training_set():
+    args = options("glyphs", "--norm", "bn", "--width", 0.1, "--batch-size", 8)
+    train = data.evenly(data.load("glyphs", "test"), 20)
+    net, seen = sl.make_network(args, train), []
+    first = sl.batch_norms(net)[0]
+    first.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].transpose(0, 1)))
+    for _ in range(2):
+        seen.clear()
+        sl.refresh_batch_norm(net, SimpleNamespace(args=args, sets={"train": train}))
+    assert len(seen) == 3 and not first.training
+    for own, right in ((first.running_mean, [x.flatten(1).mean(1) for x in seen]),
+                       (first.running_var, [x.flatten(1).var(1) for x in seen])):
+        close(own, torch.stack(right).mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_flows_see_all_of_the_training_set(copied, monkeypatch):
+    """And what they predict of molecules."""
+    (out, _), found, real = copied("clusters"), [], sl.negative_elbo
+    monkeypatch.setattr(sl, "negative_elbo", lambda *a: found.append(
+        (a[4].tolist(), a[5].sum().item(), a[6].labels, a[7])) or real(*a))
+    sl.main(tiny("clusters", out, "--flow-epochs", 1, "--no-plot", "--members", 1, "--ensembles", 1,
+                 "--methods", "la_nf", "--predict", "clusters_large"))
+    precisions, noises, labels, sizes = zip(*found)
+    assert {*sizes} == {96} and precisions[0] == [*map(float, sl.FLOW_GRID)]
+    assert len({*noises}) == 3 and len(torch.cat(labels).unique()) == 72
+    lines = (out / "swag_laplace_ensembles/run/predictions_la_nf.csv").read_text().splitlines()
+    assert lines[0] == "index,label,predicted,aleatoric,epistemic,total" and len(lines) > 41
+
+
+def test_ensembles_of_molecules_keep_the_stratified_order(monkeypatch):
+    """The n-th draw of a member is its n-th sample."""
+    args = SimpleNamespace(seed=1)
+    study = sl.Study(args, {}, [], [], None, {})
+    monkeypatch.setattr(sl, "read_leaf", lambda own, *_: {"outputs": torch.stack(
+        [torch.full((7,), float(own.args.seed)), torch.arange(7.0)], 1)[None]})
+    draws, order = sl.draws_by_member(3, 7, 11), sl.stratified_order(3, 7, 11)
+    found = sl.ensemble_outputs(study, "swag", "test", (3, 11, [0, 4, 2], draws))[:, 0]
+    right = [[1 + [0, 4, 2][i], int((order[:at] == i).sum())] for at, i in enumerate(order)]
+    assert found.tolist() == right
+
+
 @pytest.mark.parametrize("dataset", OOD)
 def test_eval_makes_and_deletes_nothing(copied, dataset, monkeypatch):
     """Another batch size is another way, no other options."""
@@ -866,13 +935,6 @@ def test_more_of_a_study(copied, tmp_path):
     assert [r["members"] for r in same] == ["1", "2"] and len({r["seed"] for r in same}) == 2
     old = [r["lpd"] for r in rows if r["method"] == "DE, K=1" and "against" not in r]
     assert [r["lpd"] for r in same] == old
-
-
-def test_predictions_of_molecules(copied):
-    out, _ = copied("clusters")
-    sl.main(tiny("clusters", out, "--methods", "map", "--no-plot", "--predict", "clusters_large"))
-    lines = (out / "swag_laplace_ensembles/run/predictions_map.csv").read_text().splitlines()
-    assert lines[0] == "index,label,predicted,aleatoric,epistemic,total" and len(lines) > 41
 
 
 def test_what_depends_on_other_options():
