@@ -21,12 +21,11 @@ Usage:
       swag_laplace_ensembles.py --dataset cifar10 --methods swag --members 1 --seed 3   # a piece
 
 Expected (two CPU cores, shared with other work; LPD in nats; mean +- standard error):
-  glyphs, the default (seed 1, five members; 4.5 minutes with two threads; the figures are those of
-    OMP_NUM_THREADS=1, 6.6 CPU minutes), accuracy and LPD for
-    K = 1 (n = 5): DE 98.84 +- .15 %, -.0406 +- .0045; SWA 98.92, -.0380; SWAG 98.98, -.0381; LLLA
-    98.84, -.0406; LA-NF 98.84, -.0390; for K = 5 (n = 1): DE 99.6 %, -.0325; SWA 99.7, -.0301;
-    SWAG 99.7, -.0303; LLLA 99.6, -.0325; LA-NF 99.6, -.0304. LPD minus DE's with its interval over
-    1,000 examples: SWAG +.0025 [.0016, .0033] at K = 1, +.0022 [.0015, .0027] at K = 5.
+  glyphs, the default, seed 1 (4.5 minutes; figures of OMP_NUM_THREADS=1, 6.6 CPU minutes), accuracy
+    and LPD for K = 1 (n = 5): DE 98.84 +- .15 %, -.0406 +- .0045; SWA 98.92, -.0380; SWAG 98.98,
+    -.0381; LLLA 98.84, -.0406; LA-NF 98.84, -.0390; for K = 5 (n = 1): DE 99.6 %, -.0325; SWA 99.7,
+    -.0301; SWAG 99.7, -.0303; LLLA 99.6, -.0325; LA-NF 99.6, -.0304. LPD minus DE's (1,000
+    examples): SWAG +.0025 [.0016, .0033] at K = 1, +.0022 [.0015, .0027] at K = 5.
     With two threads one member trains worse: LPD of DE -.078 +- .030 and -.062, SWAG -.072, -.058.
   --methods ivon --members 3 (n = 3): glyphs 98.77 +- .49 %, -.043 +- .014; --dataset reviews (with
     --samples 4) 84.2 +- 1.4 %, -.247 +- .014; --dataset clusters MAE 120.0 +- .6 meV, +.55 +- .02.
