@@ -21,12 +21,11 @@ Usage:
       swag_laplace_ensembles.py --dataset cifar10 --methods swag --members 1 --seed 3   # a piece
 
 Expected (two CPU cores, shared with other work; LPD in nats; mean +- standard error):
-  glyphs, the default (seed 1, five members; 4.5 minutes with two threads; the figures are those of
-    OMP_NUM_THREADS=1, 6.6 CPU minutes), accuracy and LPD for
-    K = 1 (n = 5): DE 98.84 +- .15 %, -.0406 +- .0045; SWA 98.92, -.0380; SWAG 98.98, -.0381; LLLA
-    98.84, -.0406; LA-NF 98.84, -.0390; for K = 5 (n = 1): DE 99.6 %, -.0325; SWA 99.7, -.0301;
-    SWAG 99.7, -.0303; LLLA 99.6, -.0325; LA-NF 99.6, -.0304. LPD minus DE's with its interval over
-    1,000 examples: SWAG +.0025 [.0016, .0033] at K = 1, +.0022 [.0015, .0027] at K = 5.
+  glyphs, the default, seed 1 (4.5 minutes; figures of OMP_NUM_THREADS=1, 6.6 CPU minutes), accuracy
+    and LPD for K = 1 (n = 5): DE 98.84 +- .15 %, -.0406 +- .0045; SWA 98.92, -.0380; SWAG 98.98,
+    -.0381; LLLA 98.84, -.0406; LA-NF 98.84, -.0390; for K = 5 (n = 1): DE 99.6 %, -.0325; SWA 99.7,
+    -.0301; SWAG 99.7, -.0303; LLLA 99.6, -.0325; LA-NF 99.6, -.0304. LPD minus DE's (1,000
+    examples): SWAG +.0025 [.0016, .0033] at K = 1, +.0022 [.0015, .0027] at K = 5.
     With two threads one member trains worse: LPD of DE -.078 +- .030 and -.062, SWAG -.072, -.058.
   --methods ivon --members 3 (n = 3): glyphs 98.77 +- .49 %, -.043 +- .014; --dataset reviews (with
     --samples 4) 84.2 +- 1.4 %, -.247 +- .014; --dataset clusters MAE 120.0 +- .6 meV, +.55 +- .02.
@@ -130,23 +129,17 @@ PRESETS = {
 }
 # Published: WRN-28-10 has settings of its own.
 LARGE = dict(epochs=200, swag_epochs=25, structure="diag", eval_batch_size=256)
-TEXTS, MOLECULES = ("sst2", "reviews"), ("qm9", "clusters")
-KINDS = {"bert_256_4": "texts", "painn": "molecules"}  # of data, by network; all others: images
-# The options of these groups shape what is made after MAP training, each what its name says; all
-# pieces are kept side by side in the run directory of their MAP networks.
-AFTER_MAP = ("SWAG iterates", "SWAG", "Laplace", "flow", "MC dropout", "IVON", "selection")
+NETWORKS = {"sst2": "bert_256_4", "reviews": "bert_256_4", "qm9": "painn", "clusters": "painn"}
+above_0 = at_least(1e-12, float)
 
 
 def precision(*words):
     """An argparse type: one of the words, or a number above 0."""
-    def parse(text):
-        return text if text in words else at_least(1e-12, float)(text)
-    return parse
+    return lambda text: text if text in words else above_0(text)
 
 
 def parse_args(argv=None):
     parser = common.Parser(__doc__, PRESETS, default="glyphs")
-    flag = argparse.BooleanOptionalAction
     add = parser.group("data")
     add("--num-val", type=at_least(1), help="validation images (published: 2000)")
     add("--limit-train", type=at_least(1), metavar="N", help="train on N examples, evenly spaced")
@@ -155,24 +148,19 @@ def parse_args(argv=None):
         "of bert-base-uncased); default: built from the training sentences")
     add = parser.group("network")
     add("--model", choices=["wrn_16_4", "wrn_28_10", "bert_256_4", "painn"], help="paper: all four")
-    add("--depth", type=at_least(1), help="of a wide ResNet (6 n + 4), layers of BERT, rounds of "
-        "PaiNN")
-    add("--norm", choices=["frn", "bn"], help="of a wide ResNet (paper: frn, without batch "
-        "statistics)")
+    add("--depth", type=at_least(1), help="of a wide ResNet: 6 n + 4; layers of BERT, of PaiNN")
+    add("--norm", choices=["frn", "bn"], help="of a wide ResNet (paper: frn)")
     add = parser.group("training")
-    add("--dropout", type=between(0, 0.99), help="of MAP's network in training (published: 0, BERT "
-        ".5)")
+    add("--dropout", type=between(0, 0.99), help="of MAP's network (published: 0, BERT .5)")
     add("--opt", choices=["sgd", "adamw"], help="of MAP: SGD with Nesterov momentum .9, or AdamW")
     add("--weight-decay", type=at_least(0, float), help="on everything that is trained")
-    add("--augment", action=flag, help="crop and flip for MAP and IVON (published: CIFAR)")
-    add("--y-var", type=at_least(1e-12, float), help="molecules: MAP's likelihood is scaled by it "
-        "(published: 4e-4)")
+    add("--augment", action=argparse.BooleanOptionalAction, help="MAP, IVON (published: CIFAR)")
+    add("--y-var", type=above_0, help="of molecules: scales MAP's loss (published: 4e-4)")
     add = parser.group("SWAG iterates")
     add("--swag-epochs", type=at_least(2), help="R: epochs of SGD, iterates, rank (published: 100)")
     add("--swag-weight-decay", type=at_least(0, float), help="default: --weight-decay")
     add = parser.group("SWAG")
-    add("--swag-lrs", nargs="+", type=at_least(1e-12, float), metavar="LR", help="constant "
-        "learning rates; validation chooses, for SWA and SWAG apart")
+    add("--swag-lrs", nargs="+", type=above_0, metavar="LR", help="constant; validation chooses")
     add("--swag-scale", type=at_least(0, float), default=1.0, help="multiplies the covariance")
     add("--swag-covariance", choices=["both", "diagonal", "low_rank"], default="both", help="half "
         "of each (paper), or all of one")
@@ -187,20 +175,17 @@ def parse_args(argv=None):
     add("--flow-precision", type=precision("grid", "llla"), default="grid", help="prior precision "
         "of LA-NF: grid (15 values, validation; published), llla (LLLA's), or a number")
     add = parser.group("MC dropout")
-    add("--dropouts", nargs="+", type=between(1e-6, 0.99), metavar="P", help="rates of networks of "
-        "their own; validation chooses")
+    add("--dropouts", nargs="+", type=between(1e-6, 0.99), metavar="P", help="validation chooses")
     add = parser.group("IVON")
     add("--ivon-epochs", type=at_least(0), help="published: 200")
     add("--ivon-lr", type=at_least(0, float), help="times hess_init + weight_decay (published: .2)")
-    add("--ivon-hess-init", type=at_least(1e-12, float), help="h at the start (published: .5)")
+    add("--ivon-hess-init", type=above_0, help="h at the start (published: .5)")
     add("--ivon-betas", type=between(0, 1), nargs=2, help="of g and h (published: .9 .99999)")
-    add("--ivon-weight-decay", type=at_least(1e-12, float), default=2e-4, help="published: 2e-4")
-    add("--ivon-ess", type=at_least(1e-12, float), help="effective sample size (published: the "
-        "training set's; more is a cold posterior)")
-    add("--ivon-clip", type=at_least(0, float), help="bound on |(g + wd m) / (h + wd)| of a weight "
-        "(published: none)")
-    parser.group("selection")("--val-samples", type=at_least(1), help="samples by which validation "
-                              "chooses (published: 100)")
+    add("--ivon-weight-decay", type=above_0, default=2e-4, help="published: 2e-4")
+    add("--ivon-ess", type=above_0, help="effective sample size (published: the training set's)")
+    add("--ivon-clip", type=at_least(0, float), help="of (g + wd m) / (h + wd) (published: none)")
+    add = parser.group("selection")
+    add("--val-samples", type=at_least(1), help="by which validation chooses (published: 100)")
     add = parser.group("evaluation")
     add("--methods", nargs="+", choices=METHODS, help="what is made, with what it is made from")
     add("--members", type=at_least(1), help="M networks, of seeds SEED, SEED + 1, ... (paper: 30)")
@@ -220,13 +205,11 @@ def parse_args(argv=None):
 
 def check_args(parser, args):
     """What the network, the data and the sizes of ensembles must have in common."""
-    kind = KINDS.get(args.model, "images")
-    own = "texts" if args.dataset in TEXTS else "molecules" if args.dataset in MOLECULES else \
-        "images"
-    if kind != own:
-        fit = {"texts": "bert_256_4", "molecules": "painn", "images": "wrn_16_4"}[own]
-        parser.error(f"--model {args.model} is for {kind}, {args.dataset} has {own}; use {fit}")
-    if args.depth and own == "images" and (args.depth < 10 or (args.depth - 4) % 6):
+    fit = NETWORKS.get(args.dataset, "wrn_16_4")
+    if args.model[:3] != fit[:3]:
+        parser.error(f"--model {args.model} is not for {args.dataset}; use {fit}")
+    images = fit == "wrn_16_4"
+    if args.depth and images and (args.depth < 10 or (args.depth - 4) % 6):
         parser.error(f"--depth {args.depth}: a wide ResNet has 6 n + 4 layers: 10, 16, 22, 28")
     if "ensembles" not in args.explicit:
         args.ensembles = [k for k in args.ensembles if k <= args.members]
@@ -236,11 +219,10 @@ def check_args(parser, args):
     if args.ensembles[-1] > args.samples:
         parser.error(f"--samples {args.samples} is less than one a member for --ensembles "
                      f"{args.ensembles[-1]}")
-    if args.shift == "published" and args.dataset != "cifar10" or own != "images" and \
-            args.shift != "none":
-        parser.error(f"--shift {args.shift} is not for {args.dataset}; use none"
-                     f"{' or computed' * (own == 'images')}")
-    if own == "molecules" and args.structure != "full":
+    shifts = ["none"] + ["computed"] * images + ["published"] * (args.dataset == "cifar10")
+    if args.shift not in shifts:
+        parser.error(f"--shift {args.shift} is not for {args.dataset}; use {' or '.join(shifts)}")
+    if args.model == "painn" and args.structure != "full":
         parser.error(f"--structure {args.structure} is for classes; molecules take full")
     if args.target != "u0" and args.dataset != "qm9":
         parser.error(f"--target {args.target} is for qm9; {args.dataset} has one target")
@@ -365,7 +347,7 @@ def bert(num_classes, vocabulary, dim, layers, dropout):
 
 
 class PaiNNLayer(nn.Module):
-    """A message and an update (Schuett et al. 2021, eqs. 7-9), s [A, F], v [A, 3, F], None for 0.
+    """A message and an update (Schuett et al. 2021, eqs. 7-9) of s [A, F] and v [A, 3, F].
 
     rbf [E, radial + 1]: the radial functions and a 1, for the bias, times the cutoff function.
     """
@@ -384,11 +366,9 @@ class PaiNNLayer(nn.Module):
         weight = self.dropout(F.linear(rbf, weight))
         vv, ss, vs = (self.message(s).index_select(0, sources) * weight).chunk(3, -1)
         s = s + sum_by(targets, ss, len(s))
-        message = direction[:, :, None] * vs[:, None]
-        if v is not None:
-            message = torch.addcmul(message, v.index_select(0, sources), vv[:, None])
-        message = sum_by(targets, message, len(s))
-        v = message if v is None else v + message
+        message = torch.addcmul(direction[:, :, None] * vs[:, None], v.index_select(0, sources),
+                                vv[:, None])
+        v = v + sum_by(targets, message, len(s))
         uv, vv = self.dropout(self.u(v)), self.dropout(self.v(v))
         # |Vv|: safe where it is zero, as at a lone atom
         length = (vv.square().sum(1) + 1e-30).sqrt()
@@ -418,19 +398,16 @@ class PaiNN(nn.Module):
         rbf = (n * (math.pi / self.cutoff) * distance).sin() / distance
         cut = 0.5 * ((math.pi / self.cutoff * distance).cos() + 1) * (distance < self.cutoff)
         rbf = torch.cat([rbf, torch.ones_like(cut)], 1) * cut
-        s, v = self.embedding(molecules.numbers), None
+        s = self.embedding(molecules.numbers)
+        v = s.new_zeros(len(s), 3, s.shape[1])
         for layer in self.layers:
             s, v = layer(s, v, edges, rbf, offset / distance)
         features = widen(self.readout(s))
         with torch.autocast(features.device.type, enabled=False):
-            last = LastLayer(features, None, molecules.molecule, self.offsets(molecules),
-                             self.statistics[1])
+            known = self.statistics[0] + self.references[molecules.numbers]
+            offset = sum_by(molecules.molecule, known, molecules.count)
+            last = LastLayer(features, None, molecules.molecule, offset, self.statistics[1])
             return head_outputs(flat_head(self.head)[None], last)[0], features
-
-    def offsets(self, molecules):
-        """[B], float64: what does not depend on the weights: mean and reference of each atom."""
-        atoms = self.statistics[0] + self.references[molecules.numbers]
-        return sum_by(molecules.molecule, atoms, molecules.count)
 
 
 def energy_statistics(molecules):
@@ -614,12 +591,6 @@ def ggn_blocks(x, probs, block=2048, stripe=64) -> Tensor:
     return h
 
 
-def ggn_diagonal(x, probs) -> Tensor:
-    """The diagonal [P] of the generalised Gauss-Newton matrix, in the order of theta."""
-    spread = probs * (1 - probs)
-    return torch.cat([(spread.T @ x.square()).flatten(), spread.sum(0)])
-
-
 def heteroscedastic_hessian(theta, last) -> Tensor:
     """Hessian [P, P] in theta [P] of sum_n [log v_n + (y_n - m_n)^2 / v_n] / 2 of molecules.
 
@@ -653,25 +624,20 @@ class Spectrum(NamedTuple):
 
 
 def decompose(structure, last, theta) -> Spectrum:
-    """The spectrum of the curvature of the loss at theta [P]: "full" or "diag".
+    """The spectrum of the curvature of the loss at theta [P]: "full" (in float64) or "diag".
 
-    Of molecules the exact Hessian, in float64, whose values may be negative.
+    Of molecules the exact Hessian, whose values may be negative. Of classes: what shifts all alike
+    is known to have the value 0, and is taken out first: by rounding it would have another one, and
+    there the posterior is widest.
     """
     if last.offset is not None:
         wide = last._replace(x=last.x.double())
         return Spectrum(*torch.linalg.eigh(heteroscedastic_hessian(theta.double(), wide)))
     probs = head_outputs(theta[None], last)[0].exp()
     if structure == "diag":
-        return Spectrum(ggn_diagonal(last.x, probs), None)
-    return full_spectrum(ggn_blocks(last.x, probs), last.x.dtype)
-
-
-def full_spectrum(blocks, dtype) -> Spectrum:
-    """Eigenpairs of a full GGN [C, D + 1, C, D + 1]: values in float64, vectors in dtype.
-
-    What shifts all classes alike is known to have the value 0, and is taken out first: by rounding
-    it would have another one, and there the posterior is widest.
-    """
+        spread = probs * (1 - probs)
+        return Spectrum(torch.cat([(spread.T @ last.x.square()).flatten(), spread.sum(0)]), None)
+    blocks = ggn_blocks(last.x, probs)
     c, d1 = blocks.shape[:2]
     eye = torch.eye(c, dtype=blocks.dtype, device=blocks.device)
     contrasts = torch.linalg.qr(torch.cat([torch.ones_like(eye[:, :1]), eye[:, 1:]], 1)).Q
@@ -680,7 +646,7 @@ def full_spectrum(blocks, dtype) -> Spectrum:
     values, vectors = torch.linalg.eigh(reduced)
     vectors = torch.einsum("ca,aim->cim", rest, vectors.view(c - 1, d1, -1))
     null = mean[:, :, None] * torch.eye(d1).to(mean)
-    basis = as_layout(torch.cat([vectors, null], 2)).to(dtype)
+    basis = as_layout(torch.cat([vectors, null], 2)).to(last.x)
     return Spectrum(torch.cat([values.clamp_min(0), values.new_zeros(d1)]), basis)
 
 
@@ -710,30 +676,23 @@ def precision_scores(theta, spectrum, last, noise, grid=LAPLACE_GRID) -> list[fl
             for samples in laplace_samples(theta, spectrum, deltas, noise)]
 
 
-def radial_layer(theta, centre, a, b) -> tuple[Tensor, Tensor]:
-    """y = x + beta h (x - x0), h = 1 / (alpha + |x - x0|), and log |det dy/dx| [...].
-
-    theta, centre [..., P]; alpha = softplus(a), beta = softplus(b) - alpha > -alpha: invertible.
-    """
-    alpha = F.softplus(a)
-    beta = F.softplus(b) - alpha
-    offset = theta - centre
-    r = offset.norm(dim=-1)
-    h = 1 / (alpha + r)
-    log_det = ((theta.shape[-1] - 1) * torch.log1p(beta * h)
-               + torch.log1p(beta * h - beta * h.square() * r))
-    return theta + (beta * h)[..., None] * offset, log_det
-
-
 def apply_flow(flow, theta) -> tuple[Tensor, Tensor]:
-    """(theta_T, sum of log-determinants) through T radial layers: flow = centres [..., T, P],
-    a [..., T], b [..., T]."""
+    """(theta_T [..., P], sum of log |det dy/dx| [...]) of T radial layers y = x + beta h (x - x0).
+
+    flow = centres x0 [..., T, P], a and b [..., T]; h = 1 / (alpha + |x - x0|) with
+    alpha = softplus(a), beta = softplus(b) - alpha > -alpha: invertible.
+    """
     centres, a, b = flow
-    total = 0.0
-    for layer in range(a.shape[-1]):
-        theta, log_det = radial_layer(theta, centres[..., layer, :], a[..., layer], b[..., layer])
-        total = total + log_det
-    return theta, total
+    alphas, log_det = F.softplus(a), 0.0
+    for centre, alpha, beta in zip(centres.unbind(-2), alphas.unbind(-1),
+                                   (F.softplus(b) - alphas).unbind(-1)):
+        offset = theta - centre
+        r = offset.norm(dim=-1)
+        h = 1 / (alpha + r)
+        log_det = log_det + ((theta.shape[-1] - 1) * torch.log1p(beta * h)
+                             + torch.log1p(beta * h - beta * h.square() * r))
+        theta = theta + (beta * h)[..., None] * offset
+    return theta, log_det
 
 
 def negative_elbo(flow, theta, spectrum, base_delta, precision, noise, last, n) -> Tensor:
@@ -810,14 +769,13 @@ def running_mixtures(rows, sizes) -> Mixture:
     return Mixture(*(torch.stack(parts) for parts in zip(*found)))
 
 
-def mix(mixtures, counts) -> Mixture:
-    """The mixture of members' mixtures (each [N, C]) of so many samples: what all their samples
-    together predict."""
-    kept = [(m, n) for m, n in zip(mixtures, counts) if n]
-    log_total = math.log(sum(n for _, n in kept))
-    log_probs = torch.stack([m.log_probs.double() + (math.log(n) - log_total) for m, n in kept])
-    entropy = sum(m.entropy.double() * n for m, n in kept) / sum(n for _, n in kept)
-    return Mixture(log_probs.logsumexp(0), entropy)
+def ensemble_mixture(members, counts) -> Mixture:
+    """What all samples of an ensemble together predict, of so many from each member, given
+    {n: mixture [N, C] of its first n samples} of each."""
+    kept, total = [(own[n], n) for own, n in zip(members, counts) if n], sum(counts)
+    log_probs = [m.log_probs.double() + (math.log(n) - math.log(total)) for m, n in kept]
+    entropy = sum(m.entropy.double() * n for m, n in kept) / total
+    return Mixture(torch.stack(log_probs).logsumexp(0), entropy)
 
 
 # ---- Training -----------------------------------------------------------------------------------
@@ -838,11 +796,9 @@ class Diverged(UserError):
     """A loss or a weight is no longer finite."""
 
 
-def make_loader(dataset, args, batch_size=None, train=False, augment=False):
-    """Batches of this process, on its device; shuffled only where `train`. batch[0] is what a
-    network takes."""
-    options = dict(seed=args.seed, shuffle=train)
-    batch_size = batch_size or args.batch_size
+def make_loader(dataset, args, batch_size, shuffle=False, augment=False):
+    """Batches of this process, on its device. batch[0] is what a network takes."""
+    options = dict(seed=args.seed, shuffle=shuffle)
     if isinstance(dataset, (data.TextSet, data.MoleculeSet)):
         return data.SequenceLoader(dataset, batch_size, args.device, **options)
     return data.Loader(dataset, batch_size, args.device, **options, channels_last=True,
@@ -874,18 +830,16 @@ class Ivon:
     """IVON's state as an optimiser: the network holds a sample during a step, the mean after it."""
 
     def __init__(self, net, args, n):
-        self.net, self.seed, self.param_groups = net, args.seed, [{"lr": args.ivon_lr}]
-        self.fixed = dict(ess=args.ivon_ess or n, weight_decay=args.ivon_weight_decay)
-        self.more = dict(hess_init=args.ivon_hess_init, betas=args.ivon_betas,
-                         clip=math.inf if args.ivon_clip is None else args.ivon_clip)
-        self.steps, self.mean = 0, get_vector(net)
-        self.momentum = torch.zeros_like(self.mean)
-        self.hessian = torch.full_like(self.mean, args.ivon_hess_init)
+        self.net, self.args, self.param_groups = net, args, [{"lr": args.ivon_lr}]
+        self.scale = args.ivon_ess or n, args.ivon_weight_decay
+        self.steps, mean = 0, get_vector(net)
+        self.state = torch.stack([mean, 0 * mean, torch.full_like(mean, args.ivon_hess_init)])
+        self.mean, self.momentum, self.hessian = self.state
 
     def deviation(self, *key) -> Tensor:
         """theta - mean of a draw; a function of (seed, key) alone, the same in all processes."""
-        noise = seeded_noise(self.mean.shape, self.mean.device, self.seed, *key)
-        return ivon_deviation(self.hessian, noise.to(self.mean), **self.fixed)
+        noise = seeded_noise(self.mean.shape, self.mean.device, self.args.seed, *key)
+        return ivon_deviation(self.hessian, noise.to(self.mean), *self.scale)
 
     def perturb(self):
         self.steps += 1
@@ -893,21 +847,17 @@ class Ivon:
         set_vector(self.net, self.mean + self.drawn)
 
     def step(self):
-        grad = torch.cat([p.grad.flatten() for p in self.net.parameters()])
-        ivon_update(self.mean, self.momentum, self.hessian, grad, self.drawn, self.steps,
-                    self.param_groups[0]["lr"], **self.fixed, **self.more)
+        grad, args = torch.cat([p.grad.flatten() for p in self.net.parameters()]), self.args
+        ivon_update(*self.state, grad, self.drawn, self.steps, self.param_groups[0]["lr"],
+                    *self.scale, args.ivon_hess_init, args.ivon_betas,
+                    math.inf if args.ivon_clip is None else args.ivon_clip)
         set_vector(self.net, self.mean)
 
-    def zero_grad(self):
-        self.net.zero_grad()
-
     def state_dict(self):
-        return {"mean": self.mean, "momentum": self.momentum, "hessian": self.hessian,
-                "steps": self.steps}
+        return {"state": self.state, "steps": self.steps}
 
     def load_state_dict(self, state):
-        for name in ("mean", "momentum", "hessian"):
-            getattr(self, name).copy_(state[name])
+        self.state.copy_(state["state"])
         self.steps = state["steps"]
 
 
@@ -934,8 +884,8 @@ def train(study, net, identity, epochs, optimiser, lr_at, option, y_var=1.0, aft
     args, run, model = study.args, study.run, None
     for epoch in run.epochs(epochs, *identity, net=net, optimiser=optimiser, **parts):
         if model is None:  # of what is finished nothing is built
-            loader = make_loader(study.sets["train"], args, train=True,
-                                 augment=args.augment and option != "swag_lrs")
+            loader = make_loader(study.sets["train"], args, args.batch_size, True,
+                                 args.augment and option != "swag_lrs")
             steps = min(len(loader), args.limit_steps or len(loader))
             seen = min(steps * args.batch_size, len(study.sets["train"]))
             model = common.data_parallel(net, args.device)
@@ -951,7 +901,7 @@ def train(study, net, identity, epochs, optimiser, lr_at, option, y_var=1.0, aft
             with autocast(args):
                 outputs, _ = model(batch[0])
             loss = data_loss(widen(outputs), batch.labels, y_var)
-            optimiser.zero_grad()
+            net.zero_grad()
             # of the global mean: DDP divides by the number of processes
             (loss * common.world_size() / batch.global_size).backward()
             optimiser.step()
@@ -983,6 +933,15 @@ def identity(study, kind, *groups, **more) -> tuple[str, dict]:
     text = json.dumps(common.plain(own), sort_keys=True).encode()
     digest = f"-{hashlib.sha256(text).hexdigest()[:10]}" * bool(own)
     return f"{kind}-seed{args.seed}{digest}", {**study.run.config, "seed": args.seed, **own}
+
+
+@functools.cache
+def contents(dataset) -> str:
+    """A digest: what is kept of a set is not another's that has its name."""
+    own = next(getattr(dataset, k) for k in ("images", "tokens", "positions", "paths")
+               if hasattr(dataset, k))
+    own = own.contiguous().numpy() if torch.is_tensor(own) else repr(own).encode()
+    return hashlib.sha256(own).hexdigest()[:10]
 
 
 def piece(study, identity, make, read=True):
@@ -1018,18 +977,20 @@ class Sampler(NamedTuple):
     """A posterior over all weights: draw(s) gives `net` those of sample s."""
 
     net: nn.Module
-    draw: object = None
+    draw: object = lambda s: None
     samples: int = 1
     dropout: bool = False
     train_s: float = 0.0
     numbers: int = 0  # that a member's predictions need
 
 
-def trained_network(study, kind, dropout, **more):
-    """(network at its epoch of the best validation LPD, seconds): MAP's recipe, from the seed."""
+def trained_network(study, rate=None):
+    """(network at its epoch of the best validation LPD, seconds): MAP's recipe, from the seed, with
+    MAP's rate of dropout or another."""
     args = study.args
+    own = identity(study, "mcdo", rate=rate) if rate else identity(study, "map")
     common.seed_all(args.seed)
-    net = make_network(args, study.sets["train"], dropout)
+    net = make_network(args, study.sets["train"], rate or args.dropout)
     best = copy.deepcopy(net)
     best.register_buffer("val_lpd", torch.tensor(-1e30))
     options = dict(lr=args.lr, weight_decay=args.weight_decay)
@@ -1042,7 +1003,7 @@ def trained_network(study, kind, dropout, **more):
             best.load_state_dict({**net.state_dict(), "val_lpd": torch.tensor(lpd)})
         return {"val_lpd": lpd}
 
-    seconds = train(study, net, identity(study, kind, **more), args.epochs, optimiser,
+    seconds = train(study, net, own, args.epochs, optimiser,
                     lambda epoch: args.lr * cosine(int(epoch) / args.epochs), "lr", args.y_var,
                     after, best=best)
     return best.eval(), seconds
@@ -1053,29 +1014,46 @@ def validation_lpd(study, sampler) -> float:
     val = study.sets["val"]
     found = predict(sampler, val, study.args)
     return common.broadcast(on_main(lambda: log_predictive_density(
-        outputs_of(val, found), val.labels)))
+        found["outputs"].transpose(0, 1) if "outputs" in found else found["log_probs"][None, :, -1],
+        val.labels)))
 
 
 def map_sampler(study) -> Sampler:
-    net, seconds = trained_network(study, "map", study.args.dropout)
+    net, seconds = trained_network(study)
     return Sampler(net, train_s=seconds, numbers=len(get_vector(net)))
 
 
-def mcdo_sampler(study) -> Sampler:
-    """The network of the best dropout rate, by validation."""
-    args, found = study.args, {}
-    for rate in args.dropouts:
-        net, seconds = trained_network(study, "mcdo", rate, rate=rate)
-        found[rate] = Sampler(net, lambda s: common.seed_all(args.seed, 12, s, common.rank()),
-                              args.samples, True, seconds, len(get_vector(net)))
+def choose(study, method, option) -> tuple:
+    """(the value of an option whose sampler has the best validation LPD, seconds of training all),
+    on all processes."""
+    args, values = study.args, getattr(study.args, option)
 
     def make():
-        scores = [validation_lpd(study, sampler._replace(samples=args.val_samples))
-                  for sampler in found.values()]
-        return {"rate": best(scores, args.dropouts, "--dropouts"), "scores": scores}
+        scores, seconds = [], 0.0
+        for value in values:
+            try:
+                sampler = SAMPLERS[method](study, value)
+                samples = 1 if method in POINTS else args.val_samples
+                scores.append(validation_lpd(study, sampler._replace(samples=samples)))
+                seconds += sampler.train_s
+            except Diverged as error:
+                common.say(f"{value:g} is left out: {error}")
+                scores.append(math.nan)
+        value = best(scores, values, f"--{option.replace('_', '-')}")
+        return {"value": value, "scores": scores, "train_s": seconds}
 
-    choice = common.broadcast(piece(study, identity(study, "mcdo-choice", *GROUPS["mcdo"]), make))
-    return found[choice["rate"]]._replace(train_s=sum(own.train_s for own in found.values()))
+    own = identity(study, f"{method}-choice", *GROUPS[method])
+    choice = common.broadcast(piece(study, own, make))
+    return choice["value"], choice["train_s"]
+
+
+def mcdo_sampler(study, rate=None) -> Sampler:
+    """Of the network of the best dropout rate, by validation, or of another."""
+    args = study.args
+    rate, total = (rate, None) if rate else choose(study, "mcdo", "dropouts")
+    net, seconds = trained_network(study, rate)
+    return Sampler(net, lambda s: common.seed_all(args.seed, 12, s, common.rank()), args.samples,
+                   True, total or seconds, len(get_vector(net)))
 
 
 def ivon_sampler(study) -> Sampler:
@@ -1099,7 +1077,7 @@ def swag_iterates(study, lr) -> tuple[Tensor, float]:
     Each is a file, written before the checkpoint that counts it: a run killed anywhere goes on."""
     args, run = study.args, study.run
     name, config = identity(study, f"swag-lr{lr:g}", "SWAG iterates", lr=lr)
-    net, _ = trained_network(study, "map", args.dropout)
+    net, _ = trained_network(study)
     optimiser = torch.optim.SGD(net.parameters(), lr, momentum=0.9,
                                 weight_decay=args.swag_weight_decay)
 
@@ -1116,48 +1094,27 @@ def swag_iterates(study, lr) -> tuple[Tensor, float]:
     return torch.stack([row["weights"] for row in rows]), seconds
 
 
-def swag_choice(study) -> dict:
-    """{"swag", "swa": learning rate of the best validation LPD, "train_s"}, on all processes."""
-    args = study.args
-
-    def make():
-        scores, seconds = {"swag": [], "swa": []}, 0.0
-        for lr in args.swag_lrs:
-            try:
-                found = {kind: swag_sampler(study, kind, lr, args.val_samples) for kind in scores}
-                seconds += found["swag"].train_s
-                lpds = {kind: validation_lpd(study, sampler) for kind, sampler in found.items()}
-            except Diverged as error:
-                common.say(f"learning rate {lr:g} is left out: {error}")
-                lpds = dict.fromkeys(scores, math.nan)
-            for kind, lpd in lpds.items():
-                scores[kind].append(lpd)
-        chosen = {kind: best(own, args.swag_lrs, "--swag-lrs") for kind, own in scores.items()}
-        prune_iterates(study, chosen.values())
-        return {**chosen, "scores": scores, "train_s": seconds}
-
-    return common.broadcast(piece(study, identity(study, "swag-choice", *GROUPS["swag"]), make))
-
-
 KEEP_GB = 50  # of a study's iterates; beyond it those of learning rates not chosen are deleted
 
 
 def prune_iterates(study, chosen):
     args = study.args
-    for lr in args.swag_lrs if common.is_main() else ():
+    for lr in {*args.swag_lrs} - {*chosen} if common.is_main() and not args.eval else ():
         name, _ = identity(study, f"swag-lr{lr:g}", "SWAG iterates", lr=lr)
         files = list(study.run.dir.glob(f"{name}*.pt"))
         size = sum(file.stat().st_size for file in files) * len(args.swag_lrs)
-        keep = size * args.members * args.runs <= 1e9 * KEEP_GB
-        for file in files if lr not in chosen and not keep else ():
+        for file in files if size * args.members * args.runs > 1e9 * KEEP_GB else ():
             file.unlink()
 
 
-def swag_sampler(study, kind="swag", lr=None, samples=None) -> Sampler:
+def swag_sampler(study, lr=None, kind="swag") -> Sampler:
     """Draws in blocks of eight, at the rate that validation chose or another; of SWA the mean."""
-    args = study.args
-    choice = {kind: lr} if lr else swag_choice(study)
-    rows, seconds = swag_iterates(study, choice[kind])
+    args, total = study.args, None
+    if lr is None:
+        chosen = {own: choose(study, own, "swag_lrs") for own in ("swag", "swa")}
+        prune_iterates(study, [own for own, _ in chosen.values()])
+        lr, total = chosen[kind]
+    rows, seconds = swag_iterates(study, lr)
     posterior = mean, _, deviations = swag_moments(rows.to(args.device))
     net, drawn = make_network(args, study.sets["train"]), {}
 
@@ -1174,8 +1131,8 @@ def swag_sampler(study, kind="swag", lr=None, samples=None) -> Sampler:
         refresh_batch_norm(net, study)
 
     swag = kind == "swag"
-    return Sampler(net, draw, (samples or args.samples) if swag else 1, False,
-                   choice.get("train_s", seconds), len(mean) * (len(deviations) * swag + 1 + swag))
+    return Sampler(net, draw, args.samples if swag else 1, False, total or seconds,
+                   len(mean) * (len(deviations) * swag + 1 + swag))
 
 
 def batch_norms(net) -> list:
@@ -1193,7 +1150,8 @@ def refresh_batch_norm(net, study):
     for m in batch_norms(net):
         m.reset_running_stats()
         m.train()
-    for i, batch in enumerate(make_loader(study.sets["train"], study.args).epoch()):
+    loader = make_loader(study.sets["train"], study.args, study.args.batch_size)
+    for i, batch in enumerate(loader.epoch()):
         for m in batch_norms(net):
             m.momentum = 1 / (i + 1)  # equal weights
         with autocast(study.args):
@@ -1201,10 +1159,11 @@ def refresh_batch_norm(net, study):
     net.eval()
 
 
-LAST_LAYER = ("llla", "la_nf")
-SAMPLERS = {"map": map_sampler, "swa": lambda study: swag_sampler(study, "swa"),
+POINTS, LAST_LAYER = ("map", "swa"), ("llla", "la_nf")
+SAMPLERS = {"map": map_sampler, "swa": lambda study, lr=None: swag_sampler(study, lr, "swa"),
             "swag": swag_sampler, "mcdo": mcdo_sampler, "ivon": ivon_sampler}
-# Which options shape a posterior, beside those of MAP training.
+# Which options shape a posterior, beside those of MAP training. The pieces of all are kept side by
+# side in the run directory of their MAP networks.
 GROUPS = {"map": (), "mcdo": ("MC dropout", "selection"), "ivon": ("IVON",),
           **dict.fromkeys(("swa", "swag"), ("SWAG iterates", "SWAG", "selection")),
           "llla": ("Laplace", "selection"), "la_nf": ("Laplace", "flow", "selection")}
@@ -1215,32 +1174,25 @@ def compute_device(args):
     return torch.device("cpu") if args.device.type == "mps" else args.device
 
 
-def features_identity(study, part):
-    return identity(study, "features", part=part, n=len(study.sets[part]))
-
-
 @torch.no_grad()
 def make_features(study, part):
     """Keep what the last layer of the MAP network sees of a set."""
     args, dataset = study.args, study.sets[part]
 
     def make():
-        net, _ = trained_network(study, "map", args.dropout)
-        index, parts, offsets = [], [], []
+        net, index, parts = trained_network(study)[0], [], []
         for batch in make_loader(dataset, args, args.eval_batch_size).epoch():
             with autocast(args):
                 parts.append(net(batch[0])[1])
             index.append(batch.index.cpu())
-            if isinstance(dataset, data.MoleculeSet):
-                offsets.append(net.offsets(batch[0]))
-        index, made = torch.cat(index), {}
-        if offsets:
-            made["offset"] = common.gather_rows(index, torch.cat(offsets))
+        index = torch.cat(index)
+        if isinstance(dataset, data.MoleculeSet):
             index = atoms_of(dataset.sizes, index)
-        made["x"] = common.gather_rows(index, torch.cat(parts))
-        return {k: v and v[0] for k, v in made.items()}
+        found = common.gather_rows(index, torch.cat(parts))
+        return found and {"x": found[0]}
 
-    piece(study, features_identity(study, part), make, read=False)
+    own = identity(study, "features", part=part, of=contents(dataset))
+    piece(study, own, make, read=False)
 
 
 def atoms_of(sizes, rows) -> Tensor:
@@ -1253,15 +1205,16 @@ def atoms_of(sizes, rows) -> Tensor:
 
 def read_features(study, part) -> LastLayer:
     """Of `make_features`, by a process that sees the main one's files."""
-    dataset, device = study.sets[part], compute_device(study.args)
+    dataset, train, device = study.sets[part], study.sets["train"], compute_device(study.args)
     with common.alone():
-        kept = study.run.load(*features_identity(study, part))
-    x, labels = kept["x"].to(device), dataset.labels.to(device)
-    if "offset" not in kept:
-        return LastLayer(x, labels)
-    molecule = torch.arange(len(dataset)).repeat_interleave(dataset.sizes).to(device)
-    scale = torch.tensor(energy_statistics(study.sets["train"])[1], dtype=torch.float64)
-    return LastLayer(x, labels, molecule, kept["offset"].to(device), scale.to(device))
+        own = identity(study, "features", part=part, of=contents(dataset))
+        x = study.run.load(*own)["x"].to(device)
+    if not isinstance(dataset, data.MoleculeSet):
+        return LastLayer(x, dataset.labels.to(device))
+    mean, std = torch.tensor(energy_statistics(train), dtype=torch.float64)
+    molecule = torch.arange(len(dataset)).repeat_interleave(dataset.sizes)
+    offset = sum_by(molecule, mean + train.references[dataset.numbers], len(dataset))
+    return LastLayer(x, *(t.to(device) for t in (dataset.labels, molecule, offset, std)))
 
 
 def take(last, rows, sizes=None) -> LastLayer:
@@ -1277,7 +1230,7 @@ def take(last, rows, sizes=None) -> LastLayer:
 def laplace(study) -> tuple:
     """(theta, spectrum, delta, seconds) of LLLA, on the main process."""
     args, device = study.args, compute_device(study.args)
-    theta = flat_head(trained_network(study, "map", args.dropout)[0].head).to(device)
+    theta = flat_head(trained_network(study)[0].head).to(device)
 
     def make_spectrum():
         found, seconds = timed(study, lambda: decompose(
@@ -1294,9 +1247,8 @@ def laplace(study) -> tuple:
         return {"delta": delta, "scores": scores, "seconds": seconds}
 
     kept = piece(study, identity(study, "spectrum", structure=args.structure), make_spectrum)
-    spectrum = Spectrum(kept["values"].to(device), kept["basis"])
-    if spectrum.basis is not None:
-        spectrum = spectrum._replace(basis=spectrum.basis.to(device))
+    spectrum = Spectrum(*(None if kept[k] is None else kept[k].to(device)
+                          for k in Spectrum._fields))
     choice = piece(study, identity(study, "llla-choice", *GROUPS["llla"]), make_choice)
     least = spectrum.values.min().item()
     if choice["delta"] <= -least:
@@ -1407,8 +1359,7 @@ def predict(sampler, dataset, args, sizes=None):
 
     def rows():
         for s in range(samples):
-            if draw is not None:
-                draw(s)
+            draw(s)
             net.train(dropout)
             for module in batch_norms(net):
                 module.eval()
@@ -1430,27 +1381,18 @@ def predict(sampler, dataset, args, sizes=None):
     return gathered and dict(zip(columns, gathered))
 
 
-def outputs_of(dataset, found) -> Tensor:
-    """outputs [S, N, C] of `predict`; of classes the mixture of all samples, S = 1."""
-    if isinstance(dataset, data.MoleculeSet):
-        return found["outputs"].transpose(0, 1)
-    return found["log_probs"][None, :, -1]
-
-
-def combinations(args) -> list:
+def combinations(args, method) -> list:
     """(K, seed, members counted from 0, {S': draws by member}) of all ensembles of all runs."""
     return [(k, seed + 10**6 * run, [run * args.members + m - 1 for m in chosen],
-             draws_by_member(k, args.samples, seed))
+             {k: [1] * k} if method in POINTS else draws_by_member(k, args.samples, seed))
             for run in range(args.runs) for k in args.ensembles
             for seed, chosen in member_combinations(args.members, k, args.combinations)]
 
 
 def sizes_needed(method, args) -> list:
     """After how many samples of a member its mixture is needed by some ensemble."""
-    if method in ("map", "swa"):
-        return [1]
-    counts = {n for *_, draws in combinations(args) for by in draws.values() for n in by}
-    return sorted(counts - {0})
+    draws = [by for *_, own in combinations(args, method) for by in own.values()]
+    return sorted({n for by in draws for n in by} - {0})
 
 
 def member_of(study, m):
@@ -1461,7 +1403,7 @@ def leaf(study, method, part) -> tuple[str, dict]:
     """The piece that a member's predictions of a set are read from."""
     if method in LAST_LAYER:
         return identity(study, f"{method}-heads", *GROUPS[method], samples=study.args.samples)
-    return identity(study, f"{method}-{part}", *GROUPS[method], n=len(study.sets[part]),
+    return identity(study, f"{method}-{part}", *GROUPS[method], of=contents(study.sets[part]),
                     sizes=sizes_needed(method, study.args))
 
 
@@ -1469,7 +1411,8 @@ def read_leaf(study, method, part) -> dict:
     """By a process that sees the main one's files; what it cost is noted."""
     with common.alone():
         kept = study.run.load(*leaf(study, method, part))
-    costs = study.costs.setdefault(method, {"train_s": {}, "predict_s": {}, "memory_mb": {}})
+    costs = study.costs.setdefault(METHODS[method],
+                                   {"train_s": {}, "predict_s": {}, "memory_mb": {}})
     costs["train_s"][study.args.seed] = kept["train_s"]
     costs["predict_s"].setdefault((study.args.seed, part), kept["predict_s"])
     costs["memory_mb"][study.args.seed] = 4e-6 * kept["numbers"]  # in float32
@@ -1480,8 +1423,7 @@ def own_share(n) -> Tensor:
     """Which of n rows this process evaluates: the processes of the main one's machine, which see
     its files, share them."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if common.world_size() > 1 else 1
-    return torch.arange(n).tensor_split(here)[common.rank()] if common.rank() < here else \
-        torch.arange(0)
+    return (torch.arange(n) * here // n == common.rank()).nonzero()[:, 0]
 
 
 @torch.no_grad()
@@ -1494,15 +1436,10 @@ def member_mixtures(study, method, part, rows) -> dict:
         stride = max(1, 2**25 // max(1, len(rows) * study.sets["train"].num_classes))
         found, seconds = timed(study, lambda: running_mixtures((
             row for some in heads.split(stride) for row in head_outputs(some, last)), sizes))
-        study.costs[method]["predict_s"][study.args.seed, part] = seconds
+        study.costs[METHODS[method]]["predict_s"][study.args.seed, part] = seconds
     else:
         found = Mixture(*(kept[k][rows].transpose(0, 1) for k in Mixture._fields))
     return {n: Mixture(*(t[i].cpu() for t in found)) for i, n in enumerate(sizes)}
-
-
-def ensemble_mixture(members, counts) -> Mixture:
-    """Of {n: mixture} of each member and how many samples each gives."""
-    return mix([own[n] for own, n in zip(members, counts) if n], [n for n in counts if n])
 
 
 # What evaluation keeps of an ensemble for each example.
@@ -1522,28 +1459,25 @@ def example_values(mixture, labels) -> Tensor:
 
 
 def evaluate_classes(study, method, part) -> tuple:
-    """(values [E, N, 6] of all ensembles, metrics of each, {(ensemble, S'): metrics}) on the main
-    process: the examples are shared out."""
-    args, dataset, ensembles = study.args, study.sets[part], combinations(study.args)
-    rows, one = own_share(len(dataset)), method in ("map", "swa")
-    jobs = [(e, n, counts) for e, (k, *_, draws) in enumerate(ensembles)
-            for n, counts in ({k: [1] * k} if one else draws).items()]
+    """(values [E, N, 6] of all ensembles, {S': metrics} of each) on the main process: the examples
+    are shared out."""
+    args, dataset, ensembles = study.args, study.sets[part], combinations(study.args, method)
+    rows = own_share(len(dataset))
+    jobs = [(e, n, by) for e, (*_, draws) in enumerate(ensembles) for n, by in draws.items()]
     values, labels = torch.zeros(len(rows), len(jobs), len(COLUMNS)).double(), dataset.labels[rows]
-    members = [member_mixtures(member_of(study, m), method, part, rows)
-               for m in range(args.runs * args.members)] if len(rows) else []
-    block = max(1, 2**24 // (args.ensembles[-1] * study.sets["train"].num_classes))
-    for at in torch.arange(len(rows)).split(block) if len(rows) else ():
-        some = [{n: Mixture(*(t[at] for t in own)) for n, own in by.items()} for by in members]
+    if len(rows):
+        members = [member_mixtures(member_of(study, m), method, part, rows)
+                   for m in range(args.runs * args.members)]
         for j, (e, _, counts) in enumerate(jobs):
-            whole = ensemble_mixture([some[m] for m in ensembles[e][2]], counts)
-            values[at, j] = example_values(whole, labels[at])
+            whole = ensemble_mixture([members[m] for m in ensembles[e][2]], counts)
+            values[:, j] = example_values(whole, labels)
     gathered = common.gather_rows(rows, values)
     if gathered is None:
-        return None, None, None
-    metrics = [class_metrics(own) for own in gathered[0].unbind(1)]
-    last = list({e: j for j, (e, *_) in enumerate(jobs)}.values())
-    less = {(e, n): metrics[j] for j, (e, n, _) in enumerate(jobs) if j not in last}
-    return gathered[0].transpose(0, 1)[last], [metrics[j] for j in last], less
+        return None, None
+    last, measured = {}, [{} for _ in ensembles]
+    for (e, n, _), own in zip(jobs, gathered[0].unbind(1)):
+        last[e], measured[e][n] = own, class_metrics(own)
+    return torch.stack([*last.values()]), measured
 
 
 def class_metrics(values) -> dict:
@@ -1557,39 +1491,35 @@ def class_metrics(values) -> dict:
             "mutual_information": information.mean()}
 
 
-def ensemble_outputs(study, method, part, chosen, seed) -> Tensor:
-    """outputs [S, N, 2] of an ensemble on molecules, in the stratified order."""
-    k, one = len(chosen), method in ("map", "swa")
-    order, found = stratified_order(k, k if one else study.args.samples, seed % 10**6), None
-    for i, m in enumerate(chosen):
+def ensemble_outputs(study, method, part, ensemble) -> Tensor:
+    """outputs [S, N, 2] of one of `combinations` on molecules, in the stratified order."""
+    k, seed, chosen, draws = ensemble
+    order, parts = stratified_order(k, max(draws), seed % 10**6), []
+    for m, count in zip(chosen, draws[max(draws)]):
         kept = read_leaf(member_of(study, m), method, part)
         if method in LAST_LAYER:
             last = read_features(member_of(study, m), part)
             own = head_outputs(kept["heads"].to(last.x), last).cpu()
         else:
-            own = outputs_of(study.sets[part], kept)
-        found = own.new_empty(len(order), *own.shape[1:]) if found is None else found
-        found[order == i] = own[:int((order == i).sum())]
-    return found
+            own = kept["outputs"].transpose(0, 1)
+        parts.append(own[:count])
+    return torch.cat(parts)[order.argsort(stable=True).argsort()]
 
 
 def evaluate_molecules(study, method, part) -> tuple:
     """As `evaluate_classes`, values [E, N, 5]; the ensembles are shared out."""
-    y, ensembles, own = study.sets[part].labels, combinations(study.args), []
+    y, ensembles, own = study.sets[part].labels, combinations(study.args, method), []
     for e in own_share(len(ensembles)).tolist():
-        _, seed, chosen, draws = ensembles[e]
-        outputs = ensemble_outputs(study, method, part, chosen, seed)
+        outputs = ensemble_outputs(study, method, part, ensembles[e])
         mean, variance = outputs.unbind(-1)
         _, _, epistemic, total = common.gaussian_mixture_moments(mean, variance)
         pit = torch.special.ndtr((y - mean) / variance.sqrt()).mean(0)
         lpd = log_density(outputs, y).logsumexp(0) - math.log(len(outputs))
         values = [lpd, (mean.mean(0) - y).abs(), pit, total.sqrt(), epistemic.sqrt()]
-        sizes = [len(mean)] if method in ("map", "swa") else draws
-        own.append((e, torch.stack(values, 1), {
-            n: common.regression_metrics(mean[:n], variance[:n], y) for n in sizes}))
-    found = [job for jobs in common.gather_objects(own) for job in jobs]
-    less = {(e, n): metrics for e, _, by in found for n, metrics in by.items() if n < max(by)}
-    return torch.stack([job[1] for job in found]), [by[max(by)] for *_, by in found], less
+        own.append((torch.stack(values, 1), {
+            n: common.regression_metrics(mean[:n], variance[:n], y) for n in ensembles[e][3]}))
+    values, measured = zip(*(job for jobs in common.gather_objects(own) for job in jobs))
+    return torch.stack(values), measured
 
 
 def separation(inside, outside, score) -> dict:
@@ -1603,23 +1533,20 @@ def separation(inside, outside, score) -> dict:
 def evaluate(study) -> tuple:
     """(rows, {method: {set: values}}, rows by number of samples) of all methods and ensembles."""
     args, rows, by_samples, kept = study.args, [], [], {}
-    molecules = isinstance(study.sets["train"], data.MoleculeSet)
+    molecules = args.model == "painn"
     whole, names = study.tested[0], MOLECULE_COLUMNS if molecules else COLUMNS
     for method in args.methods:
-        values = kept[method] = {}
+        values, ensembles = kept.setdefault(method, {}), combinations(args, method)
         for part in (*study.tested, *study.ood):
             found = (evaluate_molecules if molecules else evaluate_classes)(study, method, part)
-            values[part], measured, less = found
-            for e, (k, seed, chosen, _) in enumerate(combinations(args)):
-                if not common.is_main():
-                    continue
+            values[part], measured = found
+            for e, (k, seed, chosen, draws) in enumerate(ensembles if common.is_main() else ()):
                 row = {"method": f"{METHODS[method]}, K={k}", "seed": seed, "set": part, "K": k,
                        "n": len(study.sets[part]),
                        "members": " ".join(str(args.seed + m) for m in chosen)}
                 if part in study.tested:
-                    rows.append(row | measured[e])
-                    by_samples += [row | {"samples": n} | own for (at, n), own in less.items()
-                                   if at == e]
+                    rows.append(row | measured[e].pop(max(draws)))
+                    by_samples += [row | {"samples": n} | own for n, own in measured[e].items()]
                     continue
                 rows.append(row | {"set": whole, "against": part})
                 for i in (-2, -1):  # total uncertainty, and epistemic where there is any
@@ -1667,22 +1594,23 @@ def weighted_metrics(values, names, weights) -> dict:
 def differences(study, kept) -> list:
     """Each method's difference to DE at the same K: means over the same ensembles, and the 95 %
     interval of a bootstrap over test examples that are paired, the same for all methods."""
-    whole, means, rows = study.tested[0], {}, []
-    names = MOLECULE_COLUMNS if isinstance(study.sets["train"], data.MoleculeSet) else COLUMNS
+    whole, found, rows = study.tested[0], {}, []
+    names = MOLECULE_COLUMNS if study.args.model == "painn" else COLUMNS
     weights = {part: bootstrap_weights(len(study.sets[part]), i)
                for i, part in enumerate((whole, *study.ood))}
     for method, values in kept.items():
-        for e, (k, *_) in enumerate(combinations(study.args)):
-            found = weighted_metrics(values[whole][e], names, weights[whole])
-            found |= {f"auroc_{names[-2]} {part}": weighted_auroc(
+        for e, (k, *_) in enumerate(combinations(study.args, method)):
+            own = weighted_metrics(values[whole][e], names, weights[whole])
+            own |= {f"auroc_{names[-2]} {part}": weighted_auroc(
                 values[whole][e, :, -2], values[part][e, :, -2], weights[whole], weights[part])
                 for part in study.ood}
-            for metric, own in found.items():
-                means.setdefault((method, k), {}).setdefault(metric, []).append(own)
-    for (method, k), found in means.items():
-        row = {"method": METHODS[method], "K": k, "ensembles": len(found["lpd"])}
-        for metric, own in found.items():
-            change = torch.stack(own).mean(0) - torch.stack(means["map", k][metric]).mean(0)
+            found.setdefault((method, k), []).append(own)
+    for (method, k), own in found.items():
+        row = {"method": METHODS[method], "K": k, "ensembles": len(own)}
+        for metric in own[0]:
+            mean, de = (torch.stack([one[metric] for one in some]).mean(0)
+                        for some in (own, found["map", k]))
+            change = mean - de
             low, high = change[1:].quantile(torch.tensor([0.025, 0.975]).double()).tolist()
             row[metric] = {"difference": change[0].item(), "low": low, "high": high}
         rows += [row] * (method != "map")
@@ -1693,19 +1621,19 @@ def write_predictions(study):
     """predictions_<method>.csv of --predict: those of the first of the largest ensembles."""
     args, part = study.args, study.ood[-1]
     dataset, rows = study.sets[part], torch.arange(len(study.sets[part]))
-    k, seed, chosen, draws = next(e for e in combinations(args) if e[0] == args.ensembles[-1])
     for method in args.methods:
         path = study.run.dir / f"predictions_{method}.csv"
+        ensemble = next(e for e in combinations(args, method) if e[0] == args.ensembles[-1])
         if isinstance(dataset, data.MoleculeSet):
-            outputs = ensemble_outputs(study, method, part, chosen, seed)
+            outputs = ensemble_outputs(study, method, part, ensemble)
             mean, *variances = common.gaussian_mixture_moments(*outputs.unbind(-1))
             columns = [rows, dataset.labels, mean, *(v.sqrt() for v in variances)]
             names = ["index", "label", "predicted", "aleatoric", "epistemic", "total"]
             common.write(path, common.to_csv(names, zip(*(c.tolist() for c in columns))))
             continue
+        *_, chosen, draws = ensemble
         members = [member_mixtures(member_of(study, m), method, part, rows) for m in chosen]
-        whole = ensemble_mixture(members, [1] * k if method in ("map", "swa") else
-                                 draws[args.samples])
+        whole = ensemble_mixture(members, draws[max(draws)])
         total = torch.special.entr(whole.log_probs.exp()).sum(1)
         common.write_predictions(path, dataset, whole.log_probs, total=total,
                                  aleatoric=whole.entropy,
@@ -1744,14 +1672,14 @@ def plot_study(plt, path, rows, panels, args):
 def load_sets(args) -> tuple:
     """(all sets by name, names of the test set and its shifted versions, names of OOD sets)."""
     name = data.set_name(args.dataset)
-    if args.dataset in TEXTS:
+    if args.model == "bert_256_4":
         load = lambda split, **more: data.load_text(args.dataset, split, args.data_dir, **more)
         train = load("train", vocab_file=args.vocab)
         val, test = load("val", like=train), load("test", like=train)
         if args.dataset == "sst2" and not data.sst2_has_test_labels(args.data_dir):
             common.say("sst2: test.tsv has no labels (GLUE): tested on dev.tsv, validated on "
                        f"{len(val)} rows of train.tsv")
-    elif args.dataset in MOLECULES:
+    elif args.model == "painn":
         train, val, test = (data.load_molecules(args.dataset, split, args.data_dir,
                                                 target=args.target)
                             for split in ("train", "val", "test"))
@@ -1795,17 +1723,13 @@ def image_sets(args):
 
 def shifted_sets(test, args) -> dict:
     """{name_1 ... name_5: all kinds of corruption of a severity as one set}."""
-    if args.shift == "none":
-        return {}
-    name, kinds, label = f"{args.dataset}_c", [*data.CORRUPTIONS], "corrupted"
-    if args.shift == "published":
-        kinds = data.corruption_kinds(name, args.data_dir)
-        label = data.corrupted_name(name, kinds)
-    found = {}
-    for severity in range(1, 6) if kinds else ():
-        parts = [data.corrupted(test, kind, severity) if label == "corrupted" else data.evenly(
-            data.match(data.load_corrupted(name, kind, severity, args.data_dir), test),
-            args.limit_test) for kind in kinds]
+    found, name, published = {}, f"{args.dataset}_c", args.shift == "published"
+    kinds = data.corruption_kinds(name, args.data_dir) if published else [*data.CORRUPTIONS]
+    label = data.corrupted_name(name, kinds) if published else "corrupted"
+    for severity in range(1, 6) if kinds and args.shift != "none" else ():
+        parts = [data.evenly(data.match(data.load_corrupted(
+            name, kind, severity, args.data_dir), test), args.limit_test) if published else
+            data.corrupted(test, kind, severity) for kind in kinds]
         found[f"{label}_{severity}"] = dataclasses.replace(
             test, images=torch.cat([p.images for p in parts]),
             labels=torch.cat([p.labels for p in parts]), label_probs=None, groups=None)
@@ -1817,7 +1741,8 @@ def open_study(args) -> Study:
     is made after them lies in it side by side."""
     sets, tested, ood = load_sets(args)
     name = f"{data.set_name(args.dataset)}-{args.model}{f'-d{args.depth}' if args.depth else ''}"
-    groups = {k: "evaluation" if title in AFTER_MAP or k == "seed" else title
+    after = {title for titles in GROUPS.values() for title in titles}
+    groups = {k: "evaluation" if title in after or k == "seed" else title
               for k, title in args.groups.items()}
     run = common.Run(common.with_options(args, groups=groups), "swag_laplace_ensembles",
                      f"{name}{f'-w{args.width:g}' if args.width != 1 else ''}")
@@ -1842,36 +1767,33 @@ def check_room(study, p, head):
     chosen = grid if members * grid <= 1e9 * KEEP_GB else 2 * grid / len(args.swag_lrs)
     row = 0
     for method in methods - {*LAST_LAYER}:
-        one, sizes = method in ("map", "swa"), sizes_needed(method, args)
-        row += 16 * sizes[-1] if isinstance(study.sets["train"], data.MoleculeSet) else \
-            len(sizes) * (8 + study.sets["train"].num_classes * (8 if one else 2))
+        sizes, size = sizes_needed(method, args), 8 if method in POINTS else 2
+        row += 16 * sizes[-1] if args.model == "painn" else \
+            len(sizes) * (8 + study.sets["train"].num_classes * size)
     rows = sum(len(study.sets[part]) for part in (*study.tested, *study.ood))
     gb = {"networks": 16 * p * (1 + len(methods & {"mcdo", "ivon"})),
           "iterates": chosen + (grid - chosen) / members,  # of one member all rates at a time
           "outputs": rows * row, "last layers": 4 * last * (last if full else 1)}
-    gb = {name: own * members / 1e9 for name, own in gb.items()}
+    total = sum(gb.values()) * members / 1e9
     there = sum(f.stat().st_size for f in study.run.dir.glob("*.pt")) / 1e9
-    free, total = shutil.disk_usage(study.run.dir).free / 1e9, sum(gb.values())
-    listed = ", ".join(f"{name} {own:.3g}" for name, own in gb.items())
-    common.say(f"files of this study: {total:.3g} GB ({listed}), {there:.3g} GB of them are there; "
-               f"{free:.3g} GB of the disk are free")
+    free = shutil.disk_usage(study.run.dir).free / 1e9
+    listed = ", ".join(f"{name} {own * members / 1e9:.3g}" for name, own in gb.items())
+    said = f"{total:.3g} GB ({listed}); {there:.3g} GB are there, {free:.3g} GB free"
+    common.say(f"files of this study: {said}")
     if total > there + free and not args.eval:
-        raise UserError(f"{study.run.dir} needs {total:.3g} GB, {there + free:.3g} are free or "
-                        "there; make room, choose another --out-dir, or fewer --members, "
-                        "--ensembles or --samples")
+        raise UserError(f"{study.run.dir} needs {said}; make room, choose another --out-dir, or "
+                        "fewer --members, --ensembles or --samples")
 
 
 def report(study, rows, kept, by_samples):
     """The tables, results.json, the pictures and --predict, on the main process."""
     args, run = study.args, study.run
-    columns = ["mae", "lpd", "ece", "auroc_std"] if args.dataset in MOLECULES else [
+    columns = ["mae", "lpd", "ece", "auroc_std"] if args.model == "painn" else [
         "accuracy", "lpd", "ece15", "auroc_entropy"]
-    names = {f"{METHODS[m]}, K={k}": m for m in args.methods for k in args.ensembles}
     for row in rows:
         if row["set"] == study.tested[0] and "against" not in row:
-            members = args.members * args.runs
-            row |= {key: f"{sum(by.values()) / members:.3g}"
-                    for key, by in study.costs[names[row["method"]]].items()}
+            costs = study.costs[row["method"].split(",")[0]]  # of the members read here
+            row |= {k: f"{sum(by.values()) / len(costs['train_s']):.3g}" for k, by in costs.items()}
     compared = differences(study, kept) if "map" in args.methods else []
     run.report(rows, [*columns, "train_s", "predict_s", "memory_mb"], differences=compared,
                by_samples=by_samples)

@@ -1,6 +1,9 @@
 """swag_laplace_ensembles.py against laplace-torch, autograd, textbook forms and loops; its runs: a
 study of each kind of data, resuming, processes, options side by side, misuse."""
 
+import dataclasses
+import functools
+import io
 import itertools
 import json
 import math
@@ -9,14 +12,15 @@ import shutil
 import warnings
 from types import SimpleNamespace
 
+import conftest
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import in_float64, start_ranks
+from conftest import leaves, start_ranks
+from PIL import Image
 from torch import nn
 from torch.distributions import Categorical, MultivariateNormal, Normal
-from torchmetrics.functional.classification import multiclass_calibration_error
 
 import common
 import data
@@ -46,17 +50,12 @@ def unit(p):
 # ---- SWAG and IVON ------------------------------------------------------------------------------
 
 
-def iterates(r=10, p=6):
-    return torch.randn(p).double() + torch.randn(r, p).double() @ torch.randn(p, p).double()
-
-
 @pytest.mark.parametrize("r, p, scale", [(2, 5, 1.0), (10, 4, 0.3), (7, 7, 4.0)])
 def test_swag_covariance_by_its_linear_map(r, p, scale):
     """Unit vectors as noise give the rows of the factor: M of z_1 and R of z_2, apart."""
-    rows = iterates(r, p)
+    rows = torch.randn(p).double() + torch.randn(r, p).double() @ torch.randn(p, p).double()
     moments = sl.swag_moments(rows.clone())
     close(moments[1], rows.var(0, correction=0))
-    assert moments[2].sum(0).abs().max() < 1e-12 and len(moments[2]) == r
     noise = torch.cat([unit(p + r), torch.zeros(1, p + r).double()])
     diagonal, low_rank = np.diag(moments[1]), np.cov(rows.T.numpy(), ddof=1)
     z1, z2 = noise[:, :p], noise[:, p:]
@@ -100,52 +99,40 @@ def test_ivon_is_the_published_update(clip):
     assert np.abs(h - h0).max() > 1e-3
 
 
-def test_ivon_keeps_its_variance_positive():
-    h, wd = torch.rand(1000).double() + 1e-3, 2e-4
-    for t in range(1, 30):
-        before, deviation = h.clone(), sl.ivon_deviation(h, torch.randn(1000).double(), 10.0, wd)
-        sl.ivon_update(torch.zeros(1000).double(), torch.zeros(1000).double(), h, 100 * torch.randn(
-            1000).double(), deviation, t, 0.1, 10.0, wd, 0.5, (0.9, 0.7))
-        assert (h + wd >= 0.5 * (before + wd) * (1 - 1e-12)).all()
-
-
 @pytest.mark.parametrize("epochs", [1, 3, 8, 200])
 def test_ivons_rate_ends_at_zero(epochs):
     """The published cosine ended five epochs later: the last of eight had 31 % of the peak."""
     shares = [sl.ivon_schedule(t, epochs) for t in np.linspace(0, epochs, 40 * epochs + 1)]
     assert max(shares) == pytest.approx(1) and abs(shares[-1]) < 1e-12
-    assert np.mean(shares[-40:]) < 0.03 + 0.6 * (epochs < 3) + 0.15 * (epochs == 3)
     if epochs == 200:
-        assert shares[0] == pytest.approx(0.2) and shares[200] == pytest.approx(1)
-        assert shares[80] == pytest.approx(0.52)
+        assert [shares[i] for i in (0, 80, 200)] == pytest.approx([0.2, 0.52, 1])
 
 
 def test_ivon_holds_a_sample_in_a_step_and_the_mean_after():
     args = options("glyphs", "--ivon-ess", 100, "--ivon-hess-init", 0.5, "--ivon-clip", 1e9)
     net = nn.Linear(4, 3).double()
     own = sl.Ivon(net, args, 7)
-    start = own.mean.clone()
+    start, hessian, momentum = own.mean.clone(), own.hessian.clone(), own.momentum.clone()
+    assert (hessian == 0.5).all() and not momentum.any()
     own.perturb()
-    close(sl.get_vector(net) - start, own.drawn)
-    assert own.drawn.abs().min() > 0
+    moved = sl.get_vector(net) - start
+    noise = sl.seeded_noise([15], "cpu", args.seed, 3, 1).double()
+    close(moved, sl.ivon_deviation(hessian, noise, 100, 2e-4))
     F.cross_entropy(net(torch.randn(9, 4).double()), torch.arange(9) % 3).backward()
     grad = torch.cat([p.grad.flatten() for p in net.parameters()])
-    moved = own.drawn
     own.step()
-    hessian, momentum = torch.full_like(start, 0.5), torch.zeros_like(start)
     sl.ivon_update(start, momentum, hessian, grad, moved, 1, args.ivon_lr, 100, 2e-4, 0.5,
                    args.ivon_betas)
     for a, b in ((own.mean, start), (own.hessian, hessian), (sl.get_vector(net), start)):
         close(a, b)
     again = sl.Ivon(nn.Linear(4, 3).double(), args, 7)
     again.load_state_dict(own.state_dict())
-    assert torch.equal(again.deviation(21, 3), own.deviation(21, 3))
-    draws = torch.stack([own.deviation(21, s) for s in range(2000)])
-    ratio = draws.square().mean(0) * 100 * (own.hessian + 2e-4)
-    assert (ratio - 1).abs().max() < 5 * math.sqrt(2 / 2000)
-    del args.ivon_ess
+    for ivon in (own, again):
+        ivon.perturb()
+    assert torch.equal(again.drawn, own.drawn) and not torch.equal(again.drawn, moved)
     args.ivon_ess = None
-    assert sl.Ivon(net, args, 7).fixed["ess"] == 7
+    again = sl.Ivon(net, args, 7)
+    close(again.deviation(3, 1), sl.ivon_deviation(again.hessian, noise, 7, 2e-4))
 
 
 # ---- The last layer -----------------------------------------------------------------------------
@@ -225,43 +212,28 @@ def test_outputs_and_densities_of_heads():
     close(sl.data_loss(own[0], last.labels, 3.0), 3 * nll_loop(theta, last))
 
 
-@pytest.mark.parametrize("c", [2, 4])
-def test_ggn_is_the_sum_over_examples(c):
-    """Doubling the data doubles it; what the softmax ignores it ignores."""
-    _, last, theta, _ = classes_problem(c=c)
+@pytest.mark.parametrize("c, d", [(2, 5), (3, 70)])  # one stripe, two
+def test_ggn_is_the_sum_over_examples(c, d):
+    _, last, theta, _ = classes_problem(d=d, c=c)
     probs, right = sl.head_outputs(theta[None], last)[0].exp(), brute_ggn(theta, last.x, c)
-    full = lambda x, p, **more: sl.as_layout(sl.as_layout(
-        sl.ggn_blocks(x, p, **more)).permute(1, 2, 0)).T
-    close(full(last.x, probs), right, atol=1e-11)
-    close(full(last.x, probs, block=7), right, atol=1e-11)
-    close(full(torch.cat([last.x] * 2), torch.cat([probs] * 2)), 2 * right, atol=1e-11)
-    close(sl.ggn_diagonal(last.x, probs), right.diagonal())
-    shift = torch.cat([torch.zeros(5 * c), torch.ones(c)]).double()
-    assert (full(last.x, probs) @ shift).abs().max() < 1e-12
-
-
-def fitted(structure, net, raw, labels):
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(raw, labels), 16)
-    la = Laplace(net, "classification", subset_of_weights="last_layer",
-                 hessian_structure=structure, backend=BackPackGGN)
-    la.fit(loader)
-    return la
+    blocks = sl.as_layout(sl.ggn_blocks(last.x, probs, block=7))
+    close(sl.as_layout(blocks.permute(1, 2, 0)).T, right, atol=1e-11)
+    close(sl.decompose("diag", last, theta).values, right.diagonal())
 
 
 @pytest.mark.parametrize("structure", ["full", "diag"])
 def test_laplace_torch_has_the_same_posterior(structure):
     raw, last, theta, net = classes_problem()
-    spectrum, la = sl.decompose(structure, last, theta), fitted(structure, net, raw, last.labels)
-    close(dense(spectrum), la.H if structure == "full" else torch.diag(la.H), atol=1e-10)
-    h = brute_ggn(theta, last.x, 4)
-    h = h if structure == "full" else torch.diag(h.diagonal())
+    spectrum = sl.decompose(structure, last, theta)
+    la = Laplace(net, "classification", subset_of_weights="last_layer",
+                 hessian_structure=structure, backend=BackPackGGN)
+    la.fit(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(raw, last.labels), 16))
     for delta in (1e-2, 1.0, 40.0):
         la.prior_precision = torch.tensor(delta).double()
         peer = la.posterior_covariance if structure == "full" else torch.diag(
             la.posterior_variance)
         root = (sl.laplace_samples(theta, spectrum, delta, unit(24)) - theta).T
         close(root @ root.T, peer, rtol=1e-7, atol=1e-9)
-        close(root @ root.T, torch.linalg.inv(h + delta * unit(24)), rtol=1e-8, atol=1e-10)
     turned = spectrum if structure == "diag" else spectrum._replace(basis=-spectrum.basis)
     noise = torch.randn(3, 24).double()  # rounding turns eigenvectors round: no other samples
     close(sl.laplace_samples(theta, spectrum, 1.0, noise),
@@ -270,24 +242,19 @@ def test_laplace_torch_has_the_same_posterior(structure):
 
 def test_grids_are_the_published_ones():
     close(sl.LAPLACE_GRID, 10 ** np.linspace(-4, 4, 21))
-    assert list(sl.FLOW_GRID) == [1, 5, 10, 20, 30, 40, 50, 70, 90, 100, 125, 150, 175, 200, 500]
-    close(sl.SWAG_LRS, [.1, .05, .04, .03, .02, .01, .009, .008, .007, .006, .005, .004, .003, .002,
-                        .001, 9e-4, 8e-4, 7e-4, 6e-4, 5e-4, 1e-4])
-    close(sl.MOLECULE_LRS, [1e-6, *(k * 1e-7 for k in (5, 4, 3, 2, 1)),
-                            *(k * 10.0**-e for e in (8, 9) for k in range(9, 0, -1)),
-                            *(k * 1e-10 for k in (9, 8, 7, 6, 5)), 1e-10], atol=0)
+    assert (sum(sl.FLOW_GRID), len(sl.FLOW_GRID)) == (1566, 15)
+    assert (sum(sl.SWAG_LRS), len(sl.SWAG_LRS)) == (pytest.approx(0.2986), 21)
+    assert (sum(sl.MOLECULE_LRS), len(sl.MOLECULE_LRS)) == (pytest.approx(2.9986e-6), 30)
 
 
 def test_precision_scores_are_of_mean_probabilities():
     _, last, theta, _ = classes_problem()
     spectrum, noise = sl.decompose("full", last, theta), torch.randn(8, 24).double()
-    scores, gaps = sl.precision_scores(theta, spectrum, last, noise), []
+    scores = sl.precision_scores(theta, spectrum, last, noise)
     for delta, score in zip(sl.LAPLACE_GRID, scores, strict=True):
         p = torch.stack([logits_at(t, last.x, 4).softmax(-1)[range(40), last.labels]
                          for t in sl.laplace_samples(theta, spectrum, delta, noise)])
         close(score, p.mean(0).log().mean(), rtol=1e-9)
-        gaps.append(score - p.log().mean().item())
-    assert min(gaps) > 0 and max(gaps) > 0.05
 
 
 def test_every_precision_has_a_posterior_in_float32():
@@ -334,37 +301,18 @@ def flow(layers=3, p=5, g=1, spread=1.0):
     return [spread * torch.randn(g, *shape).double() for shape in shapes]
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-def test_log_determinant_is_autograds(layers):
-    for _ in range(10):
-        own, x = flow(layers), 2 * torch.randn(5).double()
-        y, log_det = sl.apply_flow(own, x[None])
-        run = lambda t: sl.apply_flow(own, t[None])[0][0]
-        sign, right = torch.linalg.slogdet(torch.func.jacrev(run)(x))
-        assert sign == 1
-        close(log_det[0], right, rtol=1e-8, atol=1e-10)
-
-
-def test_radial_layers_are_the_published_ones():
-    x, c, (a, b) = torch.randn(4).double(), torch.randn(4).double(), torch.randn(2).double()
-    h, beta = 1 / (F.softplus(a) + (x - c).norm()), F.softplus(b) - F.softplus(a)
-    y, log_det = sl.radial_layer(x, c, a, b)
-    close(y, x + beta * h * (x - c))
-    close(log_det, 3 * torch.log(1 + beta * h) + torch.log(
-        1 + beta * h - beta * h**2 * (x - c).norm()))
-    y, log_det = sl.radial_layer(x, c, a, a)  # beta = 0
-    assert torch.equal(y, x) and log_det == 0
-
-
-def test_flows_side_by_side_are_each_alone():
+def test_radial_flows_side_by_side_are_the_published_ones():
     own = flow(4, g=3)
+    own[2][:, 1] = own[1][:, 1]  # beta = 0: nothing moves
     for theta in (torch.randn(1, 5).double(), torch.randn(3, 5).double()):
         y, log_det = sl.apply_flow(own, theta)
         for g in range(3):
             x, total = theta[g % len(theta)], 0.0
-            for t in range(4):
-                x, log = sl.radial_layer(x, *(p[g, t] for p in own))
-                total = total + log
+            for c, a, b in zip(*(p[g] for p in own)):
+                r, beta = (x - c).norm(), F.softplus(b) - F.softplus(a)
+                h = 1 / (F.softplus(a) + r)
+                total += 4 * torch.log(1 + beta * h) + torch.log(1 + beta * h - beta * h**2 * r)
+                x = x + beta * h * (x - c)
             close(y[g], x)
             close(log_det[g], total)
 
@@ -379,37 +327,29 @@ def brute_elbo(own, theta, h, base_delta, precision, base, log_lik, scale):
     return log_q - log_prior - scale * log_lik(t)
 
 
-@pytest.mark.parametrize("structure", ["full", "diag"])
+@pytest.mark.parametrize("structure", ["full", "diag", "molecules"])
 def test_negative_elbo_by_brute_force(structure):
-    _, last, theta, _ = classes_problem(d=3, c=3)
-    p, g, spectrum = len(theta), 3, sl.decompose(structure, last, theta)
-    own, precision = flow(3, p, g, spread=0.5), torch.tensor([2.0, 30.0, 5.0]).double()
-    batch = sl.take(last, torch.arange(10, 18))
-    log_lik = lambda t: Categorical(logits=logits_at(t, batch.x, 3)).log_prob(batch.labels).sum()
-    for rows, n in ((1, 40), (g, 8)):  # n = 8 = B: no scaling
-        noise = torch.randn(rows, p).double()
-        found = sl.negative_elbo(own, theta, spectrum, 0.7, precision, noise, batch, n)
-        base = sl.laplace_samples(theta, spectrum, 0.7, noise)
-        for k in range(g):
-            right = brute_elbo([q[k:k + 1] for q in own], theta, dense(spectrum), 0.7,
-                               precision[k], base[k % rows], log_lik, n / 8)
+    rows, sizes, delta = torch.tensor([4, 1, 7]), None, 0.7
+    if structure == "molecules":
+        last, theta, sizes = molecules_problem()
+        delta = 1 - sl.decompose("full", last, theta).values.min().item()
+        log_lik = lambda t: -nll_loop(t, batch) - 1.5 * math.log(2 * math.pi)
+    else:
+        _, last, theta, _ = classes_problem(d=3, c=3)
+        log_lik = lambda t: Categorical(logits=logits_at(t, batch.x, 3)).log_prob(
+            batch.labels).sum()
+    batch, spectrum = sl.take(last, rows, sizes), sl.decompose(structure, last, theta)
+    if sizes is not None:
+        assert torch.equal(batch.x, torch.cat([last.x[last.molecule == k] for k in rows]))
+    own, precision = flow(3, len(theta), 3, spread=0.3), torch.tensor([2.0, 30.0, 5.0]).double()
+    for draws, n in ((1, 40), (3, 3)):  # n = 3 = B: no scaling
+        noise = torch.randn(draws, len(theta)).double()
+        found = sl.negative_elbo(own, theta, spectrum, delta, precision, noise, batch, n)
+        base = sl.laplace_samples(theta, spectrum, delta, noise)
+        for k in range(3):
+            right = brute_elbo([q[k:k + 1] for q in own], theta, dense(spectrum), delta,
+                               precision[k], base[k % draws], log_lik, n / 3)
             close(found[k], right, rtol=1e-8)
-
-
-def test_negative_elbo_of_molecules():
-    last, theta, sizes = molecules_problem()
-    spectrum = sl.decompose("full", last, theta)
-    delta, own = 1 - spectrum.values.min().item(), flow(2, 10, 1, 0.3)
-    noise, batch = torch.randn(1, 10).double(), sl.take(last, torch.tensor([4, 1, 7]), sizes)
-    right = [last.x[last.molecule == k] for k in (4, 1, 7)]
-    assert torch.equal(batch.x, torch.cat(right))
-    log_lik = lambda t: Normal(*(f(v) for f, v in zip((lambda m: m, torch.sqrt), atoms_loop(
-        t, batch)))).log_prob(batch.labels).sum()
-    found = sl.negative_elbo(own, theta, spectrum, delta, torch.tensor([4.0]).double(), noise,
-                             batch, 12)
-    base = sl.laplace_samples(theta, spectrum, delta, noise)[0]
-    close(found[0], brute_elbo(own, theta, dense(spectrum), delta, 4.0, base, log_lik, 4),
-          rtol=1e-8)
 
 
 # ---- Mixtures and ensembles ---------------------------------------------------------------------
@@ -423,8 +363,6 @@ def test_lpd_is_the_log_of_a_mean():
     assert whole == pytest.approx(np.log(p.mean(0)).mean())
     one = sl.log_predictive_density(outputs[:1], labels)
     assert one == pytest.approx(-F.nll_loss(outputs[0], labels).item())
-    assert sl.log_predictive_density(outputs[:1].expand(9, -1, -1), labels) == pytest.approx(one)
-    assert whole > np.mean([sl.log_predictive_density(o[None], labels) for o in outputs])
     far = torch.tensor([[[-2000.0, 0.0]], [[-3000.0, 0.0]]])
     assert sl.log_predictive_density(far, torch.tensor([0])) == pytest.approx(-2000 - math.log(2))
     pairs = torch.stack([torch.randn(6, 30), torch.rand(6, 30) + 0.2], -1).double()
@@ -464,18 +402,16 @@ def test_stratified_order(k, samples):
 
 def test_published_combinations():
     assert sl.member_combinations(30, 2, 30)[0] == (7, [5, 11])
-    state, rows = random.getstate(), 0
-    for k in range(2, 21):
-        right = {}
+    assert sl.member_combinations(3, 1, 30) == [(1, [1]), (2, [2]), (3, [3])]
+    for members, k in ((30, 2), (30, 20), (4, 3)):
+        right, state = {}, random.getstate()
         for i in range(1, 31):
             random.seed((k + i) * (k + i + 1) // 2 + i)
-            chosen = tuple(sorted(random.sample(list(range(1, 31)), k)))
+            chosen = tuple(sorted(random.sample(list(range(1, members + 1)), k)))
             right.setdefault(chosen, (k + i) * (k + i + 1) // 2 + i)
-            rows += 1
         random.setstate(state)
-        assert sl.member_combinations(30, k, 30) == [(s, list(c)) for c, s in right.items()]
+        assert sl.member_combinations(members, k, 30) == [(s, list(c)) for c, s in right.items()]
         assert random.getstate() == state  # nobody else's numbers are used
-    assert rows == 570 and sl.member_combinations(3, 1, 30) == [(1, [1]), (2, [2]), (3, [3])]
 
 
 def test_metrics_of_an_ensemble():
@@ -489,8 +425,6 @@ def test_metrics_of_an_ensemble():
                         ("entropy", lambda p, _: common.entropy(p).mean().item())):
         right = right(probs, labels)
         assert float(found[name]) == pytest.approx(right, rel=1e-12), name
-    peer = multiclass_calibration_error(probs, labels, 4, n_bins=15)
-    assert float(found["ece15"]) == pytest.approx(peer.item(), rel=1e-6)
     close(found["mutual_information"], (common.entropy(probs) - within).clamp_min(0).mean())
 
 
@@ -511,7 +445,7 @@ def test_weighted_metrics_are_those_of_repeated_examples():
         right = common.ood_metrics(inside[rows], out, larger_means="ood")["auroc"]
         assert area[b].item() == pytest.approx(right, rel=1e-10)
     mean, variance = torch.randn(5, 60).double(), torch.rand(5, 60).double() + 0.1
-    y, pit = torch.randn(60).double(), None
+    y = torch.randn(60).double()
     pit = Normal(mean, variance.sqrt()).cdf(y).mean(0)
     columns = torch.stack([y, (mean.mean(0) - y).abs(), pit, y, y], 1)
     found = sl.weighted_metrics(columns, sl.MOLECULE_COLUMNS, torch.ones(1, 60).double())
@@ -525,7 +459,7 @@ def test_bootstrap_intervals_are_paired():
     assert weights.shape == (sl.RESAMPLES + 1, 50) and (weights.sum(1) == 50).all()
     assert (weights[0] == 1).all() and weights[1:].var() == pytest.approx(1, abs=0.1)
     values = torch.rand(3, 50, 6).double()
-    args = SimpleNamespace(runs=1, ensembles=[1], members=3, combinations=1, samples=4)
+    args = SimpleNamespace(runs=1, ensembles=[1], members=3, combinations=1, samples=4, model="x")
     study = sl.Study(args, {"a": range(50), "train": None}, ["a"], [], None, {})
     better = values.clone()
     better[..., 0] += 0.1
@@ -544,25 +478,19 @@ def test_bootstrap_intervals_are_paired():
 REFERENCES = torch.linspace(-3, 4, 101).double()
 
 
-def counts(net):
-    return sum(p.numel() for p in net.parameters())
-
-
 def test_published_numbers_of_parameters():
-    assert counts(sl.wide_resnet(10, 3, 16, 4, "frn")) == 2_750_698
-    assert counts(sl.wide_resnet(100, 3, 16, 4, "frn")) == 2_773_828
-    assert counts(sl.wide_resnet(10, 3, 28, 10, "frn")) == 36_488_170
-    assert counts(sl.wide_resnet(10, 3, 16, 4, "bn")) == 2_748_890
-    assert counts(sl.bert(2, 30522, 256, 4, 0.5)) == 13_272_322
-    assert counts(sl.PaiNN((0.0, 1.0), REFERENCES)) == 589_250
+    for net, count in ((sl.wide_resnet(10, 3, 16, 4, "frn"), 2_750_698),
+                       (sl.wide_resnet(100, 3, 16, 4, "frn"), 2_773_828),
+                       (sl.wide_resnet(10, 3, 28, 10, "frn"), 36_488_170),
+                       (sl.wide_resnet(10, 3, 16, 4, "bn"), 2_748_890),
+                       (sl.bert(2, 30522, 256, 4, 0.5), 13_272_322),
+                       (sl.PaiNN((0.0, 1.0), REFERENCES), 589_250)):
+        assert sum(p.numel() for p in net.parameters()) == count
 
 
-def frn_loop(x, layer):
-    y, (gamma, beta, tau) = torch.empty_like(x), (p.flatten() for p in layer.parameters())
-    for b, c in itertools.product(*map(range, x.shape[:2])):
-        power = (x[b, c]**2).mean()
-        y[b, c] = torch.maximum(gamma[c] * x[b, c] / (power + 1e-6).sqrt() + beta[c], tau[c])
-    return y
+def frn(x, layer):
+    power = x.square().mean((2, 3), keepdim=True) + 1e-6
+    return torch.maximum(layer.gamma * x / power.sqrt() + layer.beta, layer.tau)
 
 
 def shaken(net):
@@ -578,7 +506,7 @@ def shaken(net):
 @pytest.mark.parametrize("side", [1, 5])
 def test_frn_is_its_formula(side):
     layer, x = shaken(sl.FRN(4)), torch.randn(3, 4, side, side).double()
-    close(layer(x), frn_loop(x, layer))
+    close(layer(x), frn(x, layer))
     assert torch.autograd.gradcheck(layer, x.requires_grad_())
     zero = torch.zeros(2, 4, side, side, dtype=torch.bfloat16, requires_grad=True)
     y = sl.FRN(4)(zero)
@@ -591,7 +519,7 @@ def test_frn_is_its_formula(side):
 def test_wide_resnet_by_hand(norm, side):
     """The shortcut of a transition sees norm1(x)."""
     net = shaken(sl.wide_resnet(5, 3, 16, 2, norm, width=0.25))
-    unit_of = (lambda layer, x: frn_loop(x, layer)) if norm == "frn" else (
+    unit_of = (lambda layer, x: frn(x, layer)) if norm == "frn" else (
         lambda layer, x: F.batch_norm(x, layer[0].running_mean, layer[0].running_var,
                                       layer[0].weight, layer[0].bias).relu())
     x = torch.randn(2, 3, side, side).double()
@@ -626,8 +554,8 @@ def test_bert_by_hand():
         own = layer.self_attn
         q, k, v = F.linear(x, own.in_proj_weight, own.in_proj_bias).chunk(3, -1)
         q, k, v = (t.view(3, 9, 8, 2).transpose(1, 2) for t in (q, k, v))
-        scores = (q @ k.mT / math.sqrt(2)).masked_fill((tokens == 0)[:, None, None], -math.inf)
-        mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(3, 9, 16)
+        mixed = F.scaled_dot_product_attention(q, k, v, (tokens > 0)[:, None, None])
+        mixed = mixed.transpose(1, 2).reshape(3, 9, 16)
         x = normed(layer.norm1, x + own.out_proj(mixed))
         x = normed(layer.norm2, x + layer.linear2(F.gelu(layer.linear1(x))))
     features = torch.tanh(F.linear(x[:, 0], bert.pooler[0].weight, bert.pooler[0].bias))
@@ -645,102 +573,54 @@ def test_bert_by_hand():
             assert p.std().item() == pytest.approx(0.02, rel=0.2), name
 
 
-def molecules_of(atoms, cutoff=3.0):
-    """[(numbers, positions float64), ...] as one graph, edges by a loop over pairs."""
-    numbers = torch.cat([torch.as_tensor(z) for z, _ in atoms])
-    positions = torch.cat([r for _, r in atoms])
-    molecule = torch.arange(len(atoms)).repeat_interleave(torch.tensor([len(z) for z, _ in atoms]))
-    pairs = [(j, i) for i in range(len(numbers)) for j in range(len(numbers))
-             if i != j and molecule[i] == molecule[j] and
-             (positions[i] - positions[j]).norm() < cutoff]
-    sources, targets = torch.tensor(pairs, dtype=torch.long).view(-1, 2).T
-    return data.Molecules(numbers, positions, molecule, sources, targets, len(atoms))
+def molecules_of(atoms):
+    """[(numbers, positions float64), ...] as one graph, in float64."""
+    sizes = torch.tensor([len(z) for z, _ in atoms])
+    numbers, positions = (torch.cat([torch.as_tensor(t) for t in own]) for own in zip(*atoms))
+    own = data.MoleculeSet("x", numbers, positions, sizes, sizes.double(), REFERENCES)
+    (batch,) = data.SequenceLoader(own, len(own), cutoff=3.0).epoch()
+    return batch.molecules._replace(positions=positions)
 
 
-def painn():
-    return shaken(sl.PaiNN((-0.7, 1.9), REFERENCES, 8, 2, radial=5, cutoff=3.0))
-
-
-def some_atoms(n=5):
-    return [1, 6, 7, 8, 1, 9][:n], 1.5 * torch.randn(n, 3).double()
-
-
-def painn_loop(net, numbers, r, cutoff=3.0):
-    """(mean, variance) of one molecule: every atom and neighbour in turn."""
-    n, f = len(numbers), net.embedding.weight.shape[1]
-    silu = lambda x: x * torch.sigmoid(x)
-    linear = lambda layer, x: layer.weight @ x + layer.bias
-    s = [net.embedding.weight[z] for z in numbers]
-    v = [torch.zeros(f, 3).double() for _ in range(n)]
+def painn_dense(net, numbers, r, cutoff=3.0):
+    """(mean, variance) of one molecule, each atom [i] with each other [i, j]."""
+    n, numbers = len(r), torch.tensor(numbers)
+    offset, others = r - r[:, None], ~torch.eye(n, dtype=torch.bool)
+    d = offset.norm(dim=-1, keepdim=True) + unit(n)[..., None]
+    rbf = torch.cat([torch.sin(k * math.pi * d / cutoff) / d for k in range(1, 6)], -1)
+    cut = 0.5 * (torch.cos(math.pi * d / cutoff) + 1) * (d < cutoff) * others[..., None]
+    s, v = net.embedding.weight[numbers], torch.zeros(n, 3, 8).double()
     for layer in net.layers:
-        ds, dv = [torch.zeros(f).double() for _ in s], [torch.zeros(f, 3).double() for _ in s]
-        for i, j in itertools.permutations(range(n), 2):
-            d = (r[j] - r[i]).norm()
-            if d >= cutoff:
-                continue
-            rbf = torch.stack([torch.sin(k * math.pi * d / cutoff) / d for k in range(1, 6)])
-            w = linear(layer.filter, rbf) * 0.5 * (torch.cos(math.pi * d / cutoff) + 1)
-            phi = linear(layer.message[2], silu(linear(layer.message[0], s[j]))) * w
-            ds[i] = ds[i] + phi[f:2 * f]
-            dv[i] = dv[i] + v[j] * phi[:f, None] + torch.outer(phi[2 * f:], (r[j] - r[i]) / d)
-        s, v = [a + b for a, b in zip(s, ds)], [a + b for a, b in zip(v, dv)]
-        for i in range(n):
-            uv, vv = layer.u.weight @ v[i], layer.v.weight @ v[i]
-            a = linear(layer.update[2], silu(linear(layer.update[0], torch.cat([vv.norm(dim=1),
-                                                                                s[i]]))))
-            s[i], v[i] = (s[i] + a[2 * f:] + a[f:2 * f] * (uv * vv).sum(1), v[i] + uv * a[:f, None])
-    mean, variance = 0.0, 0.0
-    for z, own in zip(numbers, s):
-        m, raw = linear(net.head, silu(linear(net.readout[0], own)))
-        mean = mean + m * 1.9 - 0.7 + REFERENCES[z]
-        variance = variance + ((F.softplus(raw) + 1e-8) * 1.9)**2
-    return torch.stack([mean, variance])
+        vv, ss, vs = (layer.message(s) * layer.filter(rbf) * cut).chunk(3, -1)
+        v = v + (vv[:, :, None] * v + vs[:, :, None] * (offset / d)[..., None]).sum(1)
+        s = s + ss.sum(1)
+        uv, vv = layer.u(v), layer.v(v)
+        a_vv, a_sv, a_ss = layer.update(torch.cat([vv.norm(dim=1), s], -1)).chunk(3, -1)
+        s, v = s + a_ss + a_sv * (uv * vv).sum(1), v + uv * a_vv[:, None]
+    mean, raw = net.head(net.readout(s)).T
+    variance = ((F.softplus(raw) + 1e-8) * 1.9).square()
+    return torch.stack([(mean * 1.9 - 0.7 + REFERENCES[numbers]).sum(), variance.sum()])
 
 
-def test_painn_is_a_loop_over_molecules():
-    net, atoms = painn(), [some_atoms(5), some_atoms(1), some_atoms(3), some_atoms(6)]
+def test_painn_is_a_sum_over_pairs():
+    net = shaken(sl.PaiNN((-0.7, 1.9), REFERENCES, 8, 2, radial=5, cutoff=3.0))
+    atoms = [([1, 6, 7, 8, 1, 9][:n], 1.5 * torch.randn(n, 3).double()) for n in (5, 1, 3, 6)]
     found, _ = net(molecules_of(atoms))
     for own, (z, r) in zip(found, atoms):
-        close(own, painn_loop(net, z, r), rtol=1e-9)
-    (z, r), one = atoms[2], found[2]
-    both = net(molecules_of([(z + z, torch.cat([r, r + 100.0]))]))[0][0]
-    assert (both - 2 * one).abs().max() < 1e-9  # far apart: twice mean and variance
-    net.train()(molecules_of([some_atoms(1)]))[0].sum().backward()
+        close(own, painn_dense(net, z, r), rtol=1e-9)
+    net.train()(molecules_of(atoms[1:2]))[0].sum().backward()
     assert all(p.grad.isfinite().all() for p in net.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("move", ["rotation", "translation", "permutation"])
-def test_painn_keeps_what_physics_keeps(move):
-    net, atoms = painn(), [some_atoms(5), some_atoms(6), some_atoms(2)]
-    right, q = net(molecules_of(atoms))[0], torch.linalg.qr(torch.randn(3, 3).double()).Q
-    if move == "rotation":
-        atoms = [(z, r @ q) for z, r in atoms]
-    if move == "translation":
-        atoms = [(z, r + 10 * torch.randn(3)) for z, r in atoms]
-    if move == "permutation":
-        orders = [torch.randperm(len(z)) for z, _ in atoms]
-        atoms = [(torch.tensor(z)[o], r[o]) for (z, r), o in zip(atoms, orders)]
-    assert (net(molecules_of(atoms))[0] - right).abs().max() < 1e-9
-    other = [(z, 0.8 * r) for z, r in atoms]  # it does see positions
-    assert (net(molecules_of(other))[0] - right).abs().max() > 1e-4
-
-
 def test_statistics_are_per_atom_and_without_references():
-    sizes = torch.randint(1, 6, (9,))
-    numbers = torch.tensor([1, 6, 7, 8])[torch.randint(4, (int(sizes.sum()),))]
-    own = data.MoleculeSet("clusters", numbers, torch.randn(len(numbers), 3).double(), sizes,
-                           10 * torch.randn(9).double(), REFERENCES)
-    rows, at = [], 0
-    for n, y in zip(sizes.tolist(), own.labels.tolist()):
-        rows.append((y - sum(REFERENCES[z].item() for z in numbers[at:at + n])) / n)
-        at += n
-    mean, std = sl.energy_statistics(own)
-    assert mean == pytest.approx(np.mean(rows)) and std == pytest.approx(np.std(rows, ddof=1))
-    same = data.MoleculeSet("clusters", torch.ones(4).long(), torch.randn(4, 3).double(),
-                            torch.ones(4).long(), torch.full((4,), 2.0).double(),
-                            torch.zeros(101).double())
+    sizes, numbers = torch.tensor([2, 1, 4]), torch.tensor([1, 6, 7, 8, 1, 6, 1])
+    labels = 10 * torch.randn(3).double()
+    own = data.MoleculeSet("x", numbers, torch.randn(7, 3).double(), sizes, labels, REFERENCES)
+    known = torch.stack([REFERENCES[z].sum() for z in numbers.split([2, 1, 4])])
+    rows = ((labels - known) / sizes).numpy()
+    close(sl.energy_statistics(own), (rows.mean(), rows.std(ddof=1)))
     with pytest.raises(UserError, match="--target"):
-        sl.energy_statistics(same)
+        sl.energy_statistics(dataclasses.replace(own, labels=known + 2.0 * sizes))
 
 
 # ---- Runs ---------------------------------------------------------------------------------------
@@ -767,23 +647,19 @@ def pieces(out):
     return {p.name: p.read_bytes() for p in sorted(folder.glob("*.pt"))}
 
 
-def numbers(rows, *without):
+def numbers(rows):
     """{(method, seed, set, against): metrics that no clock measures}"""
-    clocks = ("train_s", "predict_s", *without)
     return {(r["method"], r["seed"], r["set"], r.get("against")): {
-        k: v for k, v in r.items() if k not in clocks} for r in rows}
+        k: v for k, v in r.items() if k not in ("train_s", "predict_s")} for r in rows}
 
 
 @pytest.fixture(scope="module")
 def studies(tmp_path_factory):
-    made = {}
-
+    @functools.cache
     def study(dataset):
         """(folder, rows) of a whole study, made once."""
-        if dataset not in made:
-            out = tmp_path_factory.mktemp(dataset)
-            made[dataset] = out, sl.main(tiny(dataset, out))
-        return made[dataset]
+        out = tmp_path_factory.mktemp(dataset)
+        return out, sl.main(tiny(dataset, out))
 
     return study
 
@@ -796,15 +672,6 @@ def copied(studies, tmp_path):
         return tmp_path / "runs", rows
 
     return copy
-
-
-@pytest.fixture
-def no_training(monkeypatch):
-    def stop(*_, **__):
-        raise AssertionError("trains")
-
-    return lambda: [monkeypatch.setattr(sl, name, stop)
-                    for name in ("data_loss", "negative_elbo", "decompose")]
 
 
 @pytest.mark.parametrize("dataset", OOD)
@@ -823,30 +690,93 @@ def test_a_study_tells_its_story(studies, dataset):
             assert math.isfinite(r["lpd"]) and float(r["memory_mb"]) > 0
     results = json.loads((folder / "results.json").read_text())
     assert results["rows"] == rows and len(results["differences"]) == 2 * 6
-    for row in results["differences"]:
-        assert row["lpd"]["low"] <= row["lpd"]["difference"] + 1e-9
-        assert row["lpd"]["difference"] <= row["lpd"]["high"] + 1e-9
     few = [r for r in results["by_samples"] if r["samples"] == 5]
     assert {r["method"] for r in few} == {f"{label}, K={k}" for label in labels[2:]
                                           for k in (1, 2)}
     assert (folder / "study.png").stat().st_size > 10_000
-    by_k = {k: np.mean([r["lpd"] for r in own if r["method"] == f"DE, K={k}"]) for k in (1, 2)}
-    assert by_k[2] > by_k[1]  # Jensen
+
+
+def opened(dataset, out, *more):
+    return sl.open_study(sl.parse_args(tiny(dataset, out, *more)))
+
+
+def test_the_best_epochs_weights_are_kept(tmp_path, monkeypatch):
+    found, lpds = [], iter([-3.0, -1.0, math.nan, -2.0])
+    monkeypatch.setattr(sl, "validation_lpd", lambda _, sampler: found.append(
+        sl.get_vector(sampler.net)) or next(lpds))
+    net, _ = sl.trained_network(opened("glyphs", tmp_path, "--epochs", 4))
+    assert torch.equal(sl.get_vector(net), found[1]) and not torch.equal(found[1], found[3])
+
+
+def test_draws_differ_by_seed_and_sample(copied, monkeypatch):
+    """Of one posterior: two members, samples of one block and of two."""
+    study = opened("glyphs", copied()[0], "--eval")
+    p = len(sl.get_vector(sl.trained_network(study)[0]))
+    monkeypatch.setattr(sl, "swag_moments", lambda _: (
+        torch.zeros(p), torch.ones(p), torch.zeros(3, p)))
+    found = []
+    for m, s in itertools.product((0, 1, 0), (0, 1, 8)):
+        sampler = sl.swag_sampler(sl.member_of(study, m), 0.01)
+        sampler.draw(s)
+        found.append(sl.get_vector(sampler.net))
+    apart = torch.pdist(torch.stack(found[:6]))
+    assert apart.min() > 0.9 * math.sqrt(p)
+    assert all(map(torch.equal, found[:3], found[6:]))
+
+
+def test_batch_statistics_are_means_over_the_training_set():
+    args = options("glyphs", "--norm", "bn", "--width", 0.1, "--batch-size", 8)
+    train = data.evenly(data.load("glyphs", "test"), 20)
+    net, seen = sl.make_network(args, train), []
+    first = sl.batch_norms(net)[0]
+    first.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].transpose(0, 1)))
+    for _ in range(2):
+        seen.clear()
+        sl.refresh_batch_norm(net, SimpleNamespace(args=args, sets={"train": train}))
+    assert len(seen) == 3 and not first.training
+    for own, right in ((first.running_mean, [x.flatten(1).mean(1) for x in seen]),
+                       (first.running_var, [x.flatten(1).var(1) for x in seen])):
+        close(own, torch.stack(right).mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_flows_see_all_of_the_training_set(copied, monkeypatch):
+    """And what they predict of molecules."""
+    (out, _), found, real = copied("clusters"), [], sl.negative_elbo
+    monkeypatch.setattr(sl, "negative_elbo", lambda *a: found.append(
+        (a[4].tolist(), a[5].sum().item(), a[6].labels, a[7])) or real(*a))
+    sl.main(tiny("clusters", out, "--flow-epochs", 1, "--no-plot", "--members", 1, "--ensembles", 1,
+                 "--methods", "la_nf", "--predict", "clusters_large"))
+    precisions, noises, labels, sizes = zip(*found)
+    assert {*sizes} == {96} and precisions[0] == [*map(float, sl.FLOW_GRID)]
+    assert len({*noises}) == 3 and len(torch.cat(labels).unique()) == 72
+    lines = (out / "swag_laplace_ensembles/run/predictions_la_nf.csv").read_text().splitlines()
+    assert lines[0] == "index,label,predicted,aleatoric,epistemic,total" and len(lines) > 41
+
+
+def test_ensembles_of_molecules_keep_the_stratified_order(monkeypatch):
+    """The n-th draw of a member is its n-th sample."""
+    study = sl.Study(SimpleNamespace(seed=1), {}, [], [], None, {})
+    monkeypatch.setattr(sl, "read_leaf", lambda own, *_: {"outputs": torch.stack(
+        [torch.full((7,), float(own.args.seed)), torch.arange(7.0)], 1)[None]})
+    draws, order = sl.draws_by_member(3, 7, 11), sl.stratified_order(3, 7, 11)
+    found = sl.ensemble_outputs(study, "swag", "test", (3, 11, [0, 4, 2], draws))[:, 0]
+    right = [[1 + [0, 4, 2][i], int((order[:at] == i).sum())] for at, i in enumerate(order)]
+    assert found.tolist() == right
 
 
 @pytest.mark.parametrize("dataset", OOD)
-def test_eval_makes_and_deletes_nothing(copied, dataset, no_training):
-    """Old: --eval deleted iterates that were kept. Another batch size is another way, no other
-    options."""
+def test_eval_makes_and_deletes_nothing(copied, dataset, monkeypatch):
+    """Another batch size is another way, no other options."""
     out, rows = copied(dataset)
-    no_training()
+    for name in ("data_loss", "negative_elbo", "decompose"):
+        monkeypatch.setattr(sl, name, None)
+    monkeypatch.setattr(sl, "KEEP_GB", 0)
     before = pieces(out)
     again = sl.main(tiny(dataset, out, "--eval", "--batch-size", 7, "--no-plot"))
     assert numbers(again) == numbers(rows) and pieces(out) == before
 
 
 def test_options_side_by_side(copied, monkeypatch):
-    """Old: each was refused with "made with other options"."""
     out, rows = copied()
     before = pieces(out)
     with monkeypatch.context() as patch:
@@ -860,10 +790,6 @@ def test_options_side_by_side(copied, monkeypatch):
     assert numbers(sl.main(tiny("glyphs", out, "--eval", "--no-plot"))) == numbers(rows)
 
 
-class Killed(BaseException):
-    pass
-
-
 @pytest.mark.parametrize("function, call", [("data_loss", 4), ("data_loss", 10), ("data_loss", 17),
                                             ("data_loss", 34), ("negative_elbo", 5),
                                             ("predict", 9)])
@@ -874,28 +800,21 @@ def test_killed_and_resumed_equals_uninterrupted(studies, tmp_path, monkeypatch,
 
     def dying(*args, **more):
         if next(calls) == call:
-            raise Killed
+            raise KeyboardInterrupt
         return real(*args, **more)
 
     argv = tiny("glyphs", tmp_path, "--no-plot")
     monkeypatch.setattr(sl, function, dying)
-    with pytest.raises(Killed):
+    with pytest.raises(KeyboardInterrupt):
         sl.main(argv)
     assert numbers(sl.main(argv)) == numbers(rows)
-    right, found = (sorted(pieces(folder)) for folder in (out, tmp_path))
-    assert found == right
-    state = lambda folder, name: torch.load(folder / "swag_laplace_ensembles/run" / name,
-                                            weights_only=True)
-    for name in (n for n in right if n.startswith(("map-seed", "ivon-seed", "swag-lr"))):
-        a, b = (state(folder, name) for folder in (out, tmp_path))
-        vectors = [s.get("weights") if "weights" in s else torch.cat([
-            v.flatten().float() for v in s["net"].values()]) for s in (a, b)]
-        assert torch.equal(*vectors), name
-
-
-def run_in_float64(argv):
-    in_float64(sl)
-    return sl.main(argv)
+    right, found = pieces(out), pieces(tmp_path)
+    assert [*found] == [*right]
+    for name in right:
+        a, b = (dict(leaves(torch.load(io.BytesIO(own[name]), weights_only=True)))
+                for own in (right, found))
+        differ = [k for k in {**a, **b} if not torch.equal(a[k], b[k])]
+        assert all(k.endswith(("seconds", "_s")) for k in differ), (name, differ)
 
 
 @pytest.mark.parametrize("dataset, more", [("glyphs", ["--norm", "bn", "--ivon-lr", 1e-3]),
@@ -904,24 +823,24 @@ def test_two_processes_equal_one(tmp_path, dataset, more, monkeypatch):
     methods = ["--methods", "map", "swa", "swag", "ivon", "llla", "la_nf"]
     argv = [tiny(dataset, tmp_path / n, "--no-plot", "--samples", 4, *methods, *more)
             for n in ("one", "two")]
-    ranks = start_ranks(tmp_path, 2, run_in_float64, argv[1])
-    in_float64(sl, monkeypatch.setattr)
+    ranks = start_ranks(tmp_path, 2, conftest.run_swag_laplace_ensembles_in_float64, *argv[1])
+    conftest.in_float64(sl, monkeypatch.setattr)
     rows = sl.main(argv[0])
-    found, other = (rank.value() for rank in ranks)
-    assert len(found) == len(rows) and other is not None
-    for a, b in zip(rows, found):
-        assert a["method"] == b["method"]
-        for key in ("accuracy", "lpd", "ece15", "mae", "brier", "auroc_entropy", "crps"):
-            if key in a:  # SWAG's and IVON's draws are kept in float16
-                assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-4), (a["method"], key)
-        if a["method"].startswith(("DE", "SWA,")) and "lpd" in a:
-            assert a["lpd"] == pytest.approx(b["lpd"], rel=1e-7)
+    for rank in ranks:
+        rank.value()
+    found = json.loads((tmp_path / "two/swag_laplace_ensembles/run/results.json").read_text())
+    for a, b in zip(rows, found["rows"], strict=True):
+        for key in {"accuracy", "lpd", "ece15", "mae", "brier", "auroc_entropy", "crps"} & {*a}:
+            # SWAG's and IVON's draws are kept in float16
+            exact = a["method"].startswith(("DE", "SWA,")) and key == "lpd"
+            near = dict(rel=1e-7) if exact else dict(rel=1e-3, abs=1e-4)
+            assert a[key] == pytest.approx(b[key], **near), (a["method"], key)
 
 
 def test_evaluation_is_shared_out(monkeypatch):
-    """Old: the main process evaluated the whole study, the others waited in a collective."""
+    """Two machines of two processes: the second does not see the main one's files."""
     rows = []
-    for rank in range(4):  # two machines of two processes: the second does not see the files
+    for rank in range(4):
         monkeypatch.setattr(common, "rank", lambda: rank)
         monkeypatch.setattr(common, "world_size", lambda: 4)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -930,39 +849,21 @@ def test_evaluation_is_shared_out(monkeypatch):
 
 
 def test_the_papers_study_fits_on_a_disk(tmp_path, monkeypatch, capsys):
-    """Old: CIFAR-100's outputs would have taken 331 GB, unsaid."""
+    """All draws of CIFAR-100's networks would take 331 GB."""
     args = options("cifar100", "--out-dir", tmp_path)
-    train = SimpleNamespace(num_classes=100)
-    sets = {"train": train, "test": range(10_000), "ood": range(36_032)}
-    run = SimpleNamespace(dir=tmp_path)
-    study = sl.Study(args, sets, ["test"], ["ood"], run, {})
-    monkeypatch.setattr(common, "device_memory", lambda _: 80e9)
-    usage = SimpleNamespace(free=300e9)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    capsys.readouterr()
-    sl.check_room(study, 2_773_828, nn.Linear(256, 100))
+    sets = {"train": SimpleNamespace(num_classes=100), "test": range(10_000), "ood": range(36_032)}
+    study = sl.Study(args, sets, ["test"], ["ood"], SimpleNamespace(dir=tmp_path), {})
+    there = dict(memory=80e9, free=300e9)
+    monkeypatch.setattr(common, "device_memory", lambda _: there["memory"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=there["free"]))
+    check = lambda: sl.check_room(study, 2_773_828, nn.Linear(256, 100))
+    check()
     said = capsys.readouterr().out
-    outputs = float(said.split("outputs ")[1].split(",")[0])
-    assert 5 < outputs < 60 and "300 GB of the disk are free" in said
-    usage.free = 10e9
-    with pytest.raises(UserError, match="--out-dir"):
-        sl.check_room(study, 2_773_828, nn.Linear(256, 100))
-    monkeypatch.setattr(common, "device_memory", lambda _: 16e9)
-    with pytest.raises(UserError, match="--structure diag"):
-        sl.check_room(study, 2_773_828, nn.Linear(256, 100))
-
-
-@pytest.mark.parametrize("what", ["swag-glyphs-seed2", "llla-heads-seed1", "features-seed1"])
-@pytest.mark.parametrize("damage", ["flipped", "short"])
-def test_a_damaged_piece_is_one_line(copied, what, damage):
-    """Old: a short file was a traceback, a flipped byte was believed."""
-    out, _ = copied()
-    for path in (out / "swag_laplace_ensembles/run").glob(f"{what}*.pt"):
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content if damage == "flipped" else content[:-200])
-    with pytest.raises(UserError, match=f"{what}.* is damaged"):
-        sl.main(tiny("glyphs", out, "--eval", "--no-plot"))
+    assert 5 < float(said.split("outputs ")[1].split(",")[0]) < 60
+    for change, refusal in ((dict(free=10e9), "--out-dir"), (dict(memory=16e9), "diag")):
+        there |= change
+        with pytest.raises(UserError, match=refusal):
+            check()
 
 
 def test_missing_pieces_are_named(copied):
@@ -1001,44 +902,39 @@ def test_dropout_draws_differ_and_are_repeated(studies):
     assert torch.equal(first, again) and not torch.equal(first[:, 0], first[:, 1])
 
 
-def test_more_of_a_study(copied, capsys):
-    """Another seed's members, shifted sets, predictions; one more run."""
+def test_more_of_a_study(copied, tmp_path):
+    """Shifted sets, one more run, predictions: of what lies in a folder now, whatever its name."""
     out, rows = copied()
     argv = tiny("glyphs", out, "--methods", "map", "llla", "--no-plot", "--shift", "computed",
-                "--runs", 2, "--members", 1, "--ensembles", 1, "--predict", "numbers")
-    found = sl.main(argv)
-    sets = {r["set"] for r in found}
-    assert {f"corrupted_{s}" for s in range(1, 6)} <= sets
+                "--runs", 2, "--members", 1, "--ensembles", 1)
+    said, images = [], tmp_path / "images"
+    images.mkdir()
+    for k in range(2):
+        for i in range(3):
+            pixels = np.random.default_rng(9 * k + i).integers(0, 256, (16, 16), dtype=np.uint8)
+            Image.fromarray(pixels).save(images / f"{i}.png")
+        found = sl.main([*argv, "--predict", f"folder:{images}"])
+        said.append((out / "swag_laplace_ensembles/run/predictions_llla.csv").read_text())
+    lines = said[0].splitlines()
+    assert lines[0].endswith("predicted,confidence,total,aleatoric,epistemic") and len(lines) == 4
+    assert said[0] != said[1]
+    assert {f"corrupted_{s}" for s in range(1, 6)} <= {r["set"] for r in found}
     same = [r for r in found if r["method"] == "DE, K=1" and r["set"] == "glyphs"
             and "against" not in r]
     assert [r["members"] for r in same] == ["1", "2"] and len({r["seed"] for r in same}) == 2
     old = [r["lpd"] for r in rows if r["method"] == "DE, K=1" and "against" not in r]
     assert [r["lpd"] for r in same] == old
-    lines = (out / "swag_laplace_ensembles/run/predictions_llla.csv").read_text().splitlines()
-    assert lines[0].endswith("predicted,confidence,total,aleatoric,epistemic")
-    assert len(lines) == 1 + len(data.load("numbers", "test"))
 
 
-def test_predictions_of_molecules(copied):
-    out, _ = copied("clusters")
-    sl.main(tiny("clusters", out, "--methods", "map", "--no-plot", "--predict", "clusters_large"))
-    lines = (out / "swag_laplace_ensembles/run/predictions_map.csv").read_text().splitlines()
-    assert lines[0] == "index,label,predicted,aleatoric,epistemic,total" and len(lines) > 41
-
-
-def test_presets_do_not_leak():
-    paper = options("cifar10")
-    assert (paper.width, paper.depth, paper.limit_train, paper.ivon_clip, paper.members) == (
-        1, None, None, None, 30)
+def test_what_depends_on_other_options():
     assert options("cifar100", "--model", "wrn_28_10").structure == "diag"
     assert options("cifar10", "--members", 2).ensembles == [1, 2]
 
 
 @pytest.mark.parametrize("argv, said", [
-    (["--dataset", "nosuch"], "choose from"),
     (["--dataset", "clusters", "--target", "nosuch"], "--target nosuch is for qm9"),
     (["--dataset", "reviews", "--vocab", "x"], "--vocab is for sst2"),
-    (["--dataset", "reviews", "--model", "painn"], "is for molecules"),
+    (["--dataset", "reviews", "--model", "painn"], "use bert_256_4"),
     (["--dataset", "clusters", "--structure", "diag"], "molecules take full"),
     (["--dataset", "reviews", "--shift", "computed"], "use none"),
     (["--shift", "published"], "use none or computed"),
@@ -1046,15 +942,11 @@ def test_presets_do_not_leak():
     (["--members", "2", "--ensembles", "3"], "more than --members"),
     (["--samples", "2", "--members", "3", "--ensembles", "3"], "less than one a member"),
     (["--swag-epochs", "1"], "at least 2"),
-    (["--swag-lrs", "0"], "at least"),
     (["--prior-precision", "-1"], "at least"),
     (["--flow-precision", "some"], "number"),
-    (["--dropouts", "1"], "between"),
-    (["--ivon-betas", "0.9", "1.5"], "between"),
     (["--num-val", "100000"], "--num-val 100000"),
     (["--limit-train", "2"], "raise --limit-train"),
     (["--ood", "glyphs"], "glyphs"),
-    (["--eval"], "train first"),
 ])
 def test_misuse_is_one_line(tmp_path, argv, said):
     with pytest.raises(UserError, match=said) as error:
