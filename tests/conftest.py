@@ -212,30 +212,6 @@ def assert_same_checkpoints(a, b):
 
 
 @pytest.fixture
-def refused(request, tmp_path, monkeypatch, capfd):
-    """refused(*argv): stderr of a start of the module's SCRIPT, in this process, that must end with
-    status 2 and one line, and leave every file as it is but for those in `writes`."""
-    import common
-    script = request.module.SCRIPT
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handlers stay pytest's
-
-    def run(*argv, writes=()):
-        before = snapshot(tmp_path)
-        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, argv)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            common.launch(importlib.import_module(script).main)
-        err = capfd.readouterr().err
-        assert stop.value.code == 2 and err.count("\n") == 1, (stop.value.code, err)
-        assert err.startswith(f"{script}.py: error: "), err
-        after = snapshot(tmp_path)
-        assert {k for k in {*before, *after} if before.get(k) != after.get(k)} <= {*writes}
-        return err
-
-    return run
-
-
-@pytest.fixture
 def ranks(tmp_path):
     """ranks(function, *args, size=2): what `function` returns in each of `size` processes."""
     def run(function, *args, size=2):
