@@ -29,7 +29,9 @@ Expected (one of two CPU cores; about 2 core-minutes a seed):
     --lr-rho 5e-2 --k0 0 --tau-d auto --mc 5 --stoch-kl W --beta W: accuracy %, NLL, ECE %: 56.0,
     1.215, 1.9 (deterministic); final with W = 0: 56.3, 1.207, 1.1; 0.01: 56.3, 1.207, 1.2; 0.1:
     56.0, 1.215, 1.8; 1: 51.8, 1.346, 8.7; 28.0 to 28.4 % of the mean-field bytes.
-  MNIST, CIFAR-10 as it is, CIFAR-100, ImageNet: not measured. The authors' README gives ResNet-18
+  --dataset mnist --runs 3, n = 3, three core-minutes a seed: deterministic 99.20 +- 0.04 %, 0.0228
+    +- 0.0006 nats; final 99.20 +- 0.02 %, 0.0259 +- 0.0012, ECE 0.42 +- 0.01 %, 27.9 % of the bytes.
+  CIFAR-10 as it is, CIFAR-100, ImageNet: not measured. The authors' README gives ResNet-18
     91.8 +- 0.1 %, 0.313 +- 0.003 nats, ECE 3.4 +- 0.3 % on CIFAR-10.
 
 Differs from the published code (github.com/gfhvbjk/Anonymous):
