@@ -756,7 +756,7 @@ def test_options(small, more, seeds):
     assert {row["seed"] for row in rows} == seeds
 
 
-def test_streamed_folders(images, tmp_path, capsys):
+def test_streamed_folders(images, tmp_path):
     options = (f"--dataset imagenet --data-dir {images} --out-dir {tmp_path} --name run --model "
                "convnet --width .05 --members 2 --base-epochs 1 --epochs 1 --batch-size 19 --lr .1 "
                "--workers 0 --losses rkl_proxy --no-mimo --device cpu --no-plot").split()
@@ -771,7 +771,7 @@ def test_streamed_folders(images, tmp_path, capsys):
         assert by[method, "imagenet", "imagenet_o"]["n"] == 11
     shifts = {name for _, name, _ in by if "_c" in name}  # a part is never reported as the whole
     assert "imagenet_c_1of15 fog 5" in shifts and not any("snow" in s for s in shifts)
-    assert "imagenet_c_1of15 mean of 1 kinds" in shifts and "notes" in capsys.readouterr().out
+    assert "imagenet_c_1of15 mean of 1 kinds" in shifts
     assert timeless(pd.main(plain)) == timeless([r for r in rows if "_c" not in r["set"]])
     square = pd.main([*plain, "--resize", "square"])
     assert square[0]["n"] == 11 and square[0]["nll"] != rows[0]["nll"]
