@@ -20,6 +20,8 @@ Expected:
     CPU cores: AUROC of letters against the test set: density 0.970 +- 0.003, softmax entropy 0.717
     +- 0.006; of ambiguous against clean digits: entropy 0.9953 +- 0.0004, density 0.913 +- 0.003.
     1.0 +- 0.1 % of the test set and 76 +- 2 % of the letters lie below the threshold.
+  mnist, --width 0.25 --epochs 3 --schedule one_cycle, n = 1, 7 core-minutes: accuracy 99.45 %,
+    AUROC of Fashion-MNIST: density 0.999, entropy 0.977.
   cifar10 against CIFAR-100, --model resnet18 --width 0.5 --epochs 12 --schedule one_cycle --ood
     cifar100, n = 1, 84 core-minutes: accuracy 89.7 %, AUROC density 0.795, entropy 0.848: at this
     size the density is behind.

@@ -31,7 +31,10 @@ Expected (one of two CPU cores; about 2 core-minutes a seed):
     56.0, 1.215, 1.8; 1: 51.8, 1.346, 8.7; 28.0 to 28.4 % of the mean-field bytes.
   --dataset mnist --runs 3, n = 3, three core-minutes a seed: deterministic 99.20 +- 0.04 %, 0.0228
     +- 0.0006 nats; final 99.20 +- 0.02 %, 0.0259 +- 0.0012, ECE 0.42 +- 0.01 %, 27.9 % of the bytes.
-  CIFAR-10 as it is, CIFAR-100, ImageNet: not measured. The authors' README gives ResNet-18
+  CIFAR-10, n = 1, 43 core-minutes: --dataset cifar10 --width 0.25 --epochs 6 --stoch-epochs 2
+    --final-epochs 3 --warm-up 0.2 --lr-mu 1e-4 --lr-rho 5e-2 --k0 0 --tau-d auto --mc 10 --ood
+    cifar100: deterministic 84.49 %, ECE 1.2 %; final 83.98 %, 1.9 %, 27.6 % of the bytes.
+  CIFAR-10 at width 1, CIFAR-100, ImageNet: not measured. The authors' README gives ResNet-18
     91.8 +- 0.1 %, 0.313 +- 0.003 nats, ECE 3.4 +- 0.3 % on CIFAR-10.
 
 Differs from the published code (github.com/gfhvbjk/Anonymous):
