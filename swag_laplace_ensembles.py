@@ -32,7 +32,7 @@ Expected (two CPU cores, shared with other work; LPD in nats; mean +- standard e
   cifar10, sst2 and qm9, small (options in the README), LPD minus DE's for K = 1 and the largest K:
     LA-NF +.0069 [.0036, .0102] and -.0010 [-.0050, .0024] (cifar10, K = 3), LLLA +.0027 [.0019,
     .0036] and -.0007 [-.0019, .0003] (sst2, K = 3), +.0017 [.0004, .0034] and +.0001 [-.0012,
-    .0021] (qm9, K = 2): points catch up. SWAG +.136, +.124; -.044, -.030; +.019, +.018: they do not.
+    .0021] (qm9, K = 2): points catch up. SWAG +.136, +.124; -.044, -.030; +.019, +.018: not so.
   cifar10, cifar100, sst2, qm9 at the paper's size: not measured.
 
 Differs from the published code:
