@@ -999,8 +999,8 @@ def network_args(args, kind, seed, **more):
 
 def network(args, sets, kind, seed, path=None, teachers=None, **more):
     """(network, its options): read from `path` (ours, torchvision's, Lightning's); trained, where
-    its last epoch is not there yet; or, with --eval, and as a teacher of --method distill, read
-    from its own run, which must be complete."""
+    its last epoch is not there yet; or, with --eval, and as a teacher of --method distill, one that
+    its own run has completed."""
     own = network_args(args, kind, seed, **more)
     common.seed_all(seed, [*OWN].index(kind))
     net = make_network(args.model, sets.test.num_classes, sets.test.shape, own.width,
