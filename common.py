@@ -584,13 +584,16 @@ def all_reduce_sum(x) -> Tensor:
 
 class GlobalBatchNorm2d(nn.BatchNorm2d):
     """Batch norm over the global batch, differentiable twice, also on CPUs, which SyncBatchNorm
-    refuses. Two passes (mean, then centred second moment): float32 does not cancel."""
+    refuses. Two passes (mean, then centred second moment): float32 does not cancel, and is what
+    the statistics of bfloat16 are computed in."""
 
     def forward(self, x):
         if not self.training or world_size() == 1:
             return super().forward(x)
-        count = all_reduce_sum(x.new_tensor(x.numel() / x.shape[1]))
-        mean = all_reduce_sum(x.sum((0, 2, 3))) / count
+        count = self.weight.new_full((1,), x.numel() / x.shape[1])
+        sums = torch.cat([x.sum((0, 2, 3), dtype=count.dtype), count])
+        mean, count = all_reduce_sum(sums).split([x.shape[1], 1])
+        mean = mean / count
         centred = x - mean[:, None, None]
         var = all_reduce_sum(centred.square().sum((0, 2, 3))) / count
         with torch.no_grad():
@@ -598,7 +601,7 @@ class GlobalBatchNorm2d(nn.BatchNorm2d):
             self.running_mean.lerp_(mean, self.momentum)
             self.running_var.lerp_(var * (count / (count - 1)), self.momentum)
         scale = self.weight * torch.rsqrt(var + self.eps)
-        return centred * scale[:, None, None] + self.bias[:, None, None]
+        return (centred * scale[:, None, None] + self.bias[:, None, None]).to(x.dtype)
 
 
 def data_parallel(net, device, twice=False):
@@ -625,7 +628,7 @@ def between(low, high, kind=float):
     limits = f"at least {low}" if high == math.inf else f"between {low} and {high}"
 
     def number(text):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, OverflowError):
             if low <= (value := kind(text)) <= high and not math.isinf(value):
                 return value
         raise argparse.ArgumentTypeError(f"{text}: must be a number, {limits}")
@@ -645,10 +648,11 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, doc, presets, default):
         super().__init__(prog=Path(sys.argv[0]).name, description=doc.split("\n")[0],
                          epilog="Details, equations, differences: the top of the script.",
-                         allow_abbrev=False)
+                         allow_abbrev=False, add_help=False)
         self.presets, self.default, self.groups = presets, default, {}
         for title in ("data", "network", "training", "method", "evaluation", "run"):
             self.group(title)
+        self.add_argument("-h", "--help", action="store_true", help="with this data set's values")
         add, flag = self.group("data"), argparse.BooleanOptionalAction
         add("--dataset", default=default, metavar="NAME", help="alone it is the paper's setting: "
             f"{', '.join(filter(None, presets))}; or folder:PATH with {{train,test}}/<class>/*")
@@ -690,7 +694,7 @@ class Parser(argparse.ArgumentParser):
         """Options from the command line, else `defaults`, else the data set's preset; the device
         is started and what differs from the script's own defaults is printed."""
         argv = sys.argv[1:] if argv is None else argv
-        known = self.parse_known_args([word for word in argv if word not in ("-h", "--help")])[0]
+        known = self.parse_known_args(argv)[0]
         preset = known.preset or re.sub("^folder:.*", "cifar10", known.dataset)
         if preset not in self.presets or not preset:
             self.error(f"{'--preset' if known.preset else '--dataset'} {preset}: choose from "
@@ -699,20 +703,27 @@ class Parser(argparse.ArgumentParser):
         standard = {**own, **self.presets[self.default]}
         self.set_defaults(**{**own, **self.presets[preset], **defaults})
         for action in self._actions:
-            if action.default not in (None, False, True, argparse.SUPPRESS):
+            if isinstance(action, argparse.BooleanOptionalAction):
+                action.help += " (on)" if action.default else " (off)"
+            elif action.nargs != 0 and action.default not in (None, []):
                 action.help += " (%(default)s)"
+        if known.help:
+            self.print_help()
+            self.exit()
         args = self.parse_args(argv)
         marks = argparse.Namespace(**dict.fromkeys(vars(args), self))  # overwritten where given
         given = self.parse_args(argv, marks)
         args.explicit = tuple(k for k, v in vars(given).items() if v is not self)
         args.groups = {action.dest: title for title, group in self.groups.items()
                        for action in group._group_actions}
+        if args.eval and args.fresh:
+            self.error("--eval reads a finished run, --fresh starts anew: give one of them")
         args.device = start(args.device)
         if args.batch_size < world_size():
             self.error(f"--batch-size {args.batch_size} is global and smaller than the number of "
                        f"processes ({world_size()})")
         shown = [f"{k} {v}" for k, v in plain(options(args)).items()
-                 if k != "device" and v != plain(standard[k])]
+                 if k not in ("device", "preset") and v != plain(standard[k])]
         preset = [f"preset {preset}"] if preset != known.dataset else []
         say(f"{self.prog}: {', '.join([*preset, *shown]) or 'defaults'}; {args.device.type}, "
             f"{world_size()} process(es) of {torch.get_num_threads()} threads")
@@ -722,7 +733,7 @@ class Parser(argparse.ArgumentParser):
 def options(args, without=()) -> dict:
     """All options of parsed arguments, but those of the groups `without`."""
     return {k: v for k, v in vars(args).items() if args.groups.get(k, "run") not in without
-            and k not in ("explicit", "groups")}
+            and k not in ("explicit", "groups", "help")}
 
 
 def with_options(args, **changes):
@@ -763,7 +774,7 @@ def plain(value):
 def write(path, content):
     """Bytes or text into a temporary file, then in the place of `path`: whole, or not at all."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
@@ -866,10 +877,13 @@ def claim(folder, config, args):
     for left_over in folder.glob(".*.tmp"):
         left_over.unlink()
     path = folder / "options.json"
-    if path.exists() and not args.fresh:
-        check_same(json.loads(path.read_text()), config, folder, args.eval)
-    else:
-        write(path, json.dumps(config, indent=1))
+    if args.fresh or not path.exists():
+        return write(path, json.dumps(config, indent=1))
+    try:
+        there = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError):
+        raise UserError(f"{path} is damaged; --fresh starts anew") from None
+    check_same(there, config, folder, args.eval)
 
 
 class Run:
@@ -884,7 +898,7 @@ class Run:
         self.args, self.script, self.dir = args, script, Path(args.out_dir, script, name)
         self.config = plain(options(args, without=("evaluation", "run")))
         self.seconds, self.history, self.written, self.start = {}, [], set(), time.perf_counter()
-        if args.eval and args.epochs and not self.dir.is_dir():
+        if args.eval and args.epochs and not broadcast(self.dir.is_dir()):
             raise UserError(f"no run in {self.dir}; train first (the same command without --eval)")
         if is_main():
             claim(self.dir, self.config, args)
@@ -1112,13 +1126,18 @@ def table(argv=None):
             contents.append(({"script": content["script"], **content["config"]}, content["rows"]))
         except (OSError, ValueError, KeyError, TypeError):
             raise UserError(f"{path} is not the results of a run (finish it first)") from None
-    aside = {"seed", "runs", "name", "out_dir", "data_dir", "device", "workers", "eval", "fresh",
-             "plot", "predict"}
+    aside = {"seed", "runs", "name", "out_dir", "data_dir", "device", "workers", "compile", "eval",
+             "fresh", "plot", "predict"}
+    scripts = {config["script"] for config, _ in contents}
+    values = lambda k, script: {json.dumps(config.get(k)) for config, _ in contents
+                                if k == "script" or config["script"] == script}
     varied = [k for k in dict.fromkeys(k for config, _ in contents for k in config)
-              if k not in aside and len({json.dumps(config.get(k)) for config, _ in contents}) > 1]
-    rows = [{**row, "run": " ".join(f"{k}={config.get(k)}" for k in varied) or None}
+              if k not in aside and any(len(values(k, script)) > 1 for script in scripts)]
+    rows = [{**row, "run": " ".join(f"{k}={config[k]}" for k in varied if k in config) or None}
             for config, part in contents for row in part
             if not args.sets or row.get("set") in args.sets]
+    if unknown := {*(args.metrics or ())} - {k for row in rows for k in row}:
+        raise UserError(f"--metrics {min(unknown)}: no row has it")
     print(tables(rows, args.metrics, args.format))
 
 
@@ -1144,19 +1163,18 @@ def save_figure(plt, figure, path):
     write(path, buffer.getvalue())
 
 
-def _stop(signum, _frame):
-    """A signal ends the process at once: what the last epoch saved is whole."""
-    if is_main():
-        print(f"{Path(sys.argv[0]).name}: stopped by {signal.Signals(signum).name}; the same "
-              "command goes on after the last whole epoch", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(128 + signum)
-
-
 def launch(main):
     """Run main(); a UserError is one line and exit status 2, a signal one line and 128 + it."""
+    own = os.getpid()
+
+    def stop(signum, _):  # at once: what the last epoch saved is whole
+        if is_main() and os.getpid() == own:  # the processes that decode images say nothing
+            print(f"{Path(sys.argv[0]).name}: stopped by {signal.Signals(signum).name}; the same "
+                  "command goes on after the last whole epoch", file=sys.stderr, flush=True)
+        os._exit(128 + signum)
+
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, _stop)
+        signal.signal(signum, stop)
     try:
         main()
     except UserError as error:

@@ -252,8 +252,8 @@ class StreamedSet(_Set):
         image, side = self.open(row), self.shape[-1]
         if self.key is None:
             return TF.pil_to_tensor(TF.center_crop(TF.resize(image, self.resize), side))
-        with torch.random.fork_rng(devices=[]):  # get_params draws from the global generator
-            torch.manual_seed(_generator(*self.key, row).initial_seed())
+        with torch.random.fork_rng(devices=[]):  # get_params draws from the CPU's own generator
+            torch.default_generator.manual_seed(_generator(*self.key, row).initial_seed())
             box = RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3))
             flip = torch.rand(()) < 0.5
         image = TF.resized_crop(image, *box, [side, side])
@@ -624,9 +624,9 @@ def corruption_kinds(name, data_dir="data"):
             present.append(kind)
         elif len(lacks) < 5 or kind in CORRUPTED[name]:
             missing.append(kind if len(lacks) == 5 else f"{kind} of severity {', '.join(lacks)}")
-    if common.is_main() and missing:
+    if missing:
         what = f"{folder} lacks {', '.join(missing)}" if present else f"{folder} is not there"
-        print(f"{name}: {what}; get it from {SOURCES[name].site}", flush=True)
+        common.say(f"{name}: {what}; get it from {SOURCES[name].site}")
     return present
 
 
@@ -658,7 +658,7 @@ def load_corrupted(name, kind, severity, data_dir="data"):
         clean, folder = SOURCES[name.removesuffix("_c")], Path(data_dir, source.place)
         rows = slice(severity * 10000 - 10000, severity * 10000)
         images = _npy(name, folder / f"{kind}.npy", (50000, 32, 32, 3), rows)
-        labels = _npy(name, folder / "labels.npy", (50000,), rows).long()
+        labels = _npy(name, folder / "labels.npy", (50000,), rows)
         return ImageSet(title, images.permute(0, 3, 1, 2).contiguous(), labels, *clean[2:])
     if not root.is_dir():
         raise _absent(name, root)
@@ -671,7 +671,7 @@ def load_corrupted(name, kind, severity, data_dir="data"):
 
 
 def _npy(name, path, shape, rows):
-    """`rows` of an integer array of this shape."""
+    """`rows` of an array of this shape: uint8 pixels, or labels of any integer type as int64."""
     if not path.exists():
         raise _absent(name, path)
     try:
@@ -681,7 +681,7 @@ def _npy(name, path, shape, rows):
     if array.shape != shape or array.dtype.kind not in "iu" or len(shape) > 1 and (
             array.dtype != np.uint8):
         raise _damaged(name, path, f"{array.dtype} {array.shape}, expected {shape} of uint8")
-    return torch.from_numpy(array[rows].astype(np.uint8))
+    return torch.from_numpy(array[rows].astype(np.uint8 if len(shape) > 1 else np.int64))
 
 
 def corrupt(images, kind, severity, seed=0):
@@ -823,7 +823,8 @@ def _other_set(name, args, like, labels):
     if isinstance(like, TextSet):
         return load_text(name, "test", args.data_dir, like=like)
     if isinstance(like, MoleculeSet):
-        return load_molecules(name, "test", args.data_dir)
+        return load_molecules(name, "test", args.data_dir,
+                              target=args.target if name == "qm9" else "u0")
     streamed = isinstance(like, StreamedSet)
     size = like.shape[-1] if streamed or name.startswith(("folder:", "imagenet")) else None
     dataset = load(name, "ood", args.data_dir, image_size=size)
@@ -861,8 +862,7 @@ def ood_sets(args, like, taken=()):
     for title, error in absent.items():
         if title in kept:
             raise error
-        if common.is_main():
-            print(f"left out: {error}", flush=True)
+        common.say(f"left out: {error}")
     return {title: found[title] for title in kept}
 
 
@@ -920,15 +920,16 @@ def feature_set(path, like=None, labels="required"):
     """
     if like is not None and not like.is_features:
         raise UserError(f"{path}: features cannot be compared with {like.name}, which has none")
-    features = read_features(path, None if like is None else like.shape[0])
-    own = torch.zeros(len(features), dtype=torch.int64)
+    dim, own = None if like is None else like.shape[0], None
     if labels != "ignored":
         try:
-            own = read_features(path, labelled=True)[1]
+            features, own = read_features(path, dim, labelled=True)
         except UserError:
             if labels == "required":
                 raise
-            own = own - 1
+    if own is None:
+        features = read_features(path, dim)
+        own = torch.full((len(features),), 0 if labels == "ignored" else -1)
     features = features.float()
     if not features.isfinite().all():
         raise UserError(f"{path}: 'features' exceed float32")

@@ -78,7 +78,7 @@ def save_png(path, array=np.zeros((20, 30), np.uint8)):
 
 def options(ood=(), explicit=(), data_dir="nowhere", predict=None):
     return SimpleNamespace(ood=[str(name) for name in ood], explicit={*explicit}, seed=1,
-                           data_dir=str(data_dir), predict=predict)
+                           data_dir=str(data_dir), predict=predict, target="gap")
 
 
 # ---- Splits and sets -----------------------------------------------------------------------------
@@ -90,9 +90,7 @@ def test_published_split_of_cifar10_seed_1():
     order = list(range(50000))
     np.random.RandomState(1).shuffle(order)
     assert val.tolist() == order[:5000] and train.tolist() == order[5000:]
-    assert train_val_split(50000, 2, 0.1)[1][:4].tolist() != order[:4]
     assert [len(part) for part in train_val_split(73257, 3)] == [65932, 7325]
-    assert len(train_val_split(10, 3, 0.0)[1]) == 0
 
 
 def test_stratified_split_is_that_of_scikit_learn():
@@ -283,8 +281,9 @@ def test_cifar_c_layout(tmp_path, capsys):
     assert data.corruption_kinds("cifar10_c", tmp_path) == ["fog"]  # a part is named as a part
     assert "CIFAR-10-C lacks gaussian_noise, shot_noise" in capsys.readouterr().out
     assert data.corrupted_name("cifar10_c", data.CIFAR_C_KINDS) == "cifar10_c"
-    np.save(folder / "labels.npy", (rows % 11).astype(np.uint8))
-    refuses("labels from 0 to 10", data.load_corrupted, "cifar10_c", "fog", 1, tmp_path)
+    for labels, says in (((rows % 11).astype(np.uint8), "0 to 10"), (rows % 10 + 256, "256 to")):
+        np.save(folder / "labels.npy", labels)
+        refuses(f"labels from {says}", data.load_corrupted, "cifar10_c", "fog", 1, tmp_path)
     np.save(folder / "labels.npy", np.zeros(10000, np.uint8))
     np.save(folder / "snow.npy", np.zeros((10, 32, 32, 3), np.uint8))
     np.save(folder / "frost.npy", np.array([{}], dtype=object))
@@ -441,7 +440,7 @@ def test_streamed_set_evaluates_in_order(imagenet):
     assert torch.equal(dataset.in_memory().images[4], dataset[4])
 
 
-def test_streamed_augmentation_depends_on_seed_epoch_and_row_alone(imagenet, as_rank):
+def test_streamed_augmentation_depends_on_seed_epoch_and_row_alone(imagenet, as_rank, monkeypatch):
     dataset, state = load("imagenet", "train", imagenet, val_fraction=0), torch.get_rng_state()
     dataset = replace(dataset, shape=(3, 24, 24))
 
@@ -457,6 +456,8 @@ def test_streamed_augmentation_depends_on_seed_epoch_and_row_alone(imagenet, as_
     assert len(next(twins).images.unique(dim=0)) == 5
     check_ranks(as_rank, 3, make)  # the last batch has two images
     assert torch.equal(torch.get_rng_state(), state)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", None)  # a GPU's generator rests, too
+    assert replace(dataset, key=(4, 4))[0].shape == (3, 24, 24)
 
 
 def test_unreadable_files_and_folders_that_disagree(tmp_path):
@@ -791,15 +792,3 @@ def test_embedded_sets(name):
             top.mean().item(), abs=4 * math.sqrt(0.25 / len(probs)))
     if name == "glyphs_ambiguous":
         assert not {*train.groups.tolist()} & {*val.groups.tolist()}
-
-
-def test_glyphs_can_be_read():
-    """Least squares on pixels finds the digits, and takes a 6 for a 9 no more than another."""
-    train, test = load("glyphs", "train"), load("glyphs", "test")
-    x, z = (F.pad(F.avg_pool2d(s.images / 255, 2).flatten(1), [0, 1], value=1.0).double()
-            for s in (train, test))
-    weights = torch.linalg.lstsq(x, F.one_hot(train.labels, 10).double()).solution
-    guess = (z @ weights).argmax(1)
-    assert (guess == test.labels).double().mean() > 0.8
-    for a, b in ((6, 9), (9, 6)):
-        assert (guess[test.labels == a] == b).double().mean() < 0.02

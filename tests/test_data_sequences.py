@@ -242,14 +242,10 @@ def write_npz(folder, **change):
     return folder
 
 
-def everything(folder, target):
-    return data._qm9(folder / "QM9", target)
-
-
 def test_layouts_agree(tmp_path):
     npz, raw, eV = write_npz(tmp_path / "npz"), write_sdf(tmp_path / "raw"), 27.211386246
     for target in data.QM9_TARGETS:
-        a, b = everything(npz, target), everything(raw, target)
+        a, b = data._qm9(npz / "QM9", target), data._qm9(raw / "QM9", target)
         assert torch.equal(a.numbers, b.numbers) and torch.equal(a.sizes, b.sizes)
         assert torch.equal(a.positions, b.positions) and torch.equal(a.labels, b.labels)
         assert bool(b.references.any()) == (target in ("u0", "u298", "h298", "g298"))
@@ -257,21 +253,24 @@ def test_layouts_agree(tmp_path):
     for target, want in (("u0", -40.47893 * eV), ("gap", 0.5048 * eV), ("zpve", 0.044749 * eV),
                          ("mu", 0.0), ("A", 157.7118), ("r2", 35.3641), ("cv", 6.469),
                          ("alpha", 13.21), ("u0_atom", (-40.47893 + 37.846772 + 2.001092) * eV)):
-        assert everything(raw, target).labels[0].item() == pytest.approx(want, abs=1e-6)
+        assert data._qm9(raw / "QM9", target).labels[0].item() == pytest.approx(want, abs=1e-6)
     write_sdf(tmp_path / "raw", omitted="     1     C   C   -1.0\n\n")
-    assert everything(raw, "u0").sizes.tolist() == [4]
+    assert data._qm9(raw / "QM9", "u0").sizes.tolist() == [4]
     (raw / "QM9" / "uncharacterized.txt").unlink()
     (raw / "QM9" / "gdb9.sdf").touch()
-    refuses("uncharacterized.txt is not there", everything, raw, "gap")
+    refuses("uncharacterized.txt is not there", data._qm9, raw / "QM9", "gap")
 
 
 def test_published_split_of_the_whole_qm9(monkeypatch):
     n = 130831
     whole = MoleculeSet("qm9", torch.ones(n).long(), torch.zeros(n, 3).double(),
                         torch.ones(n).long(), torch.arange(n).double(), data.atom_references())
-    monkeypatch.setattr(data, "_qm9", lambda *_: whole)
+    asked = []
+    monkeypatch.setattr(data, "_qm9", lambda _, target: asked.append(target) or whole)
     parts = [load_molecules("qm9", split).labels.long() for split in ("train", "val", "test")]
     assert [len(part) for part in parts] == [110000, 10000, 10831]
+    assert data.predict_set(options(predict="qm9"), whole).labels.equal(parts[2].double())
+    assert asked == ["u0", "u0", "u0", "gap"]
     assert torch.cat(parts).tolist() == np.random.default_rng(0).permutation(n).tolist()
 
 
