@@ -157,8 +157,11 @@ def parse_args(argv=None):
     if (args.sn or args.mod) and (args.model == "lenet" or args.model.startswith("torchvision/")):
         parser.error(f"--model {args.model} has no spectral-normalised or -mod form; add "
                      "--no-sn --no-mod")
-    if args.predict and (args.features or args.active_learning):
-        parser.error("--predict is for trained networks; --score writes what it finds of features")
+    if args.predict and args.active_learning:
+        parser.error("--predict is not for --active-learning, which keeps no network")
+    if args.features and (args.predict or args.active_learning or args.runs * args.ensemble > 1):
+        parser.error("--predict, --active-learning, --runs and --ensemble are for networks, not "
+                     "for --features; --score writes what it finds of them")
     if args.max_training_samples < args.num_initial_samples:
         parser.error(f"--max-training-samples {args.max_training_samples}: must be at least "
                      f"--num-initial-samples {args.num_initial_samples}")
@@ -299,7 +302,7 @@ def torchvision_network(args, num_classes, shape):
         body = torchvision.models.get_model(args.model.removeprefix("torchvision/"),
                                             weights="DEFAULT" if published else None,
                                             num_classes=num_classes)
-        if state:
+        if not published:
             body.load_state_dict(state)
         last = [n for n, m in body.named_modules() if isinstance(m, nn.Linear)][-1]
         body.eval()(torch.zeros(1, *shape))
@@ -342,21 +345,24 @@ class SoftSpectral(nn.Module):
 
         W_eff = W / max(1, sigma / coeff),   sigma = <u, A v>.
 
-    A is the layer's linear operator [Cin, H, W] -> [Cout, H', W'] with its stride, zero padding and
-    input size `size` (H, W), A v = conv(v, W); a 1x1 kernel acts as a matrix. A training forward
-    takes power iterations, v first. The gradient flows through sigma, with u and v constant. They
-    are buffers: the net deep-copies, compiles and resumes exactly.
+    A is the layer's linear operator [Cin, H, W] -> [Cout, H', W'] with its stride, zero padding,
+    dilation, groups and input size `size` (H, W), A v = conv(v, W); a 1x1 kernel acts as a matrix.
+    A training forward takes power iterations, v first. The gradient flows through sigma, with u and
+    v constant. They are buffers: the net deep-copies, compiles and resumes exactly.
     """
 
     def __init__(self, layer, size, coeff, iterations):
         super().__init__()
-        matrix = layer.weight[0, 0].numel() == 1
-        size, self.geometry = ((1, 1), (1, 0)) if matrix else (size, (layer.stride, layer.padding))
-        self.coeff, self.iterations = coeff, iterations
+        weight, groups = layer.weight, getattr(layer, "groups", 1)
+        matrix = weight[0, 0].numel() == 1
+        size, geometry = ((1, 1), (1, 0, 1)) if matrix else (
+            size, (layer.stride, layer.padding, layer.dilation))
+        self.geometry, self.coeff, self.iterations = (*geometry, groups), coeff, iterations
         self.eps = 0.0 if matrix else 1e-5  # published code: added after the maximum
-        self.kernel = (..., *(None,) * (4 - layer.weight.ndim))  # a linear layer's is 1x1
-        self.register_buffer("v", torch.randn(1, layer.weight.shape[1], *size))
-        self.register_buffer("u", torch.randn_like(self.operator(self.v, layer.weight)))
+        self.kernel = (..., *(None,) * (4 - weight.ndim))  # a linear layer's is 1x1
+        v = torch.randn(1, weight.shape[1] * groups, *size).to(weight)
+        self.register_buffer("v", v)
+        self.register_buffer("u", torch.randn_like(self.operator(v, weight)))
         for x in (self.u, self.v):
             x.div_(x.norm())
 
@@ -386,7 +392,7 @@ def spectral_normalise(net, shape, coeff=3.0, iterations=1):
     sizes, training = {}, net.training
     hooks = [m.register_forward_hook(lambda m, x, _: sizes.update({m: x[0].shape[2:]}))
              for m in net.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
-    net.eval()(torch.zeros(1, *shape))
+    net.eval()(torch.zeros(1, *shape).to(next(net.parameters())))
     net.train(training)
     for hook in hooks:
         hook.remove()
@@ -586,7 +592,7 @@ def train(net, train_set, args, seed, run, name=None):
             (loss * common.world_size() / batch.global_size).backward()
             optimiser.step()
             correct = (logits.argmax(1) == batch.labels).sum()
-            totals += torch.stack([loss.detach(), correct, totals.new_tensor(len(logits))])
+            totals += torch.stack([loss.detach(), correct, totals.new_full((), len(logits))])
         loss, correct, n = common.all_reduce(totals)
         if name:
             run.log(loss / n, accuracy=correct / n, lr=lr, examples=n)
@@ -630,9 +636,13 @@ def forward(net, dataset, args) -> Outputs | None:
     return Outputs(*columns, dataset.labels) if columns else None
 
 
-def check_memory(train_set, dim, args):
-    """Refuse Gaussians that the device could not hold: features thrice, directions once."""
-    count = torch.bincount(train_set.labels)
+def check_gaussians(train_set, dim, args):
+    """Refuse, before training, what could not be fitted after it: a class of fewer than two
+    examples, Gaussians that the device could not hold (features thrice, directions once)."""
+    count = torch.bincount(train_set.labels, minlength=train_set.num_classes)
+    if (least := count.min().item()) < 2:
+        raise UserError(f"class {count.argmin()} of {train_set.name} has {least} training "
+                        "example(s) and its Gaussian needs two; add examples")
     needed = 12 * len(train_set) * dim + 8 * dim * int(count.clamp_max(dim).sum())
     if (memory := common.device_memory(args.device)) and needed > memory:
         raise UserError(f"{len(count)} Gaussians of {dim} features need {needed / 1e9:.1f} GB, the "
@@ -642,7 +652,7 @@ def check_memory(train_set, dim, args):
 def fit(features, labels, num_classes, args) -> Gaussians:
     """`fit_gaussians` on the device, with a word about classes that are too small for it."""
     count, dim = torch.bincount(labels, minlength=num_classes), features.shape[1]
-    if count.min() < 2 * dim and not args.shrinkage:
+    if count.min() < 2 * dim and not (args.shrinkage or args.active_learning):
         print(f"note: class {int(count.argmin())} has {int(count.min())} examples for {dim} "
               "features, fewer than twice as many: its covariance is poor; try --shrinkage")
     device = "cpu" if args.device.type == "mps" else args.device  # which has no float64
@@ -661,7 +671,6 @@ def score_features(gaussians, features) -> dict:
 
 def evaluate(net, sets, args, run) -> Evaluated | None:
     """One pass over every set, the Gaussians, and all scores: on the main process."""
-    check_memory(sets["train"], net.head.in_features, args)
     with run.clock("forward"):
         outputs = {name: forward(net, dataset, args) for name, dataset in {
             **sets["test"], **sets["ood"], "val": sets["val"], "train": sets["train"]}.items()}
@@ -768,7 +777,7 @@ def plot_uncertainty(plt, path, evaluated, sets, entropy_threshold):
     names, scores, threshold = [*sets["test"], *sets["ood"]], evaluated.scores, evaluated.threshold
     inside = torch.cat([scores[name]["density"] for name in sets["test"]])
     top = max(scores[name]["entropy"].max().item() for name in names)
-    high, low = inside.max().item(), min(threshold, inside.quantile(0.01).item())
+    high, low = max(threshold, inside.max().item()), min(threshold, inside.quantile(0.01).item())
     low -= 1.5 * (high - threshold)
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
     for colour, name in zip(itertools.cycle(COLOURS), names):
@@ -864,7 +873,7 @@ def grid_set():
 
 def two_moons_sets(args) -> dict:
     """The moons, and as OOD set the points of a grid that are far from all training data."""
-    if unknown := set(args.ood) - {"background"} or args.predict:
+    if unknown := args.predict or " ".join({*args.ood} - {"background"}):
         raise UserError(f"{unknown}: two_moons knows one other set, --ood background")
     train, val, test = (points_set("two_moons", *data.two_moons(2000, 0.1, seed))
                         for seed in (0, 2, 1))
@@ -914,6 +923,7 @@ def run_networks(args) -> list:
             net_seed = common.derive_seed(seed, member) if member else seed
             common.seed_all(net_seed)
             nets.append(make_network(args, sets["train"].num_classes, sets["train"].shape))
+            check_gaussians(sets["train"], nets[-1].head.in_features, args)
             train(nets[-1], sets["train"], own, net_seed, run,
                   f"seed{seed}" + f"-member{member}" * bool(member))
             members.append(evaluate(nets[-1], sets, args, run))
@@ -949,6 +959,8 @@ def run_features(args) -> list:
     if not common.is_main():
         return []
     train, val = data.train_val_split(len(labels), args.seed)
+    if not len(val):
+        raise UserError(f"{args.features} has {len(labels)} examples; to hold a tenth out takes 10")
     gaussians = fit(features[train], labels[train], int(labels.max()) + 1, args)
     threshold = score_features(gaussians, features[val])["density"].quantile(args.density_quantile)
     scores = {name: score_features(gaussians, z) for name, z in files.items()}
@@ -974,10 +986,8 @@ def active_learning_pool(args):
     if args.ambiguous and args.dataset not in pairs:
         raise UserError(f"--ambiguous is for {' and '.join(pairs)}, not for {args.dataset}")
     options = dict(load_options(args), val_fraction=0.0)
-    pool = data.load(args.dataset, "train", **options)
-    test = data.load(args.dataset, "test", args.data_dir, image_size=args.image_size)
-    test = data.match(test, pool)
-    ambiguous = torch.zeros(len(pool)) > 0
+    pool, test = (data.load(args.dataset, part, **options) for part in ("train", "test"))
+    test, ambiguous = data.match(test, pool), torch.zeros(len(pool), dtype=torch.bool)
     if args.ambiguous:
         clean = pool.select(torch.randint(len(pool), (args.subsample,), generator=generator))
         odd = data.match(data.load(pairs[args.dataset], "train", **options), clean)
@@ -1012,7 +1022,8 @@ def acquisition_step(pool, test, labelled, acquisition, key, args, run):
         return accuracy, torch.rand(len(pool))
     if acquisition == "density":  # in log space: the densities themselves underflow to ties
         few = forward(nets[0], pool.select(labelled), args)
-        gaussians = fit_gaussians(few.features, few.labels, pool.num_classes, True, args.jitter)
+        gaussians = fit(few.features, few.labels, pool.num_classes,
+                        common.with_options(args, priors=True))
         scores = score_features(gaussians, forward(nets[0], pool, args).features)
         return accuracy, -scores["density"]
     parts = common.ensemble_uncertainty(log_probs(pool))
@@ -1046,12 +1057,16 @@ def run_active_learning(args) -> list:
     sizes = [*range(args.num_initial_samples, last, args.acquisition_batch_size), last]
     jobs = [(a, r) for a in dict.fromkeys(args.active_learning) for r in range(args.runs)]
     mine = jobs[common.rank()::common.world_size()]
+    run.config |= {"jitter": args.jitter, "shrinkage": args.shrinkage}  # they choose what to label
     with common.alone():
+        run.dir.mkdir(parents=True, exist_ok=True)  # a machine may have a disk of its own
         done = {job: label_step_by_step(job, pool, test, start, sizes, args, run) for job in mine}
     done = {job: state for part in common.gather_objects(done) for job, state in part.items()}
     rows, curves, shares = [], {}, {}
     for acquisition, r in jobs:
         state = done[acquisition, r]
+        if not args.eval:  # the main process's disk has all in the end
+            run.save(f"{acquisition}-run{r}", **{k: state[k] for k in ("labelled", "accuracy")})
         odd = ambiguous[state["labelled"]].double().cumsum(0)
         share = [odd[n - 1].item() / n for n in sizes]
         curves.setdefault(acquisition, []).append(state["accuracy"])
