@@ -166,9 +166,10 @@ def parse_args(argv=None):
              f"{args.members}; use a divisor, or 0 for all members at once"),
             ((args.dataset == "features") != bool(args.features), "--dataset features and "
              "--features TRAIN.npz TEST.npz go together"),
-            (plain and (args.model, args.val_fraction, args.shift) != ("mlp", 0, "none"),
-             f"--model {args.model}, --val-fraction, --shift {args.shift}: {args.dataset} has no "
-             "images; it takes --model mlp, --val-fraction 0 and --shift none"),
+            (plain and (args.model, args.val_fraction, args.shift, args.augment) != (
+                "mlp", 0, "none", False), f"--model {args.model}, --val-fraction, --shift "
+             f"{args.shift}, --augment: {args.dataset} has no images; it takes --model mlp, "
+             "--val-fraction 0, --shift none and --no-augment"),
             (args.eval_every and not args.val_fraction, "--eval-every needs a validation set; add "
              "--val-fraction 0.1"),
             (args.shift == "published" and f"{args.dataset}_c" not in data.CORRUPTED,
@@ -219,7 +220,7 @@ class BatchNorm(nn.BatchNorm2d):
                 maps, self.weight, self.bias, None, None, True, 0.0, self.eps)
             var = inverse_std.pow(-2) - self.eps
         else:
-            count = self.weight.new_tensor([maps.numel() / maps.shape[1]])
+            count = self.weight.new_full((1,), maps.numel() / maps.shape[1])
             sums = torch.cat([maps.sum((0, 2, 3), dtype=count.dtype), count])
             mean, count = common.all_reduce_sum(sums).split([maps.shape[1], 1])
             mean = mean / count
@@ -731,7 +732,7 @@ def train(nets, sets, basis, run, name, args, seed):
             optimiser.step()
             right = (logits.argmax(2) == batch.labels).sum() / m
             totals += torch.stack([loss / m, value / m * len(batch.labels), right,
-                                   right.new_tensor(len(batch.labels))])
+                                   right.new_full((), len(batch.labels))])
         loss, value, right, n = common.all_reduce(totals).unbind()
         more = {} if train_set.num_classes == 1 else {"accuracy": right / n}
         if args.eval_every and (epoch + 1) % args.eval_every == 0:
@@ -1064,12 +1065,14 @@ def run_method(method, seed, sets, basis, args, run):
 
 def main(argv=None) -> list:
     args = parse_args(argv)
-    width, name = f"-w{args.width:g}" * (args.width != 1), args.dataset.rsplit("/", 1)[-1]
-    run = common.Run(args, "forde", f"{name}-{args.model}{width}-m{args.members}-seed{args.seed}")
-    rows, by_kind, drawn = [], [], {}
+    width, name = f"-w{args.width:g}" * (args.width != 1), data.set_name(args.dataset)
+    name = f"{name}-{args.model}{width}-m{args.members}-seed{args.seed}"
+    run, rows, by_kind, drawn = None, [], [], {}
+    rotated = {"forde_pca", "forde_tuned"} & {*args.methods} and args.members > 1
     for seed in range(args.seed, args.seed + args.runs):
         sets, basis = load_sets(args, seed), None
-        if {"forde_pca", "forde_tuned"} & {*args.methods} and not args.eval:
+        run = run or common.Run(args, "forde", name)  # a start that is refused claims nothing
+        if rotated and not args.eval:
             basis = principal_components(sets["train"], args)
         for method in args.methods:
             own, kinds, drawn[method] = run_method(method, seed, sets, basis, args, run)
