@@ -30,7 +30,7 @@ Expected (one of two CPU cores; about 2 core-minutes a seed):
     1.215, 1.9 (deterministic); final with W = 0: 56.3, 1.207, 1.1; 0.01: 56.3, 1.207, 1.2; 0.1:
     56.0, 1.215, 1.8; 1: 51.8, 1.346, 8.7; 28.0 to 28.4 % of the mean-field bytes.
   --dataset mnist --runs 3, n = 3, three core-minutes a seed: deterministic 99.20 +- 0.04 %, 0.0228
-    +- 0.0006 nats; final 99.20 +- 0.02 %, 0.0259 +- 0.0012, ECE 0.42 +- 0.01 %, 27.9 % of the bytes.
+    +- 0.0006 nats; final 99.20 +- 0.02 %, 0.0259 +- 0.0012, ECE 0.42 +- 0.01 %, 27.9 % of bytes.
   CIFAR-10, n = 1, 43 core-minutes: --dataset cifar10 --width 0.25 --epochs 6 --stoch-epochs 2
     --final-epochs 3 --warm-up 0.2 --lr-mu 1e-4 --lr-rho 5e-2 --k0 0 --tau-d auto --mc 10 --ood
     cifar100: deterministic 84.49 %, ECE 1.2 %; final 83.98 %, 1.9 %, 27.6 % of the bytes.
@@ -52,8 +52,8 @@ Differs from the published code (github.com/gfhvbjk/Anonymous):
     mean-field stage); --no-train-bn fixes them.
   - Outliers by the mean magnitude of an epoch's gradients, not the signed one of a batch, and by
     |mu| > 0.2, not >=; they are left out before the mixture is learned, not after.
-  - EM on standardised axes (--gmm kmeans: without; there in raw units of mu and rho), components of
-    at most 20 members dissolve; covariances are of all that EM gives to a component (divisor n).
+  - EM on standardised axes (--gmm kmeans: without; there in raw units of mu and rho), labels by
+    density (there: nearest centre), covariances of all that EM gives to a component (divisor n).
   - Ellipse points: alphas are posteriors and sum to 1, of drawn weights (--blend mean: of centres);
     there a second component counts only above a density of e^12, and the weight shrinks.
   - Merging: once, the closest pair first, moments matched, by W2 in closed form; there after each
@@ -141,7 +141,7 @@ def parse_args(argv=None):
         "N / 500) (published: 6000 for WRN-28-10, 256 for ResNet-18 by k-means)")
     add("--min-cluster", type=at_least(0), default=20, help="components of at most this many "
         "members dissolve into outliers (published: 20)")
-    add("--gmm", choices=["em", "kmeans"], default="em", help="kmeans: as published")
+    add("--gmm", choices=["em", "kmeans"], default="em", help="kmeans: no EM (published)")
     add("--chi2-level", type=between(1e-6, 1 - 1e-12), default=0.95, help="of the ellipses")
     add("--tau-d", type=lambda text: text if text == "auto" else at_least(0, float)(text),
         metavar="{auto,W2}", help="W2 below which components merge, not squared (published: "
@@ -170,10 +170,13 @@ def parse_args(argv=None):
         parser.error(f"--export: stage {args.stage} has nothing shared yet; leave out --stage")
     if args.runs > 1 and (args.export or args.load):
         parser.error("--export and --load are for one run; leave out --runs")
+    if args.export and args.load:
+        parser.error("--load evaluates such a file as it is; leave out --export")
     if args.compile:
         parser.error("--compile is not for networks whose weights are drawn; leave it out")
     if args.gmm == "kmeans" and args.model != "wide_resnet" and "k0" not in args.explicit:
         args.k0 = args.k0 and 256
+    args.eval = args.eval and not args.load  # which needs no run
     return args
 
 
@@ -565,8 +568,12 @@ def fit_mixture(cells, start, iterations=30, neighbours=16, reg=1e-6, tolerance=
             mixture = select(mixture, mixture.weights > 0)
             near = nearest(cells.moments[:, 1:3], mixture.centres, neighbours)
         joint = log_joint(natural_parameters(mixture)[0], cells.moments, near)
-        mixture = mixture_of(cells, near, joint.softmax(1), len(mixture.weights), reg)
-        history.append(float(cells.count @ joint.logsumexp(1) / cells.count.sum()))
+        highest = joint.amax(1, keepdim=True)
+        responsibility = joint.sub_(highest).exp_()  # softmax and logsumexp by one exponential
+        total = responsibility.sum(1, keepdim=True)
+        log_density = (highest + total.log())[:, 0]
+        mixture = mixture_of(cells, near, responsibility.div_(total), len(mixture.weights), reg)
+        history.append(float(cells.count @ log_density / cells.count.sum()))
         if i % refresh and history[-1] - history[-2] < tolerance:
             break
     return select(mixture, mixture.weights > 0), history
@@ -880,7 +887,7 @@ def train(module, stage, epochs, kl_weight, train_set, run, args):
             (loss * common.world_size() + kl_weight * kl).backward()
             optimiser.step()
             totals += torch.stack([loss.detach(), kl.detach() / common.world_size(), (
-                logits.argmax(1) == batch.labels).sum(), loss.new_tensor(len(logits))])
+                logits.argmax(1) == batch.labels).sum(), loss.new_full((), len(logits))])
         loss, kl, right, n = common.all_reduce(totals)
         run.log(loss / steps, kl_nats=kl / steps, accuracy=right / n, examples=n,
                 lr=max(group["lr"] for group in optimiser.param_groups))
@@ -916,8 +923,7 @@ def make_codes(field, train_set, run, args) -> dict:
                     tau_d=args.tau_d, tau_g=args.tau_g, tau_v=args.tau_v)
             except ValueError as error:
                 raise UserError(f"{error} (--tau-w, --grad-frac, --k0, --min-cluster)") from None
-            clustered, merged = ({key: value.cpu() for key, value in code._asdict().items()}
-                                 for code in codes)
+            clustered, merged = ({k: t.cpu() for k, t in code._asdict().items()} for code in codes)
             state = {"clustered": clustered, "merged": merged, "numbers": numbers}
         state = common.broadcast(state)
     run.save(f"seed{args.seed}-gmm", **state)
@@ -1183,6 +1189,10 @@ def main(argv=None) -> list:
     test = data.match(data.load(args.dataset, "test", **options), train_set)
     sets = {"train": train_set, "test": test, "ood": data.ood_sets(args, train_set),
             "predict": data.predict_set(args, train_set) if args.predict else None}
+    own = filter(None, (train_set, test, sets["predict"], *sets["ood"].values()))
+    if len(least := min(own, key=len)) < common.world_size():
+        raise UserError(f"{least.name} has {len(least)} images, fewer than there are processes; "
+                        "start fewer, or leave it out")
     if args.export and common.is_main():
         common.check_writable(args.export)
     if args.load:
@@ -1195,12 +1205,14 @@ def main(argv=None) -> list:
     if args.load:
         rows, _ = evaluate("loaded", module, sets, args)
     for seed in range(args.seed, args.seed + args.runs) if not args.load else ():
-        more, numbers[seed], module = run_seed(sets, run, common.with_options(args, seed=seed))
-        rows += more
+        first = seed == args.seed  # the pictures and predictions are the first run's
+        own = common.with_options(args, seed=seed, plot=args.plot and first)
+        more, numbers[seed], network = run_seed(sets, run, own)
+        module, rows = network if first else module, rows + more
     if args.predict and (p := predict(module, sets["predict"], args)):
-        epistemic = common.entropy(p.log_probs.exp()) - p.aleatoric
         common.write_predictions(run.dir / "predictions.csv", sets["predict"], p.log_probs,
-                                 aleatoric=p.aleatoric, epistemic=epistemic)
+                                 aleatoric=p.aleatoric,
+                                 epistemic=uncertainties(p)["mutual_information"])
     return run.report(rows, [
         "accuracy", "nll", "ece15", "brier", "nll_logits", "auroc_entropy",
         "auroc_mutual_information", "gaussians", "outliers", "bytes", "of_mean_field"],

@@ -525,9 +525,7 @@ def test_prediction_and_its_metrics_by_hand():
     net, test_set, args = tiny_net(), tiny_set(700), parse("--mc", "3")
     shared = gbnn2d.Shared(net, gbnn2d.Layout(net), tiny_code(84), args)
     shared.factors *= 30  # draws that disagree
-    before = {k: v.clone() for k, v in shared.state_dict().items()}
     p = gbnn2d.predict(shared, test_set, args)
-    assert all(torch.equal(v, before[k]) for k, v in shared.state_dict().items())
     x, logits = (test_set.images / 255.0 - 0.5) / 0.3, []
     for sample in range(3):
         common.seed_all(args.seed, 1000 + sample)
@@ -617,7 +615,7 @@ def test_eval_and_load_repeat_the_story(story):
     folder, rows = story
     assert gbnn2d.main(options(folder, "--eval", "--ece-bins", "10")) == rows
     loaded = gbnn2d.main(["--load", str(folder / "small.pt"), *CPU, "--mc", "2", "--out-dir",
-                          str(folder)])
+                          str(folder), "--eval"])
     assert (folder / "gbnn2d" / "loaded-small" / "results.json").exists()
     assert loaded[0]["accuracy"] == by_method(rows)["final"]["accuracy"]
     assert loaded[0]["nll"] == pytest.approx(by_method(rows)["final"]["nll"], abs=1e-6)
@@ -677,13 +675,17 @@ def test_two_processes_equal_one_and_a_killed_run_goes_on_bit_equal(tmp_path):
 
 
 @pytest.mark.parametrize("more", [
-    "--draw shared --blend mean --gmm kmeans --stoch-kl 0 --sigma-map published --runs 2",
+    "--draw shared --blend mean --gmm kmeans --stoch-kl 0 --sigma-map published",
     "--draw perweight --blend choose --prior-sd 0.05 --no-train-bn --keep-layers 0 --amp bf16",
-    "--stage gmm --epochs 0 --grad-frac 0"])
+    "--stage gmm --epochs 0 --grad-frac 0 --runs 2 --predict glyphs"])
 def test_options(tmp_path, more):
     rows = gbnn2d.main(options(tmp_path, "--ood", "--epochs", "1", "--mc", "1", *more.split()))
     assert all(math.isfinite(row["nll"]) for row in rows)
-    assert len(rows) == (10 if "--runs" in more else 4 if "--stage" in more else 5)
+    assert len(rows) == (8 if "--runs" in more else 5)
+    if "--predict" in more:  # of the first run; epistemic: not -1e-17, of a single draw
+        table = np.genfromtxt(tmp_path / "gbnn2d/run/predictions.csv", delimiter=",", names=True)
+        assert (table["label"] == table["predicted"]).mean() == rows[3]["accuracy"]
+        assert table["epistemic"].min() >= 0
 
 
 def test_published_flags_and_presets():
@@ -702,6 +704,7 @@ def test_published_flags_and_presets():
     ("--chi2-level 1", "--chi2-level"), ("--compile", "--compile"), ("--model nothing", "--model"),
     ("--depth 11 --model wide_resnet", "--depth"), ("--load nowhere.pt", "nowhere.pt"),
     ("--runs 2 --export a.pt", "--runs"), ("--export nowhere/a.pt", "nowhere"),
+    ("--load a.pt --export b.pt", "--export"),
     ("--export a.pt --stage det", "--export"), ("--keep-layers nothing", "--keep-layers"),
     ("--keep-layers 0 3 7 9 11", "no convolution or linear"), ("--tau-d word", "--tau-d"),
     ("--model torchvision/nothing", "--model torchvision/nothing"),
@@ -710,6 +713,13 @@ def test_misuse_is_one_line_before_anything_is_trained(tmp_path, argv, said):
     with pytest.raises(UserError, match=said) as error:
         gbnn2d.main(options(tmp_path, *argv.split()))
     assert "\n" not in str(error.value) and not list(tmp_path.rglob("*.pt"))
+
+
+def test_a_set_smaller_than_the_processes_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "world_size", lambda: 50)
+    monkeypatch.setattr(common, "broadcast", lambda value: value)
+    with pytest.raises(UserError, match="own has 48 images, fewer than there are processes"):
+        gbnn2d.main(options(tmp_path, "--dataset", own_folder(tmp_path), "--ood"))
 
 
 def test_what_is_no_export_of_the_story_is_refused(story, tmp_path):
