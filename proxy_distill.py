@@ -185,7 +185,7 @@ def check_args(parser, args):
     files = [*args.ensemble_paths, *filter(None, (args.student_path, args.mimo_path)), *args.logits]
     missing = [path for path in files if not Path(path).is_file()]
     refusals = {
-        f"no file {missing[:1]}; check the paths": missing,
+        f"no file {', '.join(missing[:1])}; check the paths": missing,
         "--ensemble-paths is for --method all and distill, which use members; leave it out":
             args.ensemble_paths and args.method in ("base", "mimo"),
         "--student-path and --mimo-path are evaluated, not trained; add --eval":
@@ -194,9 +194,11 @@ def check_args(parser, args):
             args.device.type == "mps",
         f"--members {args.members}: an ensemble has at least 2":
             args.members < 2 and args.method in ("all", "distill") and not args.eval,
-        "--cache-teachers: augmented views change with every epoch; add --no-augment":
-            args.cache_teachers and args.augment and not args.eval,
+        "--cache-teachers: augmented views change with every epoch; add --no-augment or "
+        "--no-cache-teachers": args.cache_teachers and args.augment and not args.eval,
         "--logits are evaluated as they are; leave --predict out": args.logits and args.predict,
+        "--runs: files are of one run; leave it out":
+            args.runs > 1 and files and (args.eval or args.logits),
         "--temperature goes with --anneal-epochs and --no-cache-teachers":
             args.temperature > 1 and (args.cache_teachers or not args.anneal_epochs),
         "--mimo-batch-size is below --mimo-members x --batch-repetitions":
@@ -585,7 +587,7 @@ class Teachers:
         half = len(dataset) * dataset.num_classes > 1.25e8
         config = {"ensemble": self.identity, "images": digest([len(dataset), *dataset.files])}
         name = f"teachers-{self.identity[:12]}"
-        if run.load(name, config) is None:
+        if (state := run.load(name, config)) is None:
             parts = []
             for batch in make_loader(dataset, self.args, 512).epoch():
                 parts.append([batch.index.cpu(), *(
@@ -593,7 +595,7 @@ class Teachers:
                     for t in self.statistics(batch))])
             rows = common.gather_rows(*map(torch.cat, zip(*parts)))
             run.save(name, config, **dict(zip(Ensemble._fields, rows or ())))
-        state = run.load(name, config)
+            state = run.load(name, config)
         self.cached = [state[key].to(self.args.device) for key in Ensemble._fields]
 
 
@@ -635,7 +637,7 @@ def mimo_batch(batch, epoch, step, args):
     generator = torch.Generator().manual_seed(common.derive_seed(args.seed, epoch, step))
     rows = mimo_rows(batch.global_size, args.batch_repetitions, args.repetition_probability,
                      args.mimo_members, generator)
-    own = rows.tensor_split(common.world_size())[common.rank()].to(args.device)
+    own = rows.tensor_split(common.world_size())[common.rank()].to(args.device, non_blocking=True)
     return batch.images[own].flatten(1, 2), batch.labels[own], rows.numel()
 
 
@@ -740,7 +742,7 @@ def columns_of(outputs, labels) -> dict:
     """{name: [B]}: what the metrics need. `labels` [B] number the classes predicted from; where
     they are not among these only the measures and the precision (its ln) have a meaning."""
     log_probs = outputs.log_probs
-    probs, own = log_probs.exp(), labels.clamp_max(log_probs.shape[1] - 1)[:, None]
+    probs, own = log_probs.exp(), labels.clamp(0, log_probs.shape[1] - 1)[:, None]
     log_prob = log_probs.gather(1, own)[:, 0]
     top = log_probs.topk(min(5, log_probs.shape[1])).indices == labels[:, None]
     first = log_probs.argmax(1) == labels
@@ -918,9 +920,14 @@ class Sets(NamedTuple):
 def load_sets(args) -> Sets:
     """Refuses what could not be evaluated."""
     if args.logits:
-        test, *ood = map(saved_set, args.logits)
+        test, *ood = saved = [*map(saved_set, args.logits)]
         if test.labels.min() < 0:
             raise UserError(f"{args.logits[0]}: the first file is to have labels; give another")
+        if len({own.name for own in saved}) < len(saved):
+            raise UserError("--logits: two files have the same name; rename one")
+        shapes = [{name: z.shape[1:] for name, z in own.logits.items()} for own in saved]
+        if shapes != shapes[:1] * len(saved):
+            raise UserError("--logits: the files hold logits of different networks; predict again")
         return Sets(test=test, ood={own.name: (own, None) for own in ood})
     options = dict(data_dir=args.data_dir, val_fraction=0.0, image_size=args.image_size)
     train = None if args.eval else data.load(args.dataset, "train", **options,
@@ -1008,18 +1015,21 @@ def network(args, sets, kind, seed, path=None, teachers=None, **more):
     net = net.to(args.device, memory_format=torch.channels_last)
     name = f"{run_name(args)}-{f'student_{own.loss}' if kind == 'distill' else kind}-seed{seed}"
     if not (path or args.eval or (args.method, kind) == ("distill", "base")):
+        own.name = name
         train(net, sets.train, own, common.Run(own, "proxy_distill", name), teachers)
         return net.eval().requires_grad_(False), vars(own)
     finished = Path(args.out_dir, "proxy_distill", name, "network.pt")
     if not path and not finished.is_file():
-        raise UserError(f"no {finished}; train first: " + (f"--method base --seed {seed}" if kind
-                        == "base" else "the same command without --eval"))
+        first = "the same command without --eval" if args.eval else f"--method base --seed {seed}"
+        raise UserError(f"no {finished}; train first: {first}")
     found = load_weights(net, path or finished)
     config = found.get("hyper_parameters", found.get("config", {}))
     if not path:  # how it was trained is its own affair: another batch size changes nothing here
         here = common.plain(common.options(own, without=("training", "evaluation", "run")))
-        there = {k: config.get(k) for k in here} | {"epochs": min(found["epoch"], own.epochs)}
-        common.check_same(there, here | {"epochs": own.epochs}, finished, evaluating=False)
+        common.check_same({k: config.get(k) for k in here}, here, finished, evaluating=False)
+        if found["epoch"] < own.epochs:
+            raise UserError(f"{finished} has {found['epoch']} of {own.epochs} epochs; first finish "
+                            "it, or give the epochs that it was trained for")
     return net.eval().requires_grad_(False), config
 
 
@@ -1077,7 +1087,10 @@ def main(argv=None) -> list:
     name = args.name if args.name and args.method == "all" else name
     # --eval: networks may be there, trained one by one, where this directory is not yet
     exists = Path(args.out_dir, "proxy_distill", name).is_dir()
-    run = common.Run(common.with_options(args, name=None, eval=args.eval and exists),
+    if args.eval and not exists or args.method == "distill":
+        # refuse networks that are not there before the directory has its options
+        networks_of(args if args.eval else common.with_options(args, losses=[]), sets, None)
+    run = common.Run(common.with_options(args, name=name, eval=args.eval and exists),
                      "proxy_distill", name)
     rows, step = [], args.members if args.method in ("all", "distill") else 1
     for seed in range(args.seed, args.seed + args.runs * step, step):
