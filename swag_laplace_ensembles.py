@@ -49,6 +49,7 @@ Differs from the published code:
   - IVON's cosine ends at 0 with the last step, and moves by step; there five epochs later and by
     epoch, so that a run of eight epochs ends at 31 % of the peak rate. The published clip_radius
     and betas are options. On two cores it needs a cold posterior: see IVON below.
+  - --samples 1 is one draw; there IVON's mean, and MC dropout's network without dropout.
   - No early stopping: with the published settings it could end WRN-28-10 alone, after 100 epochs
     without a better validation loss. The best epoch's weights are kept, as there.
   - Metrics. FPR at 95 % and AUPR (in) take data of the training set's kind as the positive ones
@@ -202,7 +203,7 @@ def parse_args(argv=None):
     add("--limit-test", type=at_least(1), metavar="N", help="test on N examples of each set")
     add("--eval-batch-size", type=at_least(1), help="published: 2048, 256 for wrn_28_10")
     model = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    model.add_argument("--model")
+    model.add_argument("--model", nargs="?")
     large = model.parse_known_args(argv)[0].model == "wrn_28_10"
     return check_args(parser, parser.parse(argv, **(LARGE if large else {})))
 
@@ -226,6 +227,8 @@ def check_args(parser, args):
     shifts = ["none"] + ["computed"] * images + ["published"] * (args.dataset == "cifar10")
     if args.shift not in shifts:
         parser.error(f"--shift {args.shift} is not for {args.dataset}; use {' or '.join(shifts)}")
+    if args.model == "painn" and args.device.type == "mps":
+        parser.error("--device mps has no float64, which molecules need; use --device cpu")
     if args.model == "painn" and args.structure != "full":
         parser.error(f"--structure {args.structure} is for classes; molecules take full")
     if args.target != "u0" and args.dataset != "qm9":
@@ -331,12 +334,15 @@ class Bert(nn.Module):
         self.pooler = nn.Sequential(nn.Linear(dim, dim), nn.Tanh(), nn.Dropout(dropout))
 
     def forward(self, tokens):
+        n = len(tokens)
+        if not n:  # a process's part of a short batch; attention refuses it
+            tokens = F.pad(tokens, (0, 0, 0, 1), value=1)
         padding = tokens == 0
         x = self.words(tokens) + self.types.weight[0] + self.positions.weight[:tokens.shape[1]]
         x = self.dropout(self.norm(x))
         for layer in self.layers:
             x = layer(x, src_key_padding_mask=padding)
-        return self.pooler(x[:, 0])
+        return self.pooler(x[:n, 0])
 
 
 def bert(num_classes, vocabulary, dim, layers, dropout):
@@ -396,8 +402,8 @@ class PaiNN(nn.Module):
 
     def forward(self, molecules):
         r, edges = molecules.positions, (molecules.sources, molecules.targets)
-        offset = r[edges[0]] - r[edges[1]]
-        distance = offset.norm(dim=1, keepdim=True)
+        apart = r[edges[0]] - r[edges[1]]
+        distance = apart.norm(dim=1, keepdim=True)
         n = torch.arange(1, self.radial + 1, dtype=r.dtype, device=r.device)
         rbf = (n * (math.pi / self.cutoff) * distance).sin() / distance
         cut = 0.5 * ((math.pi / self.cutoff * distance).cos() + 1) * (distance < self.cutoff)
@@ -405,7 +411,7 @@ class PaiNN(nn.Module):
         s = self.embedding(molecules.numbers)
         v = s.new_zeros(len(s), 3, s.shape[1])
         for layer in self.layers:
-            s, v = layer(s, v, edges, rbf, offset / distance)
+            s, v = layer(s, v, edges, rbf, apart / distance)
         features = widen(self.readout(s))
         with torch.autocast(features.device.type, enabled=False):
             known = self.statistics[0] + self.references[molecules.numbers]
@@ -789,7 +795,7 @@ class Study(NamedTuple):
     """What every step needs. args.seed is the seed of the member at hand."""
 
     args: argparse.Namespace
-    sets: dict    # "train", "val", and those evaluated, by name
+    sets: dict    # "train", "val", those evaluated, by name, and "predicted" (--predict)
     tested: list  # names: the test set, then its shifted versions
     ood: list     # names
     run: common.Run
@@ -891,12 +897,11 @@ def train(study, net, identity, epochs, optimiser, lr_at, option, y_var=1.0, aft
             loader = make_loader(study.sets["train"], args, args.batch_size, True,
                                  args.augment and option != "swag_lrs")
             steps = min(len(loader), args.limit_steps or len(loader))
-            seen = min(steps * args.batch_size, len(study.sets["train"]))
             model = common.data_parallel(net, args.device)
             model = torch.compile(model) if args.compile else model
         common.seed_all(args.seed, 2, epoch, common.rank())  # dropout: whatever came before
         model.train()
-        total = torch.zeros((), device=args.device)
+        total, seen = torch.zeros((), device=args.device), 0
         for step, batch in run.steps(loader, epoch):
             for group in optimiser.param_groups:
                 group["lr"] = lr_at(epoch + step / steps)
@@ -904,12 +909,13 @@ def train(study, net, identity, epochs, optimiser, lr_at, option, y_var=1.0, aft
                 optimiser.perturb()
             with autocast(args):
                 outputs, _ = model(batch[0])
-            loss = data_loss(widen(outputs), batch.labels, y_var)
+            loss = data_loss(outputs, batch.labels, y_var)
             net.zero_grad()
             # of the global mean: DDP divides by the number of processes
             (loss * common.world_size() / batch.global_size).backward()
             optimiser.step()
             total += loss.detach()
+            seen += batch.global_size
         loss = common.all_reduce(total).item() / seen
         if not (math.isfinite(loss) and common.all_finite(net.state_dict())):
             raise Diverged(f"the loss or a weight of {identity[0]} is not finite in epoch "
@@ -957,7 +963,8 @@ def piece(study, identity, make, read=True):
     if study.args.eval:
         raise UserError(f"{path} is not made yet; first start the same command without --eval")
     made = make()
-    on_main(lambda: run.save(*identity, **made))
+    run.save(*identity, **(made or {}))
+    common.broadcast(None)  # until it is there: other processes read it too
     return made
 
 
@@ -978,53 +985,47 @@ def best(scores, values, option):
 
 
 class Sampler(NamedTuple):
-    """A posterior over all weights: draw(s) gives `net` those of sample s."""
+    """A posterior over all weights: draw(s) gives `net` those of sample s = 0, 1, ..."""
 
     net: nn.Module
     draw: object = lambda s: None
-    samples: int = 1
     dropout: bool = False
     train_s: float = 0.0
     numbers: int = 0  # that a member's predictions need
 
 
-def trained_network(study, rate=None):
-    """(network at its epoch of the best validation LPD, seconds): MAP's recipe, from the seed, with
-    MAP's rate of dropout or another."""
+def map_sampler(study, rate=None) -> Sampler:
+    """The network of the epoch of the best validation LPD: MAP's recipe, from the seed, with MAP's
+    rate of dropout or another."""
     args = study.args
     own = identity(study, "mcdo", rate=rate) if rate else identity(study, "map")
     common.seed_all(args.seed)
     net = make_network(args, study.sets["train"], rate or args.dropout)
-    best = copy.deepcopy(net)
-    best.register_buffer("val_lpd", torch.tensor(-1e30))
+    kept = copy.deepcopy(net)
+    kept.register_buffer("val_lpd", torch.tensor(-1e30))
     options = dict(lr=args.lr, weight_decay=args.weight_decay)
     optimiser = torch.optim.AdamW(net.parameters(), **options) if args.opt == "adamw" else \
         torch.optim.SGD(net.parameters(), momentum=0.9, nesterov=True, **options)
 
     def after(_):
         lpd = validation_lpd(study, Sampler(net))
-        if lpd > best.val_lpd:  # a NaN is never better
-            best.load_state_dict({**net.state_dict(), "val_lpd": torch.tensor(lpd)})
+        if lpd > kept.val_lpd:  # a NaN is never better
+            kept.load_state_dict({**net.state_dict(), "val_lpd": torch.tensor(lpd)})
         return {"val_lpd": lpd}
 
     seconds = train(study, net, own, args.epochs, optimiser,
                     lambda epoch: args.lr * cosine(int(epoch) / args.epochs), "lr", args.y_var,
-                    after, best=best)
-    return best.eval(), seconds
+                    after, best=kept)
+    return Sampler(kept.eval(), train_s=seconds, numbers=len(get_vector(kept)))
 
 
-def validation_lpd(study, sampler) -> float:
+def validation_lpd(study, sampler, samples=1) -> float:
     """On all processes."""
     val = study.sets["val"]
-    found = predict(sampler, val, study.args)
+    found = predict(sampler, val, study.args, [samples])
     return common.broadcast(on_main(lambda: log_predictive_density(
         found["outputs"].transpose(0, 1) if "outputs" in found else found["log_probs"][None, :, -1],
         val.labels)))
-
-
-def map_sampler(study) -> Sampler:
-    net, seconds = trained_network(study)
-    return Sampler(net, train_s=seconds, numbers=len(get_vector(net)))
 
 
 def choose(study, method, option) -> tuple:
@@ -1038,7 +1039,7 @@ def choose(study, method, option) -> tuple:
             try:
                 sampler = SAMPLERS[method](study, value)
                 samples = 1 if method in POINTS else args.val_samples
-                scores.append(validation_lpd(study, sampler._replace(samples=samples)))
+                scores.append(validation_lpd(study, sampler, samples))
                 seconds += sampler.train_s
             except Diverged as error:
                 common.say(f"{value:g} is left out: {error}")
@@ -1053,11 +1054,10 @@ def choose(study, method, option) -> tuple:
 
 def mcdo_sampler(study, rate=None) -> Sampler:
     """Of the network of the best dropout rate, by validation, or of another."""
-    args = study.args
     rate, total = (rate, None) if rate else choose(study, "mcdo", "dropouts")
-    net, seconds = trained_network(study, rate)
-    return Sampler(net, lambda s: common.seed_all(args.seed, 12, s, common.rank()), args.samples,
-                   True, total or seconds, len(get_vector(net)))
+    one = map_sampler(study, rate)
+    return one._replace(draw=lambda s: common.seed_all(study.args.seed, 12, s, common.rank()),
+                        dropout=True, train_s=total or one.train_s)
 
 
 def ivon_sampler(study) -> Sampler:
@@ -1069,10 +1069,10 @@ def ivon_sampler(study) -> Sampler:
                     lambda epoch: args.ivon_lr * ivon_schedule(epoch, args.ivon_epochs), "ivon_lr")
 
     def draw(s):
-        set_vector(net, ivon.mean + (ivon.deviation(21, s) if args.samples > 1 else 0.0))
+        set_vector(net, ivon.mean + ivon.deviation(21, s))
         refresh_batch_norm(net, study)
 
-    return Sampler(net, draw, args.samples, train_s=seconds, numbers=2 * len(ivon.mean))
+    return Sampler(net, draw, train_s=seconds, numbers=2 * len(ivon.mean))
 
 
 def swag_iterates(study, lr) -> tuple[Tensor, float]:
@@ -1081,7 +1081,7 @@ def swag_iterates(study, lr) -> tuple[Tensor, float]:
     Each is a file, written before the checkpoint that counts it: a run killed anywhere goes on."""
     args, run = study.args, study.run
     name, config = identity(study, f"swag-lr{lr:g}", "SWAG iterates", lr=lr)
-    net, _ = trained_network(study)
+    net = map_sampler(study).net
     optimiser = torch.optim.SGD(net.parameters(), lr, momentum=0.9,
                                 weight_decay=args.swag_weight_decay)
 
@@ -1113,29 +1113,30 @@ def prune_iterates(study, chosen):
 
 def swag_sampler(study, lr=None, kind="swag") -> Sampler:
     """Draws in blocks of eight, at the rate that validation chose or another; of SWA the mean."""
-    args, total = study.args, None
+    args, total, swag = study.args, None, kind == "swag"
     if lr is None:
-        chosen = {own: choose(study, own, "swag_lrs") for own in ("swag", "swa")}
+        map_sampler(study)  # first: where it diverges no rate is to blame
+        chosen = {own: choose(study, own, "swag_lrs") for own in ("swag", "swa")
+                  if own in args.methods}
         prune_iterates(study, [own for own, _ in chosen.values()])
         lr, total = chosen[kind]
     rows, seconds = swag_iterates(study, lr)
-    posterior = mean, _, deviations = swag_moments(rows.to(args.device))
+    posterior = mean, _, deviations = swag_moments(rows.to(compute_device(args)))
     net, drawn = make_network(args, study.sets["train"]), {}
 
     def draw(s):
         block, row = divmod(s, 8)
-        if kind == "swag" and block not in drawn:
+        if swag and block not in drawn:
             noise = [seeded_noise((8, n), mean.device, args.seed, key, block)
                      if args.swag_covariance in ("both", part) else None
                      for n, key, part in ((len(mean), 13, "diagonal"),
                                           (len(deviations), 14, "low_rank"))]
             drawn.clear()
             drawn[block] = swag_samples(*posterior, *noise, args.swag_scale)
-        set_vector(net, drawn[block][row] if kind == "swag" else mean)
+        set_vector(net, drawn[block][row] if swag else mean)
         refresh_batch_norm(net, study)
 
-    swag = kind == "swag"
-    return Sampler(net, draw, args.samples if swag else 1, False, total or seconds,
+    return Sampler(net, draw, False, total or seconds,
                    len(mean) * (len(deviations) * swag + 1 + swag))
 
 
@@ -1178,20 +1179,20 @@ def compute_device(args):
     return torch.device("cpu") if args.device.type == "mps" else args.device
 
 
-@torch.no_grad()
 def make_features(study, part):
     """Keep what the last layer of the MAP network sees of a set."""
     args, dataset = study.args, study.sets[part]
 
     def make():
-        net, index, parts = trained_network(study)[0], [], []
+        net, index, parts = map_sampler(study).net, [], []
         for batch in make_loader(dataset, args, args.eval_batch_size).epoch():
-            with autocast(args):
+            with torch.no_grad(), autocast(args):
                 parts.append(net(batch[0])[1])
             index.append(batch.index.cpu())
         index = torch.cat(index)
         if isinstance(dataset, data.MoleculeSet):
-            index = atoms_of(dataset.sizes, index)
+            atoms = atoms_of(dataset)
+            index = torch.cat([atoms[i] for i in index.tolist()])
         found = common.gather_rows(index, torch.cat(parts))
         return found and {"x": found[0]}
 
@@ -1199,12 +1200,9 @@ def make_features(study, part):
     piece(study, own, make, read=False)
 
 
-def atoms_of(sizes, rows) -> Tensor:
-    """Where the atoms of the molecules `rows` lie, if those of one come after those of the
-    other."""
-    counts = sizes[rows]
-    shift = (sizes.cumsum(0) - sizes)[rows] - (counts.cumsum(0) - counts)
-    return torch.arange(int(counts.sum()), device=sizes.device) + shift.repeat_interleave(counts)
+def atoms_of(dataset) -> tuple:
+    """Of each molecule, where its atoms lie, int64."""
+    return torch.arange(len(dataset.numbers)).split(dataset.sizes.tolist())
 
 
 def read_features(study, part) -> LastLayer:
@@ -1221,20 +1219,23 @@ def read_features(study, part) -> LastLayer:
     return LastLayer(x, *(t.to(device) for t in (dataset.labels, molecule, offset, std)))
 
 
-def take(last, rows, sizes=None) -> LastLayer:
-    """The examples `rows` [B] of what a last layer sees; sizes [N]: atoms of each molecule."""
+def take(last, rows, atoms=None) -> LastLayer:
+    """The examples `rows` [B] of what a last layer sees; atoms: `atoms_of` molecules. All indices
+    are made on the CPU, which waits for no device."""
+    to_device = lambda index: index.to(last.x.device, non_blocking=True)
+    labels = last.labels[on := to_device(rows)]
     if last.offset is None:
-        return LastLayer(last.x[rows], last.labels[rows])
-    molecule = torch.arange(len(rows), device=rows.device).repeat_interleave(sizes[rows])
-    return LastLayer(last.x[atoms_of(sizes, rows)], last.labels[rows], molecule,
-                     last.offset[rows], last.scale)
+        return LastLayer(last.x[on], labels)
+    own = [atoms[i] for i in rows.tolist()]
+    molecule = torch.repeat_interleave(torch.tensor([len(part) for part in own]))
+    return LastLayer(last.x[to_device(torch.cat(own))], labels, to_device(molecule),
+                     last.offset[on], last.scale)
 
 
-@torch.no_grad()
 def laplace(study) -> tuple:
     """(theta, spectrum, delta, seconds) of LLLA, on the main process."""
     args, device = study.args, compute_device(study.args)
-    theta = flat_head(trained_network(study)[0].head).to(device)
+    theta = flat_head(map_sampler(study).net.head).detach().to(device)
 
     def make_spectrum():
         found, seconds = timed(study, lambda: decompose(
@@ -1274,19 +1275,19 @@ def fit_flow(study, theta, spectrum, base) -> tuple:
         for shape in ((layers, p), (layers,), (layers,)))
     optimiser = torch.optim.Adam(flow, 1e-3)
     last, n = read_features(study, "train"), len(study.sets["train"])
-    sizes = getattr(study.sets["train"], "sizes", torch.zeros(0)).to(device)
+    atoms = atoms_of(study.sets["train"]) if last.offset is not None else None
     steps = -(-n // args.batch_size)
     for epoch in run.epochs(args.flow_epochs, *identity(study, "la_nf", *GROUPS["la_nf"]),
                             flow=flow, optimiser=optimiser):
         generator = torch.Generator().manual_seed(common.derive_seed(args.seed, 17, epoch))
-        order = torch.randperm(n, generator=generator).to(device)
+        order = torch.randperm(n, generator=generator)
         noise = torch.randn(steps, p, generator=generator).to(theta)
         total = torch.zeros((), device=device)
         for step, rows in enumerate(order.split(args.batch_size)[:args.limit_steps]):
             share = (epoch + step / steps) / args.flow_epochs
             optimiser.param_groups[0]["lr"] = 1e-3 * cosine(share)
             loss = negative_elbo(list(flow), theta, spectrum, base, values, noise[step:step + 1],
-                                 take(last, rows, sizes), n)
+                                 take(last, rows, atoms), n)
             optimiser.zero_grad()
             loss.sum().backward()
             optimiser.step()
@@ -1329,7 +1330,7 @@ def make_outputs(study, sampler, method, part):
     """What a sampler's draws say of a set, on the main process; of many draws in float16."""
     found, seconds = timed(study, lambda: predict(sampler, study.sets[part], study.args,
                                                   sizes_needed(method, study.args)))
-    if found and sampler.samples > 1 and "log_probs" in found:
+    if found and method not in POINTS and "log_probs" in found:
         found["log_probs"] = found["log_probs"].clamp_min(-6e4).half()
     return found and {**found, "train_s": sampler.train_s, "numbers": sampler.numbers,
                       "predict_s": seconds}
@@ -1340,7 +1341,7 @@ def make_member(study):
     networks, sampled last layers and what they see; all that is there is kept."""
     for method in study.args.methods:
         sampler = functools.cache(lambda: SAMPLERS[method](study))
-        for part in (*study.tested, *study.ood):
+        for part in [*study.sets][2:]:
             if method in LAST_LAYER:
                 make_features(study, part)
             piece(study, leaf(study, method, part), lambda: make_heads(study, method)
@@ -1352,17 +1353,17 @@ def make_member(study):
 
 
 @torch.no_grad()
-def predict(sampler, dataset, args, sizes=None):
+def predict(sampler, dataset, args, sizes=(1,)):
     """What a posterior's draws say of a set, in its order, on the main process (None elsewhere).
 
     {"log_probs" [N, len(sizes), C], "entropy" [N, len(sizes)]}: the mixture of the first n draws
-    for n in sizes (default: of all); of molecules {"outputs" [N, S, 2]}.
+    for n in sizes, ascending; of molecules {"outputs" [N, S, 2]}, S the last size.
     """
-    net, draw, samples, dropout = sampler[:4]
+    net, draw, dropout = sampler[:3]
     loader, index = make_loader(dataset, args, args.eval_batch_size), []
 
     def rows():
-        for s in range(samples):
+        for s in range(sizes[-1]):
             draw(s)
             net.train(dropout)
             for module in batch_norms(net):
@@ -1370,7 +1371,7 @@ def predict(sampler, dataset, args, sizes=None):
             parts = []
             for batch in loader.epoch():
                 with autocast(args):
-                    parts.append(widen(net(batch[0])[0]))
+                    parts.append(net(batch[0])[0])
                 if not s:
                     index.append(batch.index)
             yield torch.cat(parts)
@@ -1379,7 +1380,7 @@ def predict(sampler, dataset, args, sizes=None):
         columns = {"outputs": torch.stack(list(rows()), 1)}
     else:
         on = compute_device(args)
-        found = running_mixtures((row.to(on).log_softmax(-1) for row in rows()), sizes or [samples])
+        found = running_mixtures((row.to(on).log_softmax(-1) for row in rows()), sizes)
         columns = {k: v.transpose(0, 1) for k, v in found._asdict().items()}
     gathered = common.gather_rows(torch.cat(index), *columns.values())
     return gathered and dict(zip(columns, gathered))
@@ -1436,7 +1437,7 @@ def member_mixtures(study, method, part, rows) -> dict:
     sizes, kept = sizes_needed(method, study.args), read_leaf(study, method, part)
     if method in LAST_LAYER:
         last = read_features(study, part)
-        last, heads = take(last, rows.to(last.x.device)), kept["heads"].to(last.x)
+        last, heads = take(last, rows), kept["heads"][:sizes[-1]].to(last.x)
         stride = max(1, 2**25 // max(1, len(rows) * study.sets["train"].num_classes))
         found, seconds = timed(study, lambda: running_mixtures((
             row for some in heads.split(stride) for row in head_outputs(some, last)), sizes))
@@ -1467,7 +1468,8 @@ def evaluate_classes(study, method, part) -> tuple:
     are shared out."""
     args, dataset, ensembles = study.args, study.sets[part], combinations(study.args, method)
     rows = own_share(len(dataset))
-    jobs = [(e, n, by) for e, (*_, draws) in enumerate(ensembles) for n, by in draws.items()]
+    jobs = [(e, n, by) for e, (*_, draws) in enumerate(ensembles) for n, by in draws.items()
+            if part in study.tested or n == max(draws)]
     values, labels = torch.zeros(len(rows), len(jobs), len(COLUMNS)).double(), dataset.labels[rows]
     if len(rows):
         members = [member_mixtures(member_of(study, m), method, part, rows)
@@ -1495,33 +1497,31 @@ def class_metrics(values) -> dict:
             "mutual_information": information.mean()}
 
 
-def ensemble_outputs(study, method, part, ensemble) -> Tensor:
-    """outputs [S, N, 2] of one of `combinations` on molecules, in the stratified order."""
-    k, seed, chosen, draws = ensemble
-    order, parts = stratified_order(k, max(draws), seed % 10**6), []
-    for m, count in zip(chosen, draws[max(draws)]):
-        kept = read_leaf(member_of(study, m), method, part)
-        if method in LAST_LAYER:
-            last = read_features(member_of(study, m), part)
-            own = head_outputs(kept["heads"].to(last.x), last).cpu()
-        else:
-            own = kept["outputs"].transpose(0, 1)
-        parts.append(own[:count])
-    return torch.cat(parts)[order.argsort(stable=True).argsort()]
+def member_outputs(study, method, part) -> Tensor:
+    """outputs [S, N, 2] of all draws of a member on molecules."""
+    kept = read_leaf(study, method, part)
+    if method not in LAST_LAYER:
+        return kept["outputs"].transpose(0, 1)
+    last = read_features(study, part)
+    return head_outputs(kept["heads"].to(last.x), last).cpu()
 
 
 def evaluate_molecules(study, method, part) -> tuple:
     """As `evaluate_classes`, values [E, N, 5]; the ensembles are shared out."""
     y, ensembles, own = study.sets[part].labels, combinations(study.args, method), []
+    members = functools.cache(lambda m: member_outputs(member_of(study, m), method, part))
     for e in own_share(len(ensembles)).tolist():
-        outputs = ensemble_outputs(study, method, part, ensembles[e])
+        (*_, chosen, draws), measured = ensembles[e], {}
+        for n, counts in draws.items():  # the last: all
+            outputs = torch.cat([members(m)[:count] for m, count in zip(chosen, counts)])
+            if part in study.tested:
+                measured[n] = common.regression_metrics(*outputs.unbind(-1), y)
         mean, variance = outputs.unbind(-1)
         _, _, epistemic, total = common.gaussian_mixture_moments(mean, variance)
         pit = torch.special.ndtr((y - mean) / variance.sqrt()).mean(0)
         lpd = log_density(outputs, y).logsumexp(0) - math.log(len(outputs))
         values = [lpd, (mean.mean(0) - y).abs(), pit, total.sqrt(), epistemic.sqrt()]
-        own.append((torch.stack(values, 1), {
-            n: common.regression_metrics(mean[:n], variance[:n], y) for n in ensembles[e][3]}))
+        own.append((torch.stack(values, 1), measured))
     values, measured = zip(*(job for jobs in common.gather_objects(own) for job in jobs))
     return torch.stack(values), measured
 
@@ -1537,13 +1537,13 @@ def separation(inside, outside, score) -> dict:
 def evaluate(study) -> tuple:
     """(rows, {method: {set: values}}, rows by number of samples) of all methods and ensembles."""
     args, rows, by_samples, kept = study.args, [], [], {}
-    molecules = args.model == "painn"
-    whole, names = study.tested[0], MOLECULE_COLUMNS if molecules else COLUMNS
+    whole = study.tested[0]
+    evaluate_set, names = (evaluate_molecules, MOLECULE_COLUMNS) if args.model == "painn" else (
+        evaluate_classes, COLUMNS)
     for method in args.methods:
         values, ensembles = kept.setdefault(method, {}), combinations(args, method)
         for part in (*study.tested, *study.ood):
-            found = (evaluate_molecules if molecules else evaluate_classes)(study, method, part)
-            values[part], measured = found
+            values[part], measured = evaluate_set(study, method, part)
             for e, (k, seed, chosen, draws) in enumerate(ensembles if common.is_main() else ()):
                 row = {"method": f"{METHODS[method]}, K={k}", "seed": seed, "set": part, "K": k,
                        "n": len(study.sets[part]),
@@ -1553,10 +1553,8 @@ def evaluate(study) -> tuple:
                     by_samples += [row | {"samples": n} | own for n, own in measured[e].items()]
                     continue
                 rows.append(row | {"set": whole, "against": part})
-                for i in (-2, -1):  # total uncertainty, and epistemic where there is any
-                    if values[whole][e, :, i].any():
-                        rows[-1] |= separation(values[whole][e, :, i], values[part][e, :, i],
-                                               names[i])
+                for i in (-2, -1)[:max(draws)]:  # total uncertainty; of several draws epistemic
+                    rows[-1] |= separation(values[whole][e, :, i], values[part][e, :, i], names[i])
     return rows, kept, by_samples
 
 
@@ -1586,7 +1584,7 @@ def weighted_metrics(values, names, weights) -> dict:
     n, column = values.shape[0], dict(zip(names, values.unbind(1)))
     mean = lambda name: weights @ column[name] / n
     if "pit" in column:
-        levels = torch.linspace(0.01, 0.99, 20).double()
+        levels = torch.linspace(0.01, 0.99, 20, dtype=torch.float64)
         shares = weights @ (column["pit"][:, None] <= levels).double() / n
         return {"mae": mean("error"), "lpd": mean("lpd"), "ece": (shares - levels).abs().mean(1)}
     edges = torch.arange(1, 15).double() / 15
@@ -1623,23 +1621,25 @@ def differences(study, kept) -> list:
 
 def write_predictions(study):
     """predictions_<method>.csv of --predict: those of the first of the largest ensembles."""
-    args, part = study.args, study.ood[-1]
-    dataset, rows = study.sets[part], torch.arange(len(study.sets[part]))
+    args, part, dataset = study.args, "predicted", study.sets["predicted"]
+    rows = torch.arange(len(dataset))
     for method in args.methods:
         path = study.run.dir / f"predictions_{method}.csv"
-        ensemble = next(e for e in combinations(args, method) if e[0] == args.ensembles[-1])
+        *_, chosen, draws = next(
+            own for own in combinations(args, method) if own[0] == args.ensembles[-1])
         if isinstance(dataset, data.MoleculeSet):
-            outputs = ensemble_outputs(study, method, part, ensemble)
+            outputs = torch.cat([member_outputs(member_of(study, m), method, part)[:count]
+                                 for m, count in zip(chosen, draws[max(draws)])])
             mean, *variances = common.gaussian_mixture_moments(*outputs.unbind(-1))
             columns = [rows, dataset.labels, mean, *(v.sqrt() for v in variances)]
             names = ["index", "label", "predicted", "aleatoric", "epistemic", "total"]
             common.write(path, common.to_csv(names, zip(*(c.tolist() for c in columns))))
             continue
-        *_, chosen, draws = ensemble
         members = [member_mixtures(member_of(study, m), method, part, rows) for m in chosen]
         whole = ensemble_mixture(members, draws[max(draws)])
-        total = torch.special.entr(whole.log_probs.exp()).sum(1)
-        common.write_predictions(path, dataset, whole.log_probs, total=total,
+        log_probs = whole.log_probs.log_softmax(1)  # of float16: their sum may be .002 off
+        total = torch.special.entr(log_probs.exp()).sum(1)
+        common.write_predictions(path, dataset, log_probs, total=total,
                                  aleatoric=whole.entropy,
                                  epistemic=(total - whole.entropy).clamp_min(0))
 
@@ -1676,6 +1676,9 @@ def plot_study(plt, path, rows, panels, args):
 def load_sets(args) -> tuple:
     """(all sets by name, names of the test set and its shifted versions, names of OOD sets)."""
     name = data.set_name(args.dataset)
+    if name in ("train", "val", "predicted"):
+        raise UserError(f"--dataset {args.dataset}: a part of this study is called {name}; rename "
+                        "the folder")
     if args.model == "bert_256_4":
         load = lambda split, **more: data.load_text(args.dataset, split, args.data_dir, **more)
         train = load("train", vocab_file=args.vocab)
@@ -1703,25 +1706,27 @@ def load_sets(args) -> tuple:
     sets |= shifted_sets(sets[name], args)
     tested = [*sets][2:]
     ood = {k: data.evenly(own, args.limit_test)
-           for k, own in data.ood_sets(args, train, taken=[*sets]).items()}
-    if args.predict:
-        ood["predicted"] = data.predict_set(args, train)
-    return sets | ood, tested, [*ood]
+           for k, own in data.ood_sets(args, train, taken=[*sets, "predicted"]).items()}
+    predicted = {"predicted": data.predict_set(args, train)} if args.predict else {}
+    return sets | ood | predicted, tested, [*ood]
 
 
 def image_sets(args):
     """(train, val, test) with the published split, which no seed changes, and its statistics."""
-    options = dict(data_dir=args.data_dir, image_size=args.image_size)
-    whole = data.load(args.dataset, "train", val_fraction=0.0, **options)
-    whole = whole.in_memory() if isinstance(whole, data.StreamedSet) else whole
+    def load(split):
+        found = data.load(args.dataset, split, args.data_dir, val_fraction=0.0,
+                          image_size=args.image_size)
+        return found.in_memory() if isinstance(found, data.StreamedSet) else found
+
+    whole, test = load("train"), load("test")
     if args.num_val >= len(whole):
         raise UserError(f"--num-val {args.num_val}: {args.dataset} has {len(whole)} images")
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
     train = whole.select(order[args.num_val:])
     pixels = data.evenly(train, args.limit_train).images.float() / 255
     std, mean = torch.std_mean(pixels, (0, 2, 3))
+    std[std == 0] = 1  # an empty channel
     train = dataclasses.replace(train, mean=tuple(mean.tolist()), std=tuple(std.tolist()))
-    test = data.load(args.dataset, "test", **options)
     return train, data.match(whole.select(order[:args.num_val]), train), data.match(test, train)
 
 
@@ -1736,7 +1741,7 @@ def shifted_sets(test, args) -> dict:
             data.corrupted(test, kind, severity) for kind in kinds]
         found[f"{label}_{severity}"] = dataclasses.replace(
             test, images=torch.cat([p.images for p in parts]),
-            labels=torch.cat([p.labels for p in parts]), label_probs=None, groups=None)
+            labels=torch.cat([p.labels for p in parts]), label_probs=None, groups=None, files=())
     return found
 
 
@@ -1774,7 +1779,7 @@ def check_room(study, p, head):
         sizes, size = sizes_needed(method, args), 8 if method in POINTS else 2
         row += 16 * sizes[-1] if args.model == "painn" else \
             len(sizes) * (8 + study.sets["train"].num_classes * size)
-    rows = sum(len(study.sets[part]) for part in (*study.tested, *study.ood))
+    rows = sum(map(len, [*study.sets.values()][2:]))
     gb = {"networks": 16 * p * (1 + len(methods & {"mcdo", "ivon"})),
           "iterates": chosen + (grid - chosen) / members,  # of one member all rates at a time
           "outputs": rows * row, "last layers": 4 * last * (last if full else 1)}
