@@ -8,11 +8,12 @@
 Training runs through each script's own loop: loader, augmentation, optimiser, logging. The rate is
 that of the second epoch. The bf16 peak is measured here, by a product of 8192 x 8192 matrices, and
 the floating-point operations of a training step are counted by torch.utils.flop_counter, those of
-power iterations left out. A row that fails is reported as such, and the next one begins. Tests that
-need CUDA have "gpu" or "cuda" in their names.
+power iterations left out. A row that fails is reported as such, and the next one begins; the rows
+so far are in the file at any time. Tests that need CUDA have "gpu" or "cuda" in their names.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -37,7 +38,7 @@ import proxy_distill  # noqa: E402
 import swag_laplace_ensembles as sle  # noqa: E402
 from bench import like_weights, options, random_set  # noqa: E402
 
-LIMIT_S = 600
+LIMIT_S = 540  # and the imports before it
 
 
 class Bench:
@@ -47,6 +48,7 @@ class Bench:
         self.asked, self.folder, self.rows, self.name = asked, folder, [], None
         self.device = torch.device("cpu" if asked.tiny else "cuda")
         self.start, self.peak = time.perf_counter(), None
+        self.environment = common.environment(self.device)
 
     def size(self, whole, tiny):
         return tiny if self.asked.tiny else whole
@@ -83,7 +85,13 @@ class Bench:
         if self.device.type == "cuda":
             row["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
         self.rows.append(row)
+        self.save()
         print(format_row(row), flush=True)
+
+    def save(self, tests="not run"):
+        content = {"environment": self.environment, "bf16_peak_tflops": self.peak, "tests": tests,
+                   "seconds": LIMIT_S - self.left_s(), "rows": self.rows}
+        Path(self.asked.out).write_text(json.dumps(common.plain(content), indent=1))
 
     def images(self, split, n, side=32, classes=10):
         """CIFAR-10's where --data-dir is given, else random ones."""
@@ -184,6 +192,7 @@ def bench_proxy_distill(bench):
     """Training and evaluation of ResNet-50 on 224x224 images that are on the device already."""
     side, classes = bench.size(224, 72), bench.size(1000, 10)
     dataset = bench.images("train", bench.size(4096, 8), side, classes)
+    dataset = dataclasses.replace(dataset, images=dataset.images.to(bench.device))
     shape, batch = dataset.shape, bench.size(256, 4)
     for amp in ("off", "bf16"):
         args = bench.options(
@@ -247,7 +256,7 @@ def run_tests(bench):
     if bench.asked.tiny:
         return "not run"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k",
-               "(gpu or cuda) and not script", TESTS]
+               "(gpu or cuda) and not script", "--continue-on-collection-errors", TESTS]
     try:
         done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True,
                               timeout=max(30, bench.left_s()))
@@ -263,25 +272,23 @@ ROWS = {"ddu": bench_ddu, "forde": bench_forde, "proxy_distill": bench_proxy_dis
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(ROWS)}, tests")
+    names = [*ROWS, "tests"]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
     parser.add_argument("--data-dir", help="with CIFAR-10's files (and CIFAR-100's, SVHN's)")
     parser.add_argument("--out", default="gpu.json", help="the rows as JSON")
     parser.add_argument("--tiny", action="store_true", help="on the CPU, in seconds")
     asked = parser.parse_args(argv)
-    if unknown := {*asked.names} - {*ROWS, "tests"}:
-        parser.error(f"no row {min(unknown)}; choose from {', '.join(ROWS)}, tests")
+    if unknown := {*asked.names} - {*names}:
+        parser.error(f"no row {min(unknown)}; choose from {', '.join(names)}")
     if not asked.tiny and not torch.cuda.is_available():
         parser.error("no CUDA device; --tiny runs on the CPU")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(asked, folder)
         bench.measure_peak()
-        environment = common.environment(bench.device)
-        print(f"{environment['device']}, torch {torch.__version__}: bf16 peak "
+        print(f"{bench.environment['device']}, torch {torch.__version__}: bf16 peak "
               f"{bench.peak:,.4g} TFLOP/s\n| row | what | value | of the bf16 peak | memory |\n"
               "|---|---|---|---|---|", flush=True)
-        for bench.name in asked.names or ROWS:
-            if bench.name == "tests":
-                continue
+        for bench.name in [name for name in asked.names or names if name != "tests"]:
             try:
                 if bench.left_s() < LIMIT_S / 5:
                     raise TimeoutError("no time left; ask for this row by name")
@@ -290,11 +297,9 @@ def main(argv=None):
                 traceback.print_exc()
                 bench.rows.append({"name": bench.name, "what": "failed",
                                    "error": f"{type(error).__name__}: {error}"})
-        tests = run_tests(bench) if "tests" in (asked.names or ["tests"]) else "not asked for"
+        tests = run_tests(bench) if "tests" in (asked.names or names) else "not asked for"
     print(f"tests: {tests}")
-    content = {"environment": environment, "bf16_peak_tflops": bench.peak, "tests": tests,
-               "seconds": LIMIT_S - bench.left_s(), "rows": bench.rows}
-    Path(asked.out).write_text(json.dumps(common.plain(content), indent=1))
+    bench.save(tests)
     return bench.rows
 
 
