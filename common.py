@@ -518,11 +518,18 @@ def gather_objects(value) -> list:
 
 
 def main_first(work):
-    """work() by one process of each machine (a download, a cache), then by the others."""
+    """work() by one process of each machine (a download, a cache), then by the others. Its
+    UserError is raised after all had their turn: who waits for others must not wait for ever."""
+    failed = None
     for first in (True, False):
         if first == (int(os.environ.get("LOCAL_RANK", 0)) == 0):
-            done = work()
+            try:
+                done = work()
+            except UserError as error:
+                failed = error
         gather_objects(None)  # waits for all
+    if failed:
+        raise failed
     return done
 
 
@@ -829,8 +836,9 @@ def load_arrays(path, names) -> dict:
             return {name: file[name] for name in names}
     except FileNotFoundError:
         raise UserError(f"no file {path}") from None
-    except KeyError as error:
-        raise UserError(f"{path} has no array {error}; it needs {', '.join(names)}") from None
+    except KeyError:
+        lacking = min({*names} - {*file.files})
+        raise UserError(f"{path} has no array {lacking!r}; it needs {', '.join(names)}") from None
     except Exception:  # numpy raises many kinds for a damaged file
         raise UserError(f"{path} is not a readable .npz file of plain arrays") from None
 
@@ -867,6 +875,8 @@ def claim(folder, config, args):
         file = _locks.get(folder.resolve()) or open(folder / ".lock", "a")
         if fcntl:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for left_over in folder.glob(".*.tmp"):
+            left_over.unlink()
     except BlockingIOError:
         raise UserError(f"{folder} is in use by another process; wait for it, or choose another "
                         "--name") from None
@@ -874,20 +884,18 @@ def claim(folder, config, args):
         raise UserError(f"cannot write to {folder} ({error.strerror}); choose another --out-dir "
                         "or --name") from None
     _locks[folder.resolve()] = file
-    for left_over in folder.glob(".*.tmp"):
-        left_over.unlink()
     path = folder / "options.json"
     if args.fresh or not path.exists():
         return write(path, json.dumps(config, indent=1))
     try:
         there = dict(json.loads(path.read_text()))
-    except (ValueError, TypeError):
+    except (OSError, ValueError, TypeError):
         raise UserError(f"{path} is damaged; --fresh starts anew") from None
     check_same(there, config, folder, args.eval)
 
 
 class Run:
-    """A run directory: options.json, checkpoints, log.jsonl, results.json and .csv, pictures. It
+    """A run directory: options.json, checkpoints, their logs, results.json and .csv, pictures. It
     belongs to one command at a time and to one set of options. Only the main process reads and
     writes. A piece (a checkpoint, a fit) is stored with the options that identify it."""
 
@@ -993,7 +1001,7 @@ class Run:
         write(self.dir / "results.json", json.dumps({**content, "rows": rows}, indent=1))
         header = list(dict.fromkeys(key for row in rows for key in row))
         write(self.dir / "results.csv", to_csv(header, [[r.get(k) for k in header] for r in rows]))
-        print(f"\n{tables(shown or rows, metrics)}\n", flush=True)
+        print(f"\n{tables(plain(shown or rows), metrics)}\n", flush=True)
         return rows
 
 
@@ -1118,14 +1126,18 @@ def table(argv=None):
     parser.add_argument("--sets", nargs="+", help="rows of these sets alone")
     parser.add_argument("--format", choices=["text", "markdown", "latex", "csv"], default="text")
     args = parser.parse_args(argv)
-    contents = []
+    contents, without = [], []
     for path in map(Path, args.runs):
         try:
             path = path / "results.json" if path.is_dir() else path
             content = json.loads(path.read_text())
             contents.append(({"script": content["script"], **content["config"]}, content["rows"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            raise UserError(f"{path} is not the results of a run (finish it first)") from None
+        except (OSError, ValueError, KeyError, TypeError):  # unfinished, or a cache beside the runs
+            without.append(f"{path} is not the results of a run (finish it first)")
+    if not contents:
+        raise UserError(without[0])
+    for line in without:
+        print(f"left out: {line}", file=sys.stderr)
     aside = {"seed", "runs", "name", "out_dir", "data_dir", "device", "workers", "compile", "eval",
              "fresh", "plot", "predict"}
     scripts = {config["script"] for config, _ in contents}
@@ -1136,8 +1148,10 @@ def table(argv=None):
     rows = [{**row, "run": " ".join(f"{k}={config[k]}" for k in varied if k in config) or None}
             for config, part in contents for row in part
             if not args.sets or row.get("set") in args.sets]
-    if unknown := {*(args.metrics or ())} - {k for row in rows for k in row}:
-        raise UserError(f"--metrics {min(unknown)}: no row has it")
+    for flag, asked, known in (("sets", args.sets, {row.get("set") for row in rows}),
+                               ("metrics", args.metrics, {k for row in rows for k in row})):
+        if unknown := {*(asked or ())} - known:
+            raise UserError(f"--{flag} {min(unknown)}: no row has it")
     print(tables(rows, args.metrics, args.format))
 
 

@@ -238,6 +238,8 @@ class StreamedSet(_Set):
         path = self.paths[row]
         try:
             with Image.open(path) as file:
+                if file.mode[0] in "IF":  # integers of 16 bits, floats: Pillow would cut at 255
+                    raise ValueError(f"pixels of mode {file.mode}, expected 8 bits a channel")
                 image = file.convert("RGB")
         except Exception as error:  # Pillow's readers raise many types, few of them documented
             raise _unreadable(path, error) from None
@@ -304,6 +306,16 @@ def evenly(dataset, limit):
         torch.arange(limit) * n // limit)
 
 
+def check_shares(*sets, limit=math.inf):
+    """Refuse, before anything is trained, sets (or None) too small to be shared out to the
+    processes; limit: how many rows are taken at a time."""
+    for dataset in (own for own in sets if own is not None):
+        if (rows := min(len(dataset), limit)) < common.world_size():
+            raise UserError(f"{dataset.name}: {common.world_size()} process(es) cannot share {rows} "
+                            f"of its {len(dataset)} example(s); start fewer, leave it out, or let "
+                            "there be more")
+
+
 def _unit(images):
     """float32 pixels in [0,1]."""
     return images.float().div_(255) if images.dtype == torch.uint8 else images
@@ -357,7 +369,7 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
                 _tiny_imagenet if name == "tiny_imagenet" else _imagenet)
         make = lambda: read(name, training, Path(data_dir), image_size)
         downloads = name in TORCHVISION or name.endswith("mnist")
-        dataset = _together(make) if downloads else make()
+        dataset = common.main_first(make) if downloads else make()
     if noise and isinstance(dataset, StreamedSet):
         raise UserError(f"{name}: noise is for sets in memory; leave it at 0")
     if noise:
@@ -369,6 +381,9 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
     elif cut:
         groups = getattr(dataset, "groups", None)
         parts = train_val_split(len(dataset), seed, val_fraction, groups)
+    if cut and split == "val" and not len(parts[1]):
+        raise UserError(f"{name}: {val_fraction:g} of {len(dataset)} training examples is no "
+                        "validation example; take a larger share, or add some")
     dataset = evenly(dataset.select(parts[SPLITS.index(split)]) if cut else dataset, limit)
     files = name.startswith("folder:") or name == "tiny_imagenet"
     return dataset.in_memory() if files and dataset.shape[-1] <= SMALL else dataset
@@ -404,21 +419,6 @@ def stratified_split(labels, val_fraction=0.1, seed=88):
 # ---- Published sets ------------------------------------------------------------------------------
 
 
-def _together(work):
-    """work(), which may download, by one process of each machine before the others. Its UserError
-    is raised after they have all had their turn, or those that wait would wait for ever."""
-    def attempt():
-        try:
-            return work()
-        except UserError as error:
-            return error
-
-    done = common.main_first(attempt)
-    if isinstance(done, UserError):
-        raise done
-    return done
-
-
 def _torchvision(name, training, data_dir, _):
     (cls, *rows), source = TORCHVISION[name], SOURCES[name]
     part, mean, std = "train" if training else "test", source.mean, source.std
@@ -429,7 +429,7 @@ def _torchvision(name, training, data_dir, _):
         (images, labels), classes = common.load_arrays(spare, ("images", "labels")).values(), ()
     else:
         try:
-            raw = cls(data_dir, download=not present,
+            raw = cls(data_dir, download=True,  # also what a killed download left half done
                       **{"split": part} if name == "svhn" else {"train": training})
         except Exception as error:  # absent and cut files raise many types, few of them documented
             if present:
@@ -507,7 +507,9 @@ def set_name(name):
 
 
 def _folders_in(root):
-    return sorted(e.name for e in os.scandir(root) if e.is_dir()) if root.is_dir() else []
+    """Sorted names, but for hidden folders: notebooks and desktops leave some."""
+    found = os.scandir(root) if root.is_dir() else ()
+    return sorted(e.name for e in found if e.is_dir() and not e.name.startswith("."))
 
 
 def _is_image(name):
@@ -522,7 +524,7 @@ def _class_folders(name, root, stats, size, classes=None, place="{}"):
         own = root / place.format(folder)
         files = sorted(e.path for e in os.scandir(own) if _is_image(e.name)) if own.is_dir() else []
         if not files:
-            raise UserError(f"{own}: no images in it; unpack the published archive again")
+            raise UserError(f"{own}: no images ({' '.join(SUFFIXES)}) in it; put the class's there")
         paths += files
         counts.append(len(files))
     labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))

@@ -115,25 +115,13 @@ def in_double(batch):
 
 
 def in_float64(script, replace=setattr):
-    """Make the script's networks, and its batches where it has a make_loader, float64: what is left
-    of a difference is not rounding. `replace` sets an attribute (monkeypatch.setattr undoes it)."""
-    make, load = script.make_network, getattr(script, "make_loader", None)
-
-    def make_wide(*args):
-        net = make(*args).double()
-        if load is None:
-            net.register_forward_pre_hook(lambda _, inputs: (inputs[0].double(),))
-        return net
-
-    def load_wide(*args, **kwargs):
-        loader = load(*args, **kwargs)
-        epoch = loader.epoch
-        loader.epoch = lambda *a, **k: map(in_double, epoch(*a, **k))
-        return loader
-
-    replace(script, "make_network", make_wide)
-    if load is not None:
-        replace(script, "make_loader", load_wide)
+    """Make the script's networks and all batches float64: what is left of a difference is not
+    rounding. `replace` sets an attribute (monkeypatch.setattr undoes it)."""
+    import data
+    make = script.make_network
+    replace(script, "make_network", lambda *args: make(*args).double())
+    for loader in (data.Loader, data.SequenceLoader):
+        replace(loader, "epoch", lambda *args, epoch=loader.epoch: map(in_double, epoch(*args)))
 
 
 def _runner(name, wide):

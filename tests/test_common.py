@@ -332,7 +332,7 @@ def test_load_arrays(tmp_path):
     hostile = tmp_path / "hostile.npz"
     np.savez(hostile, a=np.array([Hostile(tmp_path / "trap")], dtype=object))
     (tmp_path / "cut.npz").write_bytes(path.read_bytes()[:100])
-    for name, names, text in (("x", "ac", r"no array .*\bc\b"), ("y", "a", "no file"),
+    for name, names, text in (("x", "ac", "no array 'c'; it needs a, c"), ("y", "a", "no file"),
                               ("cut", "a", "not a readable"), ("hostile", "a", "not a readable")):
         with pytest.raises(UserError, match=text):
             common.load_arrays(tmp_path / f"{name}.npz", tuple(names))
@@ -464,8 +464,10 @@ def test_a_directory_belongs_to_one_set_of_options(tmp_path):
     for part in ("lr 0.25 there, 0.3 now", "taste sweet there, bitter now", "batch_size 32 there"):
         assert part in one_line(error)
     assert "seed" not in str(error.value) and snapshot(tmp_path) == before
-    for text in ("{", "[1]"):
-        (tmp_path / "x" / "name" / "options.json").write_text(text)
+    path = tmp_path / "x" / "name" / "options.json"
+    for damage in (lambda: path.write_text("{"), lambda: path.write_text("[1]"),
+                   lambda: path.unlink() or path.mkdir()):
+        damage()
         with pytest.raises(UserError, match="options.json is damaged"):
             make_run(tmp_path)
 
@@ -499,7 +501,8 @@ def test_a_name_is_one_part_of_a_path(tmp_path, name):
 
 def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("kept")
-    for place in ("file", "x" * 300):
+    (tmp_path / "y" / "x" / "name" / ".last.pt.tmp").mkdir(parents=True)
+    for place in ("file", "x" * 300, "y"):
         with pytest.raises(UserError, match="cannot write"):
             make_run(tmp_path / place)
     assert (tmp_path / "file").read_text() == "kept"
@@ -582,16 +585,20 @@ def test_table_pools_seeds_of_directories_and_separates_options(tmp_path, capsys
     assert re.fullmatch(r"[|: -]+", text["markdown"].splitlines()[1]) and r"o\_d" in text["latex"]
     assert text["latex"].count(r"\begin{tabular}") == text["latex"].count(r"\end{tabular}") == 2
     assert "nll" not in text["text"] and "nll" in table() and "seed=" not in text["text"]
-    assert table("--sets", "absent") == ""
     other = json.loads((tmp_path / "x" / "0.1-1" / "results.json").read_text())
     other["config"] |= {"lr": 0.3, "coeff": 3}  # what another script's runs cannot differ in
     (tmp_path / "other.json").write_text(json.dumps(other | {"script": "y"}))
     folders.append(str(tmp_path / "other.json"))
     assert {line.split("  ")[0] for line in table("--sets", "t").splitlines()[2:]} >= {
         "script=x lr=0.1", "script=x lr=0.2", "script=y lr=0.3"}
-    with pytest.raises(UserError, match="--metrics acuracy: no row has it"):
-        table("--metrics", "nll", "acuracy")
+    for wrong in ("--metrics nll acuracy", "--sets t acuracy"):
+        with pytest.raises(UserError, match=f"{wrong.split()[0]} acuracy: no row has it"):
+            table(*wrong.split())
     (tmp_path / "no.json").write_text("{}")
+    whole = table()
+    common.table([*folders, str(tmp_path / "no.json")])  # one that has not ended keeps none back
+    out, err = capsys.readouterr()
+    assert out.strip() == whole and err.count("\n") == 1 and "left out" in err and "no.json" in err
     for wrong in (tmp_path / "absent", tmp_path, tmp_path / "no.json"):
         with pytest.raises(UserError, match="not the results of a run"):
             common.table([str(wrong)])

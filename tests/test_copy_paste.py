@@ -10,17 +10,15 @@ import math
 import re
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import REPO, SCRIPTS
 from scipy.linalg import sqrtm
 from scipy.stats import multivariate_normal
 from torch.distributions import Categorical, Dirichlet, kl_divergence
 
-REPO = Path(__file__).resolve().parent.parent
-SCRIPTS = ("ddu", "forde", "gbnn2d", "proxy_distill", "swag_laplace_ensembles")
 OURS = ("common", "data", *SCRIPTS)
 
 
