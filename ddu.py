@@ -43,7 +43,9 @@ Differs from the published code (github.com/omegafragger/DDU, commit f597744):
     the entropy of another trained model; each labelled example is drawn in each epoch.
   - The network's softmax entropy and the entropy of the Gaussians' posterior have different names,
     AUPR-in and AUPR-out too. Densities carry q(c) only with --priors.
-  - Two moons is an ordinary run; its ensemble is spectral-normalised too (there: three plain nets).
+  - Members of an ensemble are networks like the single one, on one split of the data (there: plain
+    ones, each on a split of its own).
+  - Two moons is an ordinary run; the last batch of an epoch is kept (there: dropped).
 """
 
 import argparse
@@ -141,7 +143,7 @@ def parse_args(argv=None):
     add("-ambiguous", "--ambiguous", action="store_true",
         help="active learning's pool: --subsample clean examples and all of the ambiguous set")
     add("--subsample", type=at_least(1), default=1000, help="clean examples in that pool")
-    add("--num-ensemble", type=at_least(1), default=5, help="members for pe and mi")
+    add("--num-ensemble", type=at_least(2), default=5, help="members for pe and mi")
     add("--num-initial-samples", type=at_least(2), default=20, help="labels at the start")
     add("--max-training-samples", type=at_least(2), default=300, help="labels at the end")
     add("--acquisition-batch-size", type=at_least(1), default=5, help="labels acquired per step")
@@ -157,8 +159,11 @@ def parse_args(argv=None):
     if (args.sn or args.mod) and (args.model == "lenet" or args.model.startswith("torchvision/")):
         parser.error(f"--model {args.model} has no spectral-normalised or -mod form; add "
                      "--no-sn --no-mod")
-    if args.predict and args.active_learning:
-        parser.error("--predict is not for --active-learning, which keeps no network")
+    if args.dataset == "two_moons" and (args.augment or args.active_learning):
+        parser.error("--dataset two_moons has no images for --augment, no --active-learning")
+    if args.active_learning and (args.predict or args.ensemble > 1):
+        parser.error("--predict and --ensemble are not for --active-learning, which keeps no "
+                     "network and has --num-ensemble")
     if args.features and (args.predict or args.active_learning or args.runs * args.ensemble > 1):
         parser.error("--predict, --active-learning, --runs and --ensemble are for networks, not "
                      "for --features; --score writes what it finds of them")
@@ -672,18 +677,20 @@ def score_features(gaussians, features) -> dict:
 def evaluate(net, sets, args, run) -> Evaluated | None:
     """One pass over every set, the Gaussians, and all scores: on the main process."""
     with run.clock("forward"):
-        outputs = {name: forward(net, dataset, args) for name, dataset in {
-            **sets["test"], **sets["ood"], "val": sets["val"], "train": sets["train"]}.items()}
-    if (train := outputs.pop("train")) is None:
+        train, val = (forward(net, sets[part], args) for part in ("train", "val"))
+        outputs = {name: forward(net, dataset, args)
+                   for name, dataset in {**sets["test"], **sets["ood"]}.items()}
+    if train is None:
         return None
     with run.clock("fit"):
         gaussians = fit(train.features, train.labels, train.logits.shape[1], args)
     if len(sets["test"]) > 1:
         outputs[sets["whole"]] = Outputs(*map(torch.cat, zip(*(outputs[n] for n in sets["test"]))))
-    temperature = common.fit_temperature(outputs["val"].logits, outputs["val"].labels)
+    temperature = common.fit_temperature(val.logits, val.labels)
     with run.clock("score"):
         scores = {name: all_scores(gaussians, out, temperature) for name, out in outputs.items()}
-    threshold = scores["val"]["density"].quantile(args.density_quantile).item()
+        held_out = score_features(gaussians, val.features)["density"]
+    threshold = held_out.quantile(args.density_quantile).item()
     return Evaluated(outputs, scores, gaussians, temperature, threshold)
 
 
@@ -762,9 +769,9 @@ def write_predictions(net, evaluated, dataset, args, run):
     scores = all_scores(evaluated.gaussians, out, evaluated.temperature)
     density = scores["density"]
     region = decide(density, scores["entropy"], evaluated.threshold, args.entropy_threshold)
-    common.write_predictions(run.dir / "predictions.csv", dataset, out.logits.log_softmax(1),
-                             epistemic=-density, log_density=density,
-                             decision=[REGIONS[r] for r in region])
+    common.write_predictions(run.dir / "predictions.csv", dataset,
+                             out.logits.double().log_softmax(1), epistemic=-density,
+                             log_density=density, decision=[REGIONS[r] for r in region])
 
 
 # ---- Plots --------------------------------------------------------------------------------------
@@ -898,10 +905,7 @@ def load_sets(args) -> dict:
     sets = {"train": train, "val": val, "test": {test.name: test for test in tests},
             "whole": train.name, "ood": data.ood_sets(args, train, taken=parts),
             "predict": data.predict_set(args, train) if args.predict else None}
-    least = min(filter(None, (train, val, *tests, *sets["ood"].values(), sets["predict"])), key=len)
-    if len(least) < common.world_size():
-        raise UserError(f"{least.name} has {len(least)} images, fewer than there are processes "
-                        f"({common.world_size()}); start fewer, or leave it out")
+    data.check_shares(train, val, *tests, sets["predict"], *sets["ood"].values())
     return sets
 
 
@@ -917,16 +921,17 @@ def run_networks(args) -> list:
     for seed in range(args.seed, args.seed + args.runs):
         own = common.with_options(args, seed=seed)  # one split for all members
         sets = load_sets(own)
-        run = run or common.Run(args, "ddu", run_name(args))
+        seeds = [seed, *(common.derive_seed(seed, m) for m in range(1, args.ensemble))]
         nets, members = [], []
-        for member in range(args.ensemble):
-            net_seed = common.derive_seed(seed, member) if member else seed
+        for net_seed in seeds:
             common.seed_all(net_seed)
             nets.append(make_network(args, sets["train"].num_classes, sets["train"].shape))
             check_gaussians(sets["train"], nets[-1].head.in_features, args)
-            train(nets[-1], sets["train"], own, net_seed, run,
+        run = run or common.Run(args, "ddu", run_name(args))  # a refused start claims nothing
+        for member, (net, net_seed) in enumerate(zip(nets, seeds)):
+            train(net, sets["train"], own, net_seed, run,
                   f"seed{seed}" + f"-member{member}" * bool(member))
-            members.append(evaluate(nets[-1], sets, args, run))
+            members.append(evaluate(net, sets, args, run))
         first = members[0]
         if common.is_main():
             rows += network_rows(first, sets, args, seed)
@@ -1053,6 +1058,7 @@ def label_step_by_step(job, pool, test, start, sizes, args, run) -> dict:
 def run_active_learning(args) -> list:
     """--active-learning: each (acquisition, run) is a job of its own, shared out over processes."""
     pool, test, start, ambiguous = active_learning_pool(args)
+    make_network(args, pool.num_classes, pool.shape)  # a refused start claims no directory
     run, last = common.Run(args, "ddu", run_name(args)), args.max_training_samples
     sizes = [*range(args.num_initial_samples, last, args.acquisition_batch_size), last]
     jobs = [(a, r) for a in dict.fromkeys(args.active_learning) for r in range(args.runs)]
@@ -1071,7 +1077,7 @@ def run_active_learning(args) -> list:
         share = [odd[n - 1].item() / n for n in sizes]
         curves.setdefault(acquisition, []).append(state["accuracy"])
         shares.setdefault(acquisition, []).append(share)
-        rows.append({"method": acquisition, "seed": args.seed + r, "set": args.dataset,
+        rows.append({"method": acquisition, "seed": args.seed + r, "set": test.name,
                      "n": len(test), "labels": sizes[-1], "accuracy": state["accuracy"][-1],
                      "accuracy_mean": float(np.mean(state["accuracy"])),
                      "ambiguous_share": share[-1]})

@@ -644,7 +644,7 @@ def few_rows():
 
     def load_few(name, split, *args, **more):
         dataset = load(name, split, *args, **more)
-        return data.evenly(dataset, ROWS.get(split, -(-len(dataset) // 8)))
+        return data.evenly(dataset, ROWS.get(split, -(-len(dataset) // 8) or None))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "load", load_few)
@@ -747,12 +747,13 @@ def test_eval_repeats_the_storys_table_and_predicts_any_set(story, monkeypatch):
 
 def test_the_storys_threshold_and_temperature_come_from_the_validation_set(story, monkeypatch):
     seen, evaluate = [], ddu.evaluate
-    monkeypatch.setattr(ddu, "evaluate", lambda *a: seen.append(evaluate(*a)) or seen[-1])
+    monkeypatch.setattr(ddu, "evaluate", lambda *a: seen.extend([a, evaluate(*a)]) or seen[1])
     ddu.main([*story[0], "--eval", "--no-plot", "--density-quantile", "0.2", "--jitter", "0.5"])
-    [found], val = seen, seen[0].outputs["val"]
+    (net, sets, args, _), found = seen
+    val = ddu.forward(net, sets["val"], args)
     density = ddu.density_scores(found.gaussians, val.features)["density"]
     assert found.threshold == pytest.approx(np.quantile(density, 0.2)) and len(density) > 150
-    assert found.gaussians.eps == 0.5 and torch.equal(found.scores["val"]["density"], density)
+    assert found.gaussians.eps == 0.5
     assert found.temperature == common.fit_temperature(val.logits, val.labels)
 
 
@@ -887,23 +888,31 @@ def write_images(folder, count, tint, size=20):
 
 
 def test_own_folders(tmp_path):
+    """Whatever they are called."""
     for c, name in enumerate(("cat", "dog", "eel")):
-        write_images(tmp_path / "pets" / "train" / name, 14, 60 * c)
-        write_images(tmp_path / "pets" / "test" / name, 4 + c, 60 * c)
+        write_images(tmp_path / "val" / "train" / name, 14, 60 * c)
+        write_images(tmp_path / "val" / "test" / name, 4 + c, 60 * c)
     write_images(tmp_path / "odd", 6, 100)
-    options = ["--dataset", f"folder:{tmp_path}/pets", "--model", "resnet18", "--width", "0.05",
+    options = ["--dataset", f"folder:{tmp_path}/val", "--model", "resnet18", "--width", "0.05",
                "--epochs", "1", "-b", "16", "--image-size", "16", "--out-dir",
                str(tmp_path / "runs"), "--no-plot", *CPU]
     own, odd = ddu.main([*options, "--ood", f"folder:{tmp_path}/odd", "--predict",
-                         f"folder:{tmp_path}/pets/test"])
-    assert (own["set"], own["n"], odd["set"], odd["against"]) == ("pets", 15, "pets", "odd")
-    run = tmp_path / "runs" / "ddu" / "pets-resnet18-sn3-mod-w0.05-seed1"
+                         f"folder:{tmp_path}/val/test"])
+    assert (own["set"], own["n"], odd["set"], odd["against"]) == ("val", 15, "val", "odd")
+    run = tmp_path / "runs" / "ddu" / "val-resnet18-sn3-mod-w0.05-seed1"
     predictions = read_csv(run / "predictions.csv")
     assert [p["label"] for p in predictions] == [*"0" * 4, *"1" * 5, *"2" * 6]
     assert predictions[5]["file"] == "dog/1.png"
     accuracy = np.mean([p["label"] == p["predicted"] for p in predictions])
     assert accuracy == pytest.approx(own["accuracy"])
     assert ddu.main([*options, "--ood"]) == [own]  # none
+    [few] = ddu.main([*options, "--limit-steps", "1", "--active-learning", "random",
+                      "--num-initial-samples", "6", "--max-training-samples", "6"])
+    assert (few["set"], few["n"]) == ("val", 15)
+    for image in (tmp_path / "val" / "train").rglob("*.png"):
+        image.unlink() if int(image.stem) > 2 else None
+    with pytest.raises(UserError, match="0.1 of 9 .* is no validation example"):
+        ddu.main([*options, "--ood"])
 
 
 @pytest.fixture
@@ -1089,6 +1098,8 @@ MISUSE = {
     "--features x.npz": "--score", "--score x.npz": "--features", "--jitter -1": "jitter",
     "--features x --score y": "no file x", "--features x --score y --runs 2": "are for networks",
     f"{FAST} --predict nonsense": "nonsense", f"{AL} --predict glyphs": "--predict",
+    f"{AL} --ensemble 2": "--num-ensemble", f"{AL} --num-ensemble 1": "--num-ensemble",
+    f"{AL} --model nonsense": "nonsense", "--dataset two_moons --augment": "--augment",
     f"{AL} --num-initial-samples 25": "samples 25", f"{AL} --num-initial-samples 10": "samples 10",
     f"{AL} --max-training-samples 10": "samples 10", f"{AL} --max-training-samples 9001": "9001",
     "--active-learning nonsense": "nonsense", f"{AL} density --jitter 0": "singular",
@@ -1103,6 +1114,7 @@ def test_a_story_of_misuse_is_one_line(line, small_data, tmp_path, monkeypatch):
         ddu.main([*line.split(), "--out-dir", str(tmp_path / "runs"), "--no-plot", "--data-dir",
                   str(small_data), *CPU])
     assert "\n" not in str(error.value)
+    assert (tmp_path / "runs").exists() == ("--jitter 0" in line)  # no directory is claimed
 
 
 @pytest.mark.parametrize("more", [
