@@ -703,9 +703,7 @@ def learning_rate(step, steps_per_epoch, args) -> float:
 
 def train(nets, sets, basis, run, name, args, seed):
     """All members together; goes on after the last whole epoch of this run, exactly."""
-    precision, m, train_set = None, args.members, sets["train"]
-    if args.prior == "empcov":
-        precision = empcov_precision(second_moments(train_set, args, first_layer=True))
+    m, train_set, precision = args.members, sets["train"], sets.get("precision")
     kernel = kernel_map(*basis, args.alpha).to(args.device) if basis and args.alpha else None
     optimiser = make_optimiser(nets, args)
     particles, size = PARTICLES.get(args.repulsion, "none"), args.chunk or m
@@ -760,7 +758,10 @@ def predict(nets, dataset, args):
         rows.append((logits if logits.shape[2] == 1 else logits.log_softmax(2)).cpu())
         index.append(batch.index.cpu())
     gathered = common.gather_rows(torch.cat(index), torch.cat(rows))
-    return None if gathered is None else gathered[0].transpose(0, 1)
+    if gathered and not gathered[0].isfinite().all():
+        raise UserError(f"outputs on {dataset.name} are not finite, a member has diverged; train "
+                        "again with a lower --lr")
+    return gathered and gathered[0].transpose(0, 1)
 
 
 def mean_log_probs(log_probs) -> Tensor:
@@ -870,6 +871,11 @@ def evaluate_shift(nets, shift, args) -> tuple[list, list]:
     return rows, by_kind
 
 
+def member_spread(outputs) -> Tensor:
+    """Standard deviation [N] over members of a regression's outputs [M, N, 1]; of one: 0."""
+    return outputs[..., 0].std(0, correction=min(1, len(outputs) - 1))
+
+
 def evaluate_regression(nets, sets, args) -> tuple[list, list]:
     """The toy's row: error and spread of the members on the data, and their spread far from it."""
     test, plane = sets["test"], sets["plane"]
@@ -878,8 +884,9 @@ def evaluate_regression(nets, sets, args) -> tuple[list, list]:
         return [], []
     error = (fit[..., 0].mean(0) - test.labels).square().mean().sqrt().item()
     far = torch.cdist(plane.images.flatten(1), test.images.flatten(1)).min(1).values > 0.5
-    return [{"set": test.name, "n": len(test), "rmse": error, "std_mean": fit.std(0).mean().item(),
-             "far_std_mean": drawn[..., 0].std(0)[far].mean().item()}], []
+    return [{"set": test.name, "n": len(test), "rmse": error,
+             "std_mean": member_spread(fit).mean().item(),
+             "far_std_mean": member_spread(drawn)[far].mean().item()}], []
 
 
 COLUMNS = ["accuracy", "nll", "ece15", "disagreement", "gradient_distance", "auroc_total",
@@ -928,8 +935,8 @@ def plot_regression(plt, path, sets, outputs):
     figure, axes = plt.subplots(1, len(outputs), figsize=(5 * len(outputs), 3.6),
                                 constrained_layout=True, sharey=True, squeeze=False)
     for axis, (method, values) in zip(axes[0], outputs.items()):
-        values = values[..., 0]
-        mean, std = values.mean(0), values.std(0)
+        std, values = member_spread(values), values[..., 0]
+        mean = values.mean(0)
         axis.plot(line, values.T, color=COLOURS[0], lw=0.5, alpha=0.5)
         axis.fill_between(line, mean - 2 * std, mean + 2 * std, color=COLOURS[5], alpha=0.3, lw=0)
         axis.plot(line, mean, color=COLOURS[0], lw=2)
@@ -1007,12 +1014,8 @@ def load_sets(args, seed) -> dict:
             val = data.match(load("val"), train)
     ood = data.ood_sets(args, train)
     predicted = data.predict_set(args, train) if args.predict else None
-    sizes = [len(s) for s in (train, val, test, predicted, *ood.values()) if s is not None]
-    least = min(*sizes, args.diversity_examples, args.shift_examples or len(test))
-    if least < common.world_size():
-        raise UserError(f"{common.world_size()} processes cannot share {least} example(s), the "
-                        "fewest in a set of this run; start fewer, or raise --val-fraction, "
-                        "--diversity-examples, --shift-examples")
+    data.check_shares(train, val, test, predicted, *ood.values(),
+                      limit=min(args.diversity_examples, args.shift_examples or math.inf))
     return {"train": train, "val": val, "test": test, "ood": ood, "predict": predicted,
             "shift": shifted_sets(args, test, train)}
 
@@ -1074,6 +1077,8 @@ def main(argv=None) -> list:
         run = run or common.Run(args, "forde", name)  # a start that is refused claims nothing
         if rotated and not args.eval:
             basis = principal_components(sets["train"], args)
+        if args.prior == "empcov" and not args.eval:
+            sets["precision"] = empcov_precision(second_moments(sets["train"], args, True))
         for method in args.methods:
             own, kinds, drawn[method] = run_method(method, seed, sets, basis, args, run)
             rows, by_kind = rows + own, by_kind + kinds

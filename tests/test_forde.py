@@ -670,7 +670,10 @@ def test_every_method_and_one_that_was_killed(tiny, tmp_path, monkeypatch):
     All methods repel but the deep ensemble, and no two end alike."""
     every = ["--methods", *forde.METHODS, "--prior", "empcov", "--augment", "--val-fraction", 0.01,
              "--published-split", "--eval-every", 1]
+    passes, moments = [], forde.second_moments
+    monkeypatch.setattr(forde, "second_moments", lambda *a: (passes.append(a), moments(*a))[1])
     calm, real, steps = tiny(*every, "--name", "calm"), forde.learning_rate, []
+    assert len(passes) == 2  # the basis, the prior's covariance: once for all methods
 
     def killed(step, *rest):
         steps.append(step)
@@ -718,6 +721,8 @@ def test_augmentation_is_of_training_alone(tiny, tmp_path):
     assert tiny(*run, "a", "--no-augment", "--eval") == rows
     tiny(*run, "b", "--no-augment")
     assert distance(*(weights(tmp_path / "forde" / name) for name in "ab")) > 1e-3
+    with pytest.raises(UserError, match="glyphs are not finite.*--lr"):
+        tiny(*run, "c", "--lr", 1e38, "--limit-steps", 1)
 
 
 SPREAD = [f"-b 15 --limit-steps 3 --augment --methods {' '.join(forde.METHODS)}",
@@ -751,7 +756,7 @@ def test_more_processes_than_examples_is_refused(monkeypatch):
     monkeypatch.setattr(common, "world_size", lambda: 30)
     monkeypatch.setattr(common, "broadcast", lambda value: value)
     args = forde.parse_args([*TINY, "-b", "30"])
-    with pytest.raises(UserError, match="30 processes cannot share 20 example"):
+    with pytest.raises(UserError, match=r"30 process\(es\) cannot share 20 "):
         forde.load_sets(args, 1)
 
 
@@ -792,7 +797,9 @@ def test_toys(tiny, tmp_path):
     rows = tiny("--dataset", "toy_regression", *short, "--lr", 1e-4)
     row = rows["forde_identity", "toy_regression"]
     assert row["rmse"] > 0 and row["far_std_mean"] > 0 and row["std_mean"] > 0
-    assert len([*tmp_path.glob("**/toy.png")]) == 2
+    alone = tiny("--dataset", "toy_regression", *short, "--lr", 1e-4, "--members", 1)
+    assert alone["deep_ensemble", "toy_regression"]["far_std_mean"] == 0
+    assert len([*tmp_path.glob("**/toy.png")]) == 3
 
 
 def write_images(folder, count, side):
@@ -887,7 +894,7 @@ def test_picture_has_error_bars_and_markers(tmp_path):
     ("--model mlp --dataset toy_classification --shift computed", "--shift computed"),
     ("--model mlp --dataset toy_classification --ood glyphs_letters", "--ood"),
     ("--model mlp --dataset toy_classification --val-fraction 0.1", "--val-fraction"),
-    ("--eval-every 1", "--val-fraction"), ("--val-fraction 0.00001", "--val-fraction"),
+    ("--eval-every 1", "--val-fraction"), ("--val-fraction 0.00001", "validation"),
     ("--shift published", "--shift published"), ("--ood far.npz", "far.npz"),
     ("--methods forde_pca --pca nowhere.pt", "nowhere.pt"), ("--predict nonsense", "nonsense"),
     ("FEATURES --shift computed", "--shift computed"), ("FEATURES --augment", "--no-augment"),
