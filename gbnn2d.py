@@ -41,7 +41,8 @@ Differs from the published code (github.com/gfhvbjk/Anonymous):
   - Its last stage cannot learn: sampled weights are detached, and no optimiser step is made. Ours
     does what the paper describes.
   - The mean-field stage has a KL term, times 0.1 (published: none, --stoch-kl 0). With all of it
-    (--stoch-kl 1) the posterior collapses onto the prior, as weights outnumber images.
+    (--stoch-kl 1) the posterior collapses onto the prior, as weights outnumber images. The last
+    stage's KL is times 0.1 too (there whole).
   - sigma = softplus(rho) from 1 % of the layer's root mean square (published: log(0.0003 + e^rho),
     --sigma-map published, from random rho; there a negative one is possible, here its magnitude
     counts, and the last stage's other offset, 0.03, is not used).
@@ -52,8 +53,9 @@ Differs from the published code (github.com/gfhvbjk/Anonymous):
     mean-field stage); --no-train-bn fixes them.
   - Outliers by the mean magnitude of an epoch's gradients, not the signed one of a batch, and by
     |mu| > 0.2, not >=; they are left out before the mixture is learned, not after.
-  - EM on standardised axes (--gmm kmeans: without; there in raw units of mu and rho), labels by
-    density (there: nearest centre), covariances of all that EM gives to a component (divisor n).
+  - EM on standardised axes (--gmm kmeans: without; there in raw units of mu and rho), from 6000
+    components for every network (there 256 for ResNet-18), labels by density (there: nearest
+    centre), covariances of all that EM gives to a component (divisor n).
   - Ellipse points: alphas are posteriors and sum to 1, of drawn weights (--blend mean: of centres);
     there a second component counts only above a density of e^12, and the weight shrinks.
   - Merging: once, the closest pair first, moments matched, by W2 in closed form; there after each
@@ -65,7 +67,8 @@ Differs from the published code (github.com/gfhvbjk/Anonymous):
     set's own, an OOD set has that of the training set (there CIFAR-100's, and SVHN its own); MNIST
     has one channel; CIFAR-10 is not rotated by up to 15 degrees, its crops reflect.
   - Predictions are means of probabilities over draws for the whole set; means of logits and votes,
-    which the published scripts use, stand beside them. FPR is at 95 % TPR (there at 85 %).
+    which the published scripts use, stand beside them. OOD sets have as many draws as the test set
+    (there 100), FPR is at 95 % TPR (there at 85 %).
 """
 
 import argparse
@@ -255,14 +258,14 @@ NETWORKS = {"lenet": lenet, "resnet18": resnet, "resnet50": resnet, "wide_resnet
 def torchvision_network(name, weights, num_classes, shape):
     """A classifier of torchvision: pretrained (weights "DEFAULT"), with the state dict of the file
     `weights`, or (None) as initialised. Auxiliary classifiers are left out."""
+    state = None if weights in (None, "DEFAULT") else common.load_checkpoint(weights)
     try:
         known = {"weights": "DEFAULT"} if weights == "DEFAULT" else {"num_classes": num_classes}
-        net = torchvision.models.get_model(name, **known)
+        net = common.main_first(lambda: torchvision.models.get_model(name, **known))
         for part in ("aux1", "aux2", "AuxLogits", "aux_logits"):  # GoogLeNet's, Inception's
             if hasattr(net, part):
                 setattr(net, part, None)
-        if weights not in (None, "DEFAULT"):
-            state = torch.load(weights, map_location="cpu", weights_only=True)
+        if state is not None:
             net.load_state_dict({k: v for k, v in state.items() if k[:3].lower() != "aux"})
         with torch.no_grad():
             if net.eval()(torch.zeros(1, *shape)).shape == (1, num_classes):
@@ -910,6 +913,8 @@ def make_codes(field, train_set, run, args) -> dict:
     code as a dict on the CPU."""
     if state := run.load(f"seed{args.seed}-gmm"):
         return state
+    if args.eval:
+        raise UserError(f"{run.dir} has no stage gmm; first finish it (without --eval)")
     gradient = gradient_magnitude(field, train_set, args)
     with run.clock("gmm"):
         if common.is_main():
@@ -995,9 +1000,9 @@ def evaluate(method, module, sets, args) -> tuple:
     row = {"method": method, "seed": args.seed, "set": sets["test"].name}
     rows = [{**row, "n": len(test.logits),
              **predictive_metrics(test, sets["test"].labels, args.ece_bins)}]
-    several = isinstance(module, Stochastic) and args.mc > 1
+    several, inside = isinstance(module, Stochastic) and args.mc > 1, uncertainties(test)
     for name, prediction in outside.items():
-        inside, scores = uncertainties(test), uncertainties(prediction)
+        scores = uncertainties(prediction)
         rows.append({**row, "against": name, "n": len(prediction.logits), **{
             f"{metric}_{score}": value for score in [*inside][:3 if several else 2]
             for metric, value in common.ood_metrics(inside[score], scores[score],
@@ -1101,25 +1106,25 @@ def export(path, shared, args, train_set) -> dict:
 
 
 def load_shared(args, train_set):
-    """The network of the file --load. Raises UserError, of one line, for other files, and where a
-    part is missing or does not fit."""
+    """The network of the file --load, whose options replace those of `args`. Raises UserError, of
+    one line, for other files, and where a part is missing or does not fit."""
     state = common.load_checkpoint(args.load)
     if state.get("format") != FORMAT:
         raise UserError(f"{args.load} is no {FORMAT} file; write one with --export")
     try:
         num_classes, shape = fits = state["num_classes"], tuple(state["shape"])
-        if data.set_name(state["config"]["dataset"]) != data.set_name(args.dataset):
-            raise UserError(f"it is a network of another data set: add --dataset "
-                            f"{state['config']['dataset']}")
+        dataset = state["config"].pop("dataset")
+        if data.set_name(dataset) != data.set_name(args.dataset):
+            raise UserError(f"it is a network of another data set: add --dataset {dataset}")
         if fits != (train_set.num_classes, train_set.shape):
             raise UserError(f"it is for {num_classes} classes of images {shape}, which "
                             f"{args.dataset} has not")
-        options = common.with_options(args, **{**state["config"], "weights": None})
-        net, code = make_network(options, num_classes, shape), Code(**state["code"])
-        net.transform_input, layout = options.transform_input, Layout(net, options.keep_layers)
+        vars(args).update(state["config"], weights=None)  # results.json shall name them
+        net, code = make_network(args, num_classes, shape), Code(**state["code"])
+        net.transform_input, layout = args.transform_input, Layout(net, args.keep_layers)
         check_code(code, layout.size)
         net.load_state_dict({**state["rest"], **layout.split(torch.zeros(layout.size))})
-        return Shared(net, layout, code, options).to(args.device)
+        return Shared(net, layout, code, args).to(args.device)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         why = str(error) if isinstance(error, UserError) else "a part is missing or does not fit " \
             f"({common.one_line(error)}); export it again"
@@ -1189,16 +1194,13 @@ def main(argv=None) -> list:
     test = data.match(data.load(args.dataset, "test", **options), train_set)
     sets = {"train": train_set, "test": test, "ood": data.ood_sets(args, train_set),
             "predict": data.predict_set(args, train_set) if args.predict else None}
-    own = filter(None, (train_set, test, sets["predict"], *sets["ood"].values()))
-    if len(least := min(own, key=len)) < common.world_size():
-        raise UserError(f"{least.name} has {len(least)} images, fewer than there are processes; "
-                        "start fewer, or leave it out")
+    data.check_shares(train_set, test, sets["predict"], *sets["ood"].values())
     if args.export and common.is_main():
         common.check_writable(args.export)
     if args.load:
         module, name = load_shared(args, train_set), f"loaded-{Path(args.load).stem}"
     else:  # refuse what cannot work before the run's directory has its options
-        common.main_first(lambda: start_network(train_set, args))
+        start_network(train_set, args)
         depth = f"-{args.depth}" * (args.model == "wide_resnet")
         name = f"{data.set_name(args.dataset)}-{args.model}{depth}-w{args.width:g}-seed{args.seed}"
     run = common.Run(args, "gbnn2d", name)

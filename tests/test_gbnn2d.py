@@ -616,7 +616,8 @@ def test_eval_and_load_repeat_the_story(story):
     assert gbnn2d.main(options(folder, "--eval", "--ece-bins", "10")) == rows
     loaded = gbnn2d.main(["--load", str(folder / "small.pt"), *CPU, "--mc", "2", "--out-dir",
                           str(folder), "--eval"])
-    assert (folder / "gbnn2d" / "loaded-small" / "results.json").exists()
+    results = json.loads((folder / "gbnn2d" / "loaded-small" / "results.json").read_text())
+    assert (results["config"]["model"], results["config"]["width"]) == ("lenet", 1)  # the file's
     assert loaded[0]["accuracy"] == by_method(rows)["final"]["accuracy"]
     assert loaded[0]["nll"] == pytest.approx(by_method(rows)["final"]["nll"], abs=1e-6)
     assert [row.get("against") for row in loaded] == [None, "glyphs_letters"]
@@ -682,6 +683,10 @@ def test_options(tmp_path, more):
     rows = gbnn2d.main(options(tmp_path, "--ood", "--epochs", "1", "--mc", "1", *more.split()))
     assert all(math.isfinite(row["nll"]) for row in rows)
     assert len(rows) == (8 if "--runs" in more else 5)
+    if "--stage gmm" in more:
+        (tmp_path / "gbnn2d/run/seed1-gmm.pt").unlink()
+        with pytest.raises(UserError, match="no stage gmm"):
+            gbnn2d.main(options(tmp_path, "--ood", "--epochs", "1", *more.split(), "--eval"))
     if "--predict" in more:  # of the first run; epistemic: not -1e-17, of a single draw
         table = np.genfromtxt(tmp_path / "gbnn2d/run/predictions.csv", delimiter=",", names=True)
         assert (table["label"] == table["predicted"]).mean() == rows[3]["accuracy"]
@@ -718,7 +723,7 @@ def test_misuse_is_one_line_before_anything_is_trained(tmp_path, argv, said):
 def test_a_set_smaller_than_the_processes_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "world_size", lambda: 50)
     monkeypatch.setattr(common, "broadcast", lambda value: value)
-    with pytest.raises(UserError, match="own has 48 images, fewer than there are processes"):
+    with pytest.raises(UserError, match=r"own: 50 process\(es\) cannot share 48 "):
         gbnn2d.main(options(tmp_path, "--dataset", own_folder(tmp_path), "--ood"))
 
 
@@ -754,3 +759,7 @@ def test_pretrained_networks(tmp_path):
         "1", "--limit-steps", "1", "--final-epochs", "1", "--workers", "0", "--tau-w", "1"))
     assert [*by_method(rows)] == METHODS and by_method(rows)["final"]["weights"] == 337_936
     assert not (tmp_path / "gbnn2d/run/seed1-det.pt").exists()
+    content = (tmp_path / "net.pt").read_bytes()
+    (tmp_path / "net.pt").write_bytes(content[:50_000] + b"x" + content[50_001:])
+    with pytest.raises(UserError, match="net.pt is damaged"):
+        gbnn2d.torchvision_network("shufflenet_v2_x0_5", str(tmp_path / "net.pt"), 4, (3, 32, 32))
