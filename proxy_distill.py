@@ -51,8 +51,9 @@ Differs from the published code (github.com/yandex-research/proxy-dirichlet-dist
   - Statistics of batch norm are of the global batch (there: of each GPU's 256 images).
   - The step schedule has no milestone before the second epoch (there: one epoch is at 0.001 lr).
   - Images are resized in proportion, by Pillow (--resize square: both sides to 256, as published
-    with OpenCV); those of ImageNet-C are not enlarged and cropped again. Means over corruptions are
-    ours (there: none).
+    with OpenCV); those of ImageNet-C are enlarged and cropped again by --resize square alone. Means
+    over corruptions are ours (there: none); no PRR is of a set pooled with val (there: one each).
+  - Training is in float32, or with --amp in bfloat16 but for the head (there: float16).
   - MIMO's members are averaged as probabilities (there: logits), and measured as an ensemble.
   - The last network counts (there: the last one, or the best on a part of val).
 """
@@ -183,7 +184,7 @@ def check_args(parser, args):
         args.members = len(args.ensemble_paths)
     args.losses = [args.loss] if args.method == "distill" else args.losses
     files = [*args.ensemble_paths, *filter(None, (args.student_path, args.mimo_path)), *args.logits]
-    missing = [path for path in files if not Path(path).is_file()]
+    missing = common.broadcast([path for path in files if not Path(path).is_file()])
     refusals = {
         f"no file {', '.join(missing[:1])}; check the paths": missing,
         "--ensemble-paths is for --method all and distill, which use members; leave it out":
@@ -192,6 +193,8 @@ def check_args(parser, args):
             (args.student_path or args.mimo_path) and not args.eval,
         "--device mps has no float64, which the losses need; use --device cpu":
             args.device.type == "mps",
+        f"--image-size {args.image_size}: convnet halves its sides three times; give at least 8":
+            args.model == "convnet" and (args.image_size or 8) < 8,
         f"--members {args.members}: an ensemble has at least 2":
             args.members < 2 and args.method in ("all", "distill") and not args.eval,
         "--cache-teachers: augmented views change with every epoch; add --no-augment or "
@@ -336,8 +339,8 @@ class Ensemble(NamedTuple):
 
 
 def ensemble_statistics(logits_of_members, temperature=1.0) -> Ensemble:
-    """Statistics of members' logits [B, K], given as any iterable: one member in memory at a time.
-    No gradient reaches them."""
+    """Statistics of members' finite logits [B, K], given as any iterable: one member in memory at a
+    time. No gradient reaches them."""
     sums = None
     for count, logits in enumerate(logits_of_members, 1):
         log_p = (logits.detach().double() / temperature).log_softmax(-1)
@@ -849,14 +852,13 @@ def evaluate(models, sets, args):
 def shift_rows(models, sets, args) -> list:
     """Rows of each corruption and severity, and means over the kinds at each severity and over all;
     of the 15 kinds that published tables average, too."""
-    rows, (name, kinds) = [], sets.shift
+    rows, (name, kinds), few = [], sets.shift, args.shift_examples or None
     for kind, severity in itertools.product(kinds, data.SEVERITIES):
         if args.shift == "computed":
-            some = data.evenly(sets.test, args.shift_examples or None)
-            dataset = data.corrupted(some, kind, severity)
+            dataset = data.corrupted(data.evenly(sets.test, few), kind, severity)
         else:
             dataset = data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir)
-            dataset = prepared(data.match(dataset, sets.test), args, 1)
+            dataset = prepared(data.match(data.evenly(dataset, few), sets.test), args, 1)
         for row, own in score(models, dataset, args).items():
             rows.append({"method": row, "set": f"{name} {kind} {severity}",
                          "n": len(dataset.labels), **predictive_metrics(own)})
@@ -901,6 +903,8 @@ def plot_story(plt, path, columns):
         right.plot(ends, ends, "k--", lw=1, label="equal")
         right.set(xlabel="ln precision of the ensemble's proxy", ylabel="ln precision of a student")
         right.legend(loc="lower right")
+    else:
+        right.remove()
     common.save_figure(plt, figure, path)
 
 
@@ -951,10 +955,8 @@ def load_sets(args) -> Sets:
         whole = classes and len(classes) == len(own.classes)
         ood[other] = prepared(own, args, i), torch.tensor(classes) if whole else None
     predicted = args.predict and prepared(data.predict_set(args, like), args, 1)
-    each = filter(None, (train, test, predicted, *(own for own, _ in ood.values())))
-    if len(least := min(each, key=len)) < common.world_size():
-        raise UserError(f"{least.name} has {len(least)} images, fewer than there are processes; "
-                        "start fewer, or leave it out")
+    data.check_shares(train, test, predicted, *(own for own, _ in ood.values()))
+    data.check_shares(test, limit=kinds and args.shift_examples or math.inf)
     return Sets(train and prepared(train, args, 0), prepared(data.match(test, like), args, 1), ood,
                 predicted, (name, kinds))
 
@@ -1019,7 +1021,7 @@ def network(args, sets, kind, seed, path=None, teachers=None, **more):
         train(net, sets.train, own, common.Run(own, "proxy_distill", name), teachers)
         return net.eval().requires_grad_(False), vars(own)
     finished = Path(args.out_dir, "proxy_distill", name, "network.pt")
-    if not path and not finished.is_file():
+    if not path and not common.broadcast(finished.is_file()):
         first = "the same command without --eval" if args.eval else f"--method base --seed {seed}"
         raise UserError(f"no {finished}; train first: {first}")
     found = load_weights(net, path or finished)
@@ -1086,14 +1088,17 @@ def main(argv=None) -> list:
     name = f"{run_name(args)}-results-{'logits' if args.logits else what}-seed{args.seed}"
     name = args.name if args.name and args.method == "all" else name
     # --eval: networks may be there, trained one by one, where this directory is not yet
-    exists = Path(args.out_dir, "proxy_distill", name).is_dir()
-    if args.eval and not exists or args.method == "distill":
-        # refuse networks that are not there before the directory has its options
-        networks_of(args if args.eval else common.with_options(args, losses=[]), sets, None)
+    exists = common.broadcast(Path(args.out_dir, "proxy_distill", name).is_dir())
+    step = args.members if args.method in ("all", "distill") else 1
+    seeds = range(args.seed, args.seed + args.runs * step, step)
+    # refuse networks that are not there before the directory has its options
+    for seed in seeds if args.eval and not exists or args.method == "distill" else ():
+        own = common.with_options(args, seed=seed, losses=args.losses if args.eval else [])
+        networks_of(own, sets, None)
     run = common.Run(common.with_options(args, name=name, eval=args.eval and exists),
                      "proxy_distill", name)
-    rows, step = [], args.members if args.method in ("all", "distill") else 1
-    for seed in range(args.seed, args.seed + args.runs * step, step):
+    rows = []
+    for seed in seeds:
         own = common.with_options(args, seed=seed)
         models = networks_of(own, sets, run)
         with run.clock("evaluate"):

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import run_proxy_distill
+from conftest import run_proxy_distill, start_ranks
 from PIL import Image
 from scipy import stats
 from scipy.special import log_softmax, softmax, xlogy
 from sklearn.metrics import log_loss, roc_auc_score, top_k_accuracy_score
-from torch.distributions import Dirichlet, kl_divergence
+from torch.distributions import Dirichlet
 from torch.nn.functional import cross_entropy
 from torchmetrics.functional.classification import multiclass_calibration_error
 
@@ -111,38 +111,20 @@ def test_forward_kl_and_likelihood_are_the_definitions():
         np.testing.assert_allclose(ours, right, rtol=1e-10)
 
 
-@pytest.mark.parametrize("m, t, most", [(1, 1, None), (0, 1, None), (0.5, 2, 9.0)])
-def test_proxy_is_torchs_forward_kl_and_vanishes_at_its_optimum(m, t, most):
-    e, z = pd.ensemble_statistics(members()), torch.randn(6, 7).double()
+@pytest.mark.parametrize("t, target, most", [
+    (1, "published", None), (1.5, "published", 9.0), (2, "paper", None)])
+def test_options_of_the_proxy_are_in_the_losses_optima(t, target, most):
+    """Of the reverse KL (m = 1): softmax(z) = pi, alpha_0 = b + K; of the forward one
+    (m = t), where it is 0: the target."""
+    e = pd.ensemble_statistics(members())
     total = pd.proxy_precision(e).clamp_max(most or math.inf)[:, None]
-    right = kl_divergence(Dirichlet(e.log_probs.exp() * total + t), Dirichlet(z.exp() + m))
-    ours = loss_rows("proxy", z, e, m, t, most=most)
-    np.testing.assert_allclose(ours, right, rtol=1e-9)
     assert (total == 9).any() if most else (total > 9).any()
-    rows, grad = gradient("proxy", e.log_probs + pd.proxy_precision(e).log()[:, None], e)
+    best = e.log_probs + (total + (7 * t if target == "published" else 0)).log()
+    rows, grad = gradient("rkl_proxy", best, e, 1, t, target, most)
+    worse = loss_rows("rkl_proxy", best + 0.3 * torch.randn_like(best), e, 1, t, target, most)
+    assert grad.abs().max() < 1e-8 and (worse > rows).all()
+    rows, grad = gradient("proxy", e.log_probs + total.log(), e, t, t, target, most)
     assert rows.abs().max() < 1e-9 and grad.abs().max() < 1e-9
-
-
-@pytest.mark.parametrize("m, t, target", [
-    (1, 1, "published"), (0, 1, "published"), (0.5, 1.5, "published"), (1, 2, "paper")])
-def test_rkl_is_torchs_reverse_kl_and_its_optimum_is_known(m, t, target):
-    e, z = pd.ensemble_statistics(members()), torch.randn(6, 7).double().requires_grad_()
-    b = pd.proxy_precision(e) + (7 * t if target == "published" else 0)
-    goal = Dirichlet(e.log_probs.exp() * b[:, None] + 1)
-    textbook = kl_divergence(Dirichlet(z.exp() + m), goal) / b
-    rows, grad = gradient("rkl_proxy", z, e, m, t, target)
-    np.testing.assert_allclose(grad, torch.autograd.grad(textbook.sum(), z)[0], rtol=1e-7,
-                               atol=1e-8)
-    other = torch.randn(6, 7).double()  # the rows differ by what no student changes
-    moved = kl_divergence(Dirichlet(other.exp() + m), goal) / b \
-        - loss_rows("rkl_proxy", other, e, m, t, target)
-    np.testing.assert_allclose(moved, textbook.detach() - rows, rtol=1e-8, atol=1e-10)
-    if m == 1:  # softmax(z) = pi, alpha_0 = b + K
-        best = e.log_probs + b.log()[:, None]
-        rows, grad = gradient("rkl_proxy", best, e, m, t, target)
-        assert grad.abs().max() < 1e-8
-        worse = loss_rows("rkl_proxy", best + 0.3 * torch.randn_like(best), e, m, t, target)
-        assert (worse > rows).all()
 
 
 def exact_entropy(alpha):
@@ -463,7 +445,7 @@ def test_rows_compare_the_sets_that_they_name():
 
     test, odd, classes = saved("test", 60, 5, 3.0), saved("odd", 40, 2, 1.0), torch.tensor([1, 3])
     sets = pd.Sets(test=test, ood={"odd": (odd, classes)})
-    rows, _ = pd.evaluate(pd.Models(offset=0.5), sets, Namespace(shift="none"))
+    rows, _ = pd.evaluate(pd.Models(offset=0.5), sets, Namespace(shift="none", shift_examples=0))
     by = {(row["method"], row["set"], row.get("against")): row for row in rows}
     own, other = (pd.student_outputs(s.logits["student_rkl_proxy"], 0.5) for s in (test, odd))
     within = torch.isin(test.labels, classes)
@@ -633,12 +615,15 @@ def test_killed_again_and_again_equals_uninterrupted(small, weights, monkeypatch
         assert equal(weights(f"run-{what}"), weights(f"calm-{what}")), what
 
 
-def test_two_processes_equal_one(small, weights, tmp_path, ranks):
-    """All of it: members, the cache of the teachers, students, MIMO's shuffled rows, evaluation;
-    the second has nothing of the last batch, of one image."""
+def test_two_processes_that_share_no_disk_equal_one(small, weights, tmp_path):
+    """All of it: members, the cache of the teachers, students, MIMO's shuffled rows, evaluation,
+    one more student; the second has nothing of the last batch, of one image."""
     more = "--batch-size 18 --opt sgd --lr .1 --mimo --losses rkl_proxy dirichlet_likelihood"
     one = pd.main(small(f"one {more}"))
-    ranks(run_proxy_distill, *small(f"two {more}"))
+    each = lambda rank: ["--out-dir", f"{tmp_path}/elsewhere"] * rank
+    for more in (more, f"{more} --method distill --loss forward_kl"):
+        for child in start_ranks(tmp_path, 2, run_proxy_distill, *small(f"two {more}"), each=each):
+            child.value()
     for what in ("base-seed1", "base-seed2", "mimo-seed1", "student_rkl_proxy-seed1",
                  "student_dirichlet_likelihood-seed1"):
         torch.testing.assert_close(weights(f"two-{what}"), weights(f"one-{what}"), rtol=1e-4,
@@ -647,9 +632,10 @@ def test_two_processes_equal_one(small, weights, tmp_path, ranks):
     for a, b in zip(one, two, strict=True):
         assert a["method"] == b["method"] and a["n"] == b["n"]
         assert b.get("nll", 0) == pytest.approx(a.get("nll", 0), abs=1e-3)
+    assert weights("two-student_forward_kl-seed1") and not [*tmp_path.glob("elsewhere/**/*.pt")]
 
 
-def test_all_sets_are_noisy_and_mimo_sees_an_image_twice(small, images):
+def test_all_sets_are_noisy_and_mimo_sees_an_image_twice(small, images, monkeypatch):
     more = f"--predict folder:{images}/imagenet/val --noise"
     clean, noisy = (pd.load_sets(pd.parse_args(small(f"run {more} {n}"))) for n in (0, 2))
     for a, b in zip(*([*s[:2], s.predicted, s.ood["imagenet-o"][0]] for s in (clean, noisy))):
@@ -660,6 +646,10 @@ def test_all_sets_are_noisy_and_mimo_sees_an_image_twice(small, images):
     with torch.no_grad():
         right = net(torch.cat([batch.images, batch.images], 1))
     np.testing.assert_allclose(logits["mimo"], right, atol=1e-6)
+    monkeypatch.setattr(common, "world_size", lambda: 5)
+    monkeypatch.setattr(common, "broadcast", lambda value: value)
+    with pytest.raises(UserError, match="5 process.* cannot share 4 of its 11"):
+        pd.load_sets(pd.parse_args(small("run --shift computed --shift-examples 4")))
 
 
 def test_training_is_plain_sgd_on_augmented_images(small, weights, tmp_path):
@@ -709,6 +699,9 @@ def test_teachers_are_left_alone_and_what_diverged_is_refused(small, tmp_path):
     before = [path.read_bytes() for path in paths]
     with pytest.raises(UserError, match="has 2 of 3 epochs; first finish it"):
         pd.main(small("r=1 --method distill --base-epochs 3"))
+    with pytest.raises(UserError, match="no .*r=1-base-seed3"):  # of the second run
+        pd.main(small("r=1 --method distill --runs 2"))
+    assert len([*tmp_path.glob("proxy_distill/*")]) == 4  # two members, two tables
     student = small("r=1 --method distill --batch-size 12 --no-cache-teachers")
     pd.main(student)  # with another batch size than its members had
     assert before == [path.read_bytes() for path in paths]
@@ -756,7 +749,8 @@ def test_options(small, more, seeds):
 def test_streamed_folders(images, tmp_path):
     options = (f"--dataset imagenet --data-dir {images} --out-dir {tmp_path} --name run --model "
                "convnet --width .05 --members 2 --base-epochs 1 --epochs 1 --batch-size 19 --lr .1 "
-               "--workers 0 --losses rkl_proxy --no-mimo --device cpu --no-plot").split()
+               "--workers 0 --losses rkl_proxy --no-mimo --device cpu --no-plot "
+               "--shift-examples 2").split()
     rows, plain = pd.main(options), [*options, "--eval", "--shift", "none"]
     by = {(row["method"], row["set"], row.get("against")): row for row in rows}
     for method in ("single network", "its proxy + 1", "proxy, reverse KL"):
@@ -769,6 +763,7 @@ def test_streamed_folders(images, tmp_path):
     shifts = {name for _, name, _ in by if "_c" in name}  # a part is never reported as the whole
     assert "imagenet_c_1of15 fog 5" in shifts and not any("snow" in s for s in shifts)
     assert "imagenet_c_1of15 mean of 1 kinds" in shifts
+    assert by["single network", "imagenet_c_1of15 fog 5", None]["n"] == 2
     assert timeless(pd.main(plain)) == timeless([r for r in rows if "_c" not in r["set"]])
     square = pd.main([*plain, "--resize", "square"])
     assert square[0]["n"] == 11 and square[0]["nll"] != rows[0]["nll"]
@@ -793,7 +788,7 @@ def test_streamed_folders(images, tmp_path):
     ("--student-path {file}", "--eval"), ("--method distill", "--method base --seed 1"),
     ("--mimo-batch-size 3", "--mimo-batch-size"), ("--logits {file}", "npz"),
     ("--logits {file} --predict numbers", "--predict"), ("--shift published", "--shift"),
-    ("--logits {file} --runs 2", "--runs"),
+    ("--logits {file} --runs 2", "--runs"), ("--image-size 7", "convnet"),
     ("--eval --student-path {file}", "plain tensors")])
 def test_misuse_is_one_line(small, tmp_path, argv, said):
     file = tmp_path / "file"
