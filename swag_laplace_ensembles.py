@@ -57,8 +57,12 @@ Differs from the published code:
     trapezoids: up to .004 apart). Bins of ECE and MCE are closed on the right (there on the left).
     cv has the unbiased standard deviation of the spreads (there divided by N); marpd is a fraction
     (there percent). Molecules have no `loss` (there a squared error). Equal ensembles count once.
-  - Random numbers are drawn on the device, from (seed, step) or (seed, block of samples).
+  - SST-2's word pieces are made from its training sentences, unless --vocab gives those of
+    bert-base-uncased (there); where GLUE withholds the labels of test.tsv, dev.tsv is tested on.
+  - Random numbers depend on (seed, step) or (seed, sample) alone, not on what was drawn before.
   - Everything resumes and selects from local files; there, through a server.
+  - Not here: SGD's iterates as samples, planar flows, LLLA's precision by marginal likelihood, a
+    share of squared error in MAP's loss; Yahoo finance and Alchemy; mean confidence on OOD sets.
 As published: validation data choose the MAP checkpoint, learning rates, and precisions alike.
 """
 
@@ -185,7 +189,7 @@ def parse_args(argv=None):
     add("--ivon-epochs", type=at_least(0), help="published: 200")
     add("--ivon-lr", type=at_least(0, float), help="times hess_init + weight_decay (published: .2)")
     add("--ivon-hess-init", type=above_0, help="h at the start (published: .5)")
-    add("--ivon-betas", type=between(0, 1), nargs=2, help="of g and h (published: .9 .99999)")
+    add("--ivon-betas", type=between(0, 0.999999), nargs=2, help="of g, h (published: .9 .99999)")
     add("--ivon-weight-decay", type=above_0, default=2e-4, help="published: 2e-4")
     add("--ivon-ess", type=above_0, help="effective sample size (published: the training set's)")
     add("--ivon-clip", type=at_least(0, float), help="of (g + wd m) / (h + wd) (published: none)")
@@ -654,7 +658,7 @@ def decompose(structure, last, theta) -> Spectrum:
     mean, rest = contrasts[:, :1], contrasts[:, 1:]
     reduced = torch.einsum("ca,cidj,db->aibj", rest, blocks, rest).reshape([(c - 1) * d1] * 2)
     values, vectors = torch.linalg.eigh(reduced)
-    vectors = torch.einsum("ca,aim->cim", rest, vectors.view(c - 1, d1, -1))
+    vectors = torch.einsum("ca,aim->cim", rest, vectors.view(c - 1, d1, len(vectors)))
     null = mean[:, :, None] * torch.eye(d1).to(mean)
     basis = as_layout(torch.cat([vectors, null], 2)).to(last.x)
     return Spectrum(torch.cat([values.clamp_min(0), values.new_zeros(d1)]), basis)
@@ -1276,14 +1280,14 @@ def fit_flow(study, theta, spectrum, base) -> tuple:
     optimiser = torch.optim.Adam(flow, 1e-3)
     last, n = read_features(study, "train"), len(study.sets["train"])
     atoms = atoms_of(study.sets["train"]) if last.offset is not None else None
-    steps = -(-n // args.batch_size)
+    steps = min(-(-n // args.batch_size), args.limit_steps or n)
     for epoch in run.epochs(args.flow_epochs, *identity(study, "la_nf", *GROUPS["la_nf"]),
                             flow=flow, optimiser=optimiser):
         generator = torch.Generator().manual_seed(common.derive_seed(args.seed, 17, epoch))
         order = torch.randperm(n, generator=generator)
         noise = torch.randn(steps, p, generator=generator).to(theta)
         total = torch.zeros((), device=device)
-        for step, rows in enumerate(order.split(args.batch_size)[:args.limit_steps]):
+        for step, rows in enumerate(order.split(args.batch_size)[:steps]):
             share = (epoch + step / steps) / args.flow_epochs
             optimiser.param_groups[0]["lr"] = 1e-3 * cosine(share)
             loss = negative_elbo(list(flow), theta, spectrum, base, values, noise[step:step + 1],
@@ -1309,21 +1313,15 @@ def fit_flow(study, theta, spectrum, base) -> tuple:
 
 def make_heads(study, method):
     """S sampled last layers [S, P] of LLLA or LA-NF, on the main process."""
-    for part in ("train", "val"):
-        make_features(study, part)
-
-    def make():
-        theta, spectrum, delta, seconds = laplace(study)
-        noise = seeded_noise((study.args.samples, len(theta)), theta.device, study.args.seed, 19)
-        heads = laplace_samples(theta, spectrum, delta, noise)
-        numbers = sum(t.numel() for t in (theta, *spectrum) if t is not None)
-        if method == "la_nf":
-            flow, own_s = fit_flow(study, theta, spectrum, delta)
-            heads, _ = apply_flow([t[None] for t in flow], heads)
-            seconds, numbers = seconds + own_s, numbers + sum(t.numel() for t in flow)
-        return {"heads": heads.cpu(), "train_s": seconds, "numbers": numbers, "predict_s": 0.0}
-
-    return on_main(make)
+    theta, spectrum, delta, seconds = laplace(study)
+    noise = seeded_noise((study.args.samples, len(theta)), theta.device, study.args.seed, 19)
+    heads = laplace_samples(theta, spectrum, delta, noise)
+    numbers = sum(t.numel() for t in (theta, *spectrum) if t is not None)
+    if method == "la_nf":
+        flow, own_s = fit_flow(study, theta, spectrum, delta)
+        heads, _ = apply_flow([t[None] for t in flow], heads)
+        seconds, numbers = seconds + own_s, numbers + sum(t.numel() for t in flow)
+    return {"heads": heads.cpu(), "train_s": seconds, "numbers": numbers, "predict_s": 0.0}
 
 
 def make_outputs(study, sampler, method, part):
@@ -1332,6 +1330,9 @@ def make_outputs(study, sampler, method, part):
                                                   sizes_needed(method, study.args)))
     if found and method not in POINTS and "log_probs" in found:
         found["log_probs"] = found["log_probs"].clamp_min(-6e4).half()
+    if not common.all_finite(found):
+        raise UserError(f"{METHODS[method]}: predictions of {part} are not finite, a draw is too "
+                        "far off; lower its learning rate, or narrow the posterior")
     return found and {**found, "train_s": sampler.train_s, "numbers": sampler.numbers,
                       "predict_s": seconds}
 
@@ -1340,13 +1341,13 @@ def make_member(study):
     """Make what a member's predictions are read from, for all methods: mixtures of draws of whole
     networks, sampled last layers and what they see; all that is there is kept."""
     for method in study.args.methods:
-        sampler = functools.cache(lambda: SAMPLERS[method](study))
+        last, sampler = method in LAST_LAYER, functools.cache(lambda: SAMPLERS[method](study))
         for part in [*study.sets][2:]:
-            if method in LAST_LAYER:
-                make_features(study, part)
-            piece(study, leaf(study, method, part), lambda: make_heads(study, method)
-                  if method in LAST_LAYER else make_outputs(study, sampler(), method, part),
-                  read=False)
+            for own in ("train", "val", part) if last else ():
+                make_features(study, own)
+            make = (lambda: on_main(lambda: make_heads(study, method))) if last else (
+                lambda: make_outputs(study, sampler(), method, part))
+            piece(study, leaf(study, method, part), make, read=False)
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
@@ -1387,10 +1388,11 @@ def predict(sampler, dataset, args, sizes=(1,)):
 
 
 def combinations(args, method) -> list:
-    """(K, seed, members counted from 0, {S': draws by member}) of all ensembles of all runs."""
-    return [(k, seed + 10**6 * run, [run * args.members + m - 1 for m in chosen],
+    """(K, seed, members counted from 0, {S': draws by member}) of all ensembles of all runs. Seeds
+    of other members are others, so that tables of several runs count them all."""
+    return [(k, seed + 10**6 * (args.seed - 1 + first), [first + m - 1 for m in chosen],
              {k: [1] * k} if method in POINTS else draws_by_member(k, args.samples, seed))
-            for run in range(args.runs) for k in args.ensembles
+            for first in range(0, args.runs * args.members, args.members) for k in args.ensembles
             for seed, chosen in member_combinations(args.members, k, args.combinations)]
 
 
@@ -1431,7 +1433,6 @@ def own_share(n) -> Tensor:
     return (torch.arange(n) * here // n == common.rank()).nonzero()[:, 0]
 
 
-@torch.no_grad()
 def member_mixtures(study, method, part, rows) -> dict:
     """{n: the mixture of a member's first n samples on the examples `rows`}."""
     sizes, kept = sizes_needed(method, study.args), read_leaf(study, method, part)
@@ -1503,7 +1504,9 @@ def member_outputs(study, method, part) -> Tensor:
     if method not in LAST_LAYER:
         return kept["outputs"].transpose(0, 1)
     last = read_features(study, part)
-    return head_outputs(kept["heads"].to(last.x), last).cpu()
+    found, seconds = timed(study, lambda: head_outputs(kept["heads"].to(last.x), last).cpu())
+    study.costs[METHODS[method]]["predict_s"][study.args.seed, part] = seconds
+    return found
 
 
 def evaluate_molecules(study, method, part) -> tuple:
@@ -1620,20 +1623,22 @@ def differences(study, kept) -> list:
 
 
 def write_predictions(study):
-    """predictions_<method>.csv of --predict: those of the first of the largest ensembles."""
+    """--predict: what the first of the largest ensembles says, by method, in predictions.csv; of
+    several methods in predictions-<method>.csv."""
     args, part, dataset = study.args, "predicted", study.sets["predicted"]
     rows = torch.arange(len(dataset))
     for method in args.methods:
-        path = study.run.dir / f"predictions_{method}.csv"
+        path = study.run.dir / f"predictions{f'-{method}' * (len(args.methods) > 1)}.csv"
         *_, chosen, draws = next(
             own for own in combinations(args, method) if own[0] == args.ensembles[-1])
         if isinstance(dataset, data.MoleculeSet):
             outputs = torch.cat([member_outputs(member_of(study, m), method, part)[:count]
                                  for m, count in zip(chosen, draws[max(draws)])])
-            mean, *variances = common.gaussian_mixture_moments(*outputs.unbind(-1))
-            columns = [rows, dataset.labels, mean, *(v.sqrt() for v in variances)]
-            names = ["index", "label", "predicted", "aleatoric", "epistemic", "total"]
-            common.write(path, common.to_csv(names, zip(*(c.tolist() for c in columns))))
+            found = common.gaussian_mixture_moments(*outputs.unbind(-1))
+            table = {"index": rows, "label": dataset.labels, "predicted": found.mean} | {
+                k: getattr(found, k).sqrt() for k in ("total", "aleatoric", "epistemic")}
+            common.write(path, common.to_csv(table, zip(*(c.tolist() for c in table.values()))))
+            common.say(f"predictions of {len(rows)} examples in {path}")
             continue
         members = [member_mixtures(member_of(study, m), method, part, rows) for m in chosen]
         whole = ensemble_mixture(members, draws[max(draws)])
@@ -1660,11 +1665,12 @@ def plot_study(plt, path, rows, panels, args):
             found = [[row[metric] for row in rows if row["method"] == f"{METHODS[method]}, K={k}"
                       and row.get("against") == against and row["set"] == rows[0]["set"]]
                      for k in args.ensembles]
-            axis.errorbar(np.arange(len(found)) + (i - len(args.methods) / 2) * width,
+            axis.errorbar(np.arange(len(found)) + (i - (len(args.methods) - 1) / 2) * width,
                           [np.mean(own) for own in found], [np.std(own) for own in found],
                           fmt="o-", ms=4, lw=1, capsize=2, color=colour, label=METHODS[method])
             axis.set(xlabel="members K", ylabel=f"{metric} {against or ''}".replace("_", " "),
-                     xticks=range(len(found)), xticklabels=args.ensembles)
+                     xticks=range(len(found)), xticklabels=args.ensembles,
+                     xlim=(-0.5, len(found) - 0.5))  # one K stands in the middle
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=7, frameon=False)
     common.save_figure(plt, figure, path)
@@ -1694,9 +1700,6 @@ def load_sets(args) -> tuple:
         train, val, test = image_sets(args)
     sets = {"train": data.evenly(train, args.limit_train), "val": val,
             name: data.evenly(test, args.limit_test)}
-    for part, own in sets.items():
-        if not len(own):
-            raise UserError(f"{args.dataset}: the set {part} is empty; more data is needed")
     if not sets["train"].labels.is_floating_point():
         counts = sets["train"].labels.bincount(minlength=train.num_classes)
         if empty := (counts == 0).nonzero().flatten().tolist():
@@ -1708,23 +1711,24 @@ def load_sets(args) -> tuple:
     ood = {k: data.evenly(own, args.limit_test)
            for k, own in data.ood_sets(args, train, taken=[*sets, "predicted"]).items()}
     predicted = {"predicted": data.predict_set(args, train)} if args.predict else {}
-    return sets | ood | predicted, tested, [*ood]
+    sets |= ood | predicted
+    data.check_shares(*sets.values(), limit=args.eval_batch_size)
+    return sets, tested, [*ood]
 
 
 def image_sets(args):
     """(train, val, test) with the published split, which no seed changes, and its statistics."""
-    def load(split):
-        found = data.load(args.dataset, split, args.data_dir, val_fraction=0.0,
-                          image_size=args.image_size)
-        return found.in_memory() if isinstance(found, data.StreamedSet) else found
-
-    whole, test = load("train"), load("test")
+    loaded = (data.load(args.dataset, split, args.data_dir, val_fraction=0.0,
+                        image_size=args.image_size) for split in ("train", "test"))
+    whole, test = (own.in_memory() if isinstance(own, data.StreamedSet) else own
+                   for own in loaded)
     if args.num_val >= len(whole):
         raise UserError(f"--num-val {args.num_val}: {args.dataset} has {len(whole)} images")
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
     train = whole.select(order[args.num_val:])
-    pixels = data.evenly(train, args.limit_train).images.float() / 255
-    std, mean = torch.std_mean(pixels, (0, 2, 3))
+    pixels = data.evenly(train, args.limit_train).images
+    white = 255 if pixels.dtype == torch.uint8 else 1
+    std, mean = torch.std_mean(pixels.float() / white, (0, 2, 3))
     std[std == 0] = 1  # an empty channel
     train = dataclasses.replace(train, mean=tuple(mean.tolist()), std=tuple(std.tolist()))
     return train, data.match(whole.select(order[:args.num_val]), train), data.match(test, train)
@@ -1753,10 +1757,10 @@ def open_study(args) -> Study:
     after = {title for titles in GROUPS.values() for title in titles}
     groups = {k: "evaluation" if title in after or k == "seed" else title
               for k, title in args.groups.items()}
+    net = make_network(args, sets["train"])  # first: what it refuses claims no directory
     run = common.Run(common.with_options(args, groups=groups), "swag_laplace_ensembles",
                      f"{name}{f'-w{args.width:g}' if args.width != 1 else ''}")
     study = Study(args, sets, tested, ood, run, {})
-    net = make_network(args, sets["train"])
     on_main(lambda: check_room(study, len(get_vector(net)), net.head))
     return study
 
