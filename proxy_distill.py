@@ -25,8 +25,9 @@ Expected:
     of the reverse KL 92.2 +- 0.4 %, 0.347 +- 0.009 (AUROC of letters by epistemic uncertainty
     0.995, as the ensemble's; rank correlation of precision 0.65), of EnD2 and the forward KL 0.1 %:
     not trained.
-  cifar10, 10,000 images, ResNet-18 of width 0.125, eight epochs (options in the README), n = 1:
-    one network 52.5 %, ensemble 53.0 %, EnD 48.2 %, reverse KL 48.1 %: behind one network there.
+  cifar10, 10,000 images, ResNet-18 of width 0.125, 30 epochs (options in the README), n = 1,
+    accuracy and NLL: one network 65.8 %, 0.972; ensemble 68.6 %, 0.876; EnD 66.4 %, 0.923; reverse
+    KL 66.8 %, 0.935.
   imagenet, ResNet-50, the published checkpoints: not measured.
 
 Differs from the published code (github.com/yandex-research/proxy-dirichlet-distillation):
