@@ -571,12 +571,8 @@ def fit_mixture(cells, start, iterations=30, neighbours=16, reg=1e-6, tolerance=
             mixture = select(mixture, mixture.weights > 0)
             near = nearest(cells.moments[:, 1:3], mixture.centres, neighbours)
         joint = log_joint(natural_parameters(mixture)[0], cells.moments, near)
-        highest = joint.amax(1, keepdim=True)
-        responsibility = joint.sub_(highest).exp_()  # softmax and logsumexp by one exponential
-        total = responsibility.sum(1, keepdim=True)
-        log_density = (highest + total.log())[:, 0]
-        mixture = mixture_of(cells, near, responsibility.div_(total), len(mixture.weights), reg)
-        history.append(float(cells.count @ log_density / cells.count.sum()))
+        mixture = mixture_of(cells, near, joint.softmax(1), len(mixture.weights), reg)
+        history.append(float(cells.count @ joint.logsumexp(1) / cells.count.sum()))
         if i % refresh and history[-1] - history[-2] < tolerance:
             break
     return select(mixture, mixture.weights > 0), history
