@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 try:
     import fcntl
     import resource
-except ImportError:  # Windows
+except ImportError:  # Windows: no locks of run directories there, no peak memory in results.json
     fcntl = resource = None
 
 
