@@ -125,6 +125,11 @@ def test_ivon_holds_a_sample_in_a_step_and_the_mean_after():
                    args.ivon_betas)
     for a, b in ((own.mean, start), (own.hessian, hessian), (sl.get_vector(net), start)):
         close(a, b)
+    again = sl.Ivon(nn.Linear(4, 3).double(), args, 7)
+    again.load_state_dict(own.state_dict())
+    for ivon in (own, again):
+        ivon.perturb()
+    assert torch.equal(again.drawn, own.drawn) and not torch.equal(again.drawn, moved)
     args.ivon_ess = None
     again = sl.Ivon(net, args, 7)
     close(again.deviation(3, 1), sl.ivon_deviation(again.hessian, noise, 7, 2e-4))
@@ -289,6 +294,8 @@ def test_where_the_hessian_is_indefinite_there_is_no_posterior():
 def test_best_of_scores():
     nan, inf = math.nan, math.inf
     assert sl.best([nan, -2.0, -1.0, -1.0, inf], "abcde", "x") == "c"
+    with pytest.raises(UserError, match="--swag-lrs"):
+        sl.best([nan, -inf], "ab", "--swag-lrs")
 
 
 # ---- Flows --------------------------------------------------------------------------------------
@@ -392,7 +399,9 @@ def test_published_combinations():
             random.seed(seed := (k + i) * (k + i + 1) // 2 + i)
             chosen = tuple(sorted(random.sample(list(range(1, members + 1)), k)))
             right.setdefault(chosen, seed)
+        state = random.getstate()
         assert sl.member_combinations(members, k, 30) == [(s, list(c)) for c, s in right.items()]
+        assert random.getstate() == state  # nobody else's numbers are used
 
 
 def test_metrics_are_those_of_repeated_examples():
