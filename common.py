@@ -196,6 +196,7 @@ def ece(probs, labels, bins=15):
     probs = _tensor(probs, "probs", 2)
     _check_probs(probs)
     confidence, predicted = probs.max(1)
+    confidence = confidence.clamp(max=1)  # rows sum to 1 within the tolerance
     bars = reliability(confidence, predicted == _labels(labels, probs), bins)
     gaps = np.abs(bars.accuracy - bars.confidence)
     return float((gaps * bars.counts).sum() / len(probs))
