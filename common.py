@@ -697,9 +697,10 @@ def between(low, high, kind=float):
         message = f"{text}: must be a number, {limits}"
         try:
             value = kind(text)
-        except (ValueError, OverflowError):
+            is_finite = math.isfinite(value)
+        except (ValueError, OverflowError):  # not a number, or an integer of 400 digits
             raise argparse.ArgumentTypeError(message) from None
-        if not low <= value <= high or value == math.inf:
+        if not low <= value <= high or not is_finite:
             raise argparse.ArgumentTypeError(message)
         return value
 
@@ -822,8 +823,8 @@ class Parser(argparse.ArgumentParser):
         if args.plot and importlib.util.find_spec("matplotlib") is None:
             say("skipped: pictures, which need matplotlib (pip install matplotlib)")
             args.plot = False
-        shown = ", ".join(f"{name} {getattr(args, name)}" for name in args.identity)
-        say(f"{self.prog}: {shown}; {args.device.type}, {world_size()} process(es) of "
+        shown = [f"{name} {values[name]}" for name in args.identity if values[name] is not None]
+        say(f"{self.prog}: {', '.join(shown)}; {args.device.type}, {world_size()} process(es) of "
             f"{torch.get_num_threads()} thread(s)")
         return args
 
