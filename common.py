@@ -1282,7 +1282,9 @@ def environment(device):
     return {"commit": commit or None, "python": platform.python_version(),
             "torch": torch.__version__, "numpy": np.__version__, "device": name,
             "tf32_in_convolutions": torch.backends.cudnn.allow_tf32,
-            "processes": world_size(), "threads": torch.get_num_threads()}
+            # `report` calls this inside `on_main`, where world_size() is 1.
+            "processes": int(os.environ.get("WORLD_SIZE", 1)),
+            "threads": torch.get_num_threads()}
 
 
 def device_memory(device):
