@@ -1033,6 +1033,7 @@ class Run:
         self.config = as_json({option: getattr(args, option) for option in names})
         self.free = FREE_IN_EVAL if args.eval else ()
         self.writable = True
+        self.claimed = False
         self.start = time.perf_counter()
         on_main(self._check_directory)
         say(f"run directory {self.dir}")
@@ -1061,8 +1062,7 @@ class Run:
 
     def claim(self):
         """Create and lock the directory, once; on the main process, before the first access."""
-        key = self.dir.resolve()
-        if key in _locks or not self.writable:
+        if self.claimed or not self.writable:
             return
         if self.args.eval and self.dir.is_dir() and not os.access(self.dir, os.W_OK):
             say(f"skipped: writing to {self.dir}, which is read-only")
@@ -1070,7 +1070,8 @@ class Run:
             return
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
-            file = open(self.dir / ".lock", "a")
+            # An earlier Run of this process may have locked the directory.
+            file = _locks.get(self.dir.resolve()) or open(self.dir / ".lock", "a")
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._delete(".*.tmp")  # of a process that was killed
@@ -1080,12 +1081,15 @@ class Run:
         except OSError as error:
             raise UserError(f"cannot write to {self.dir} ({error.strerror}); use another --out-dir "
                             "or --name") from None
-        _locks[key] = file
+        _locks[self.dir.resolve()] = file
         # Another process may have finished its run here since the constructor's check.
         self._check_directory()
         if self.args.fresh:
             self._delete(*RUN_FILES)
-        self.write("options.json", json.dumps(self.config, indent=1))
+        self.claimed = True
+        # The options of a finished run stay: with --eval some of them may differ.
+        if not (self.dir / "options.json").exists():
+            self.write("options.json", json.dumps(self.config, indent=1))
 
     def _delete(self, *patterns):
         for pattern in patterns:
