@@ -598,11 +598,12 @@ def gather_rows(batches):
     Returns {name: [N, ...]} on the CPU, in the order of the set, exactly one row for each example;
     on the processes other than the main one {}.
     """
-    # The last batch can have fewer examples than there are processes.
-    batches = [batch for batch in batches if len(batch["index"]) > 0]
+    # The last batch, or the set, can have fewer examples than there are processes.
+    filled = [batch for batch in batches if len(batch["index"]) > 0]
+    filled = filled or batches[:1]
     columns = {}
-    for name in batches[0]:
-        columns[name] = torch.cat([batch[name] for batch in batches]).cpu()
+    for name in filled[0]:
+        columns[name] = torch.cat([batch[name] for batch in filled]).cpu()
     parts = [columns]
     if world_size() > 1:
         parts = [None] * world_size() if is_main() else None
