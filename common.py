@@ -1183,7 +1183,7 @@ class Run:
         try:
             for key, part in self.parts.items():
                 part.load_state_dict(state[key])
-            self.history = list(state["history"])
+            self.history = [dict(row) for row in state["history"]]
         except Exception as error:  # a part is missing, or has other names or shapes
             raise UserError(f"{path} does not fit this network ({one_line(error)}); use --fresh to "
                             "start over") from None
