@@ -834,7 +834,8 @@ def density_columns(density, entropies, val_density, args):
     threshold = val_density.quantile(args.density_quantile)
     region = decide(density, entropies, threshold, args.entropy_threshold)
     # The share of the validation set that has a lower density: 0 is far out, 50 is usual.
-    percentile = 100 * torch.searchsorted(val_density, density) / len(val_density)
+    below = torch.searchsorted(val_density, density).double()
+    percentile = 100 * below / len(val_density)
     return {"log_density": density, "density_percentile": percentile,
             "decision": [REGIONS[r] for r in region]}
 
@@ -867,7 +868,7 @@ def network_rows(names, outputs, scores, fitted, args, seed):
     for row in rows:
         if "against" not in row:
             out = outputs[row["set"]]
-            metrics = prediction_metrics(out.logits / fitted.temperature, out.labels)
+            metrics = prediction_metrics(out.logits.double() / fitted.temperature, out.labels)
             row |= {f"{metric}_scaled": value for metric, value in metrics.items()}
         # The fractions of the three regions, in the OOD set if the row has one.
         of_set = scores[row.get("against", row["set"])]
@@ -994,20 +995,6 @@ def plot_uncertainty(names, scores, fitted, args, run):
               title="OOD (left), clean (below), ambiguous (above)")
     left.legend(frameon=False)
     run.save_figure(figure, "uncertainty.png")
-
-
-def plot_reliability(logits, labels, temperature, run):
-    """Accuracy by confidence in 15 bins, before and after temperature scaling."""
-    figure, axes = common.make_figure(1, 2, figsize=(7.5, 3.6), sharey=True)
-    for axis, t in zip(axes, [1.0, temperature]):
-        probs = (logits.double() / t).softmax(1)
-        confidence, predicted = probs.max(1)
-        bars = common.reliability(confidence, predicted == labels)
-        axis.bar(np.arange(15) / 15, bars.accuracy, 1 / 15, align="edge", ec="white")
-        axis.plot([0, 1], [0, 1], "k--", lw=1)
-        axis.set(title=f"T = {t:.2f}, ECE {100 * common.ece(probs, labels):.2f} %",
-                 xlabel="confidence", ylabel="accuracy")
-    run.save_figure(figure, "reliability.png")
 
 
 # ---- Main ---------------------------------------------------------------------------------------
@@ -1239,7 +1226,6 @@ def evaluate(members, sets, seed, args, run):
     if seed == args.seed and args.plot:
         # The parts of the test set if it has any, else the test set.
         plot_uncertainty(names[-2:] + list(sets.ood), scores, fitted, args, run)
-        plot_reliability(members[0].test.logits, sets.test.labels, fitted.temperature, run)
     return rows
 
 
