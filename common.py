@@ -1042,14 +1042,19 @@ class Run:
     def _check_directory(self):
         """Refuse a directory that was made with other options, or that --eval does not find."""
         path = self.dir / "options.json"
-        if self.args.eval and self.args.epochs and not self.dir.is_dir():
+        if self.args.eval and self.args.epochs and not os.path.isdir(self.dir):
             raise UserError(f"no run in {self.dir}; train it first (the same command without "
                             "--eval)")
-        if self.args.fresh or not path.exists():
+        if self.args.fresh:
             return
         try:
             there = json.loads(path.read_text())
-        except (OSError, ValueError, RecursionError):
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise UserError(f"cannot read {path} ({error.strerror}); use another --out-dir or "
+                            "--name") from None
+        except (ValueError, RecursionError):
             there = None
         if not isinstance(there, dict):
             raise UserError(f"{path} is damaged; use --fresh to start over")
