@@ -1386,7 +1386,7 @@ def pooled_text(values, independent=True):
     """ "mean ± standard error" of numbers; without the error where it is not defined."""
     if not values:
         return None
-    if not isinstance(values[0], (int, float)):
+    if not all(isinstance(value, (int, float)) for value in values):
         return str(values[0])
     mean = float(np.mean(values))
     digits = ".4f" if abs(mean) < 1000 else ".5g"
@@ -1431,10 +1431,10 @@ def format_results(rows, metrics, form="text"):
 def read_results(path):
     """The content of the results.json of a run; None if the file has none."""
     try:
-        content = json.loads(Path(path, "results.json").read_text())
+        content = as_json(json.loads(Path(path, "results.json").read_text()))  # NaN is None
         pool(content["rows"], [])
         return {"script": str(content["script"]), "config": dict(content["config"]),
-                "columns": list(content["columns"]), "rows": content["rows"]}
+                "columns": [str(name) for name in content["columns"]], "rows": content["rows"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
