@@ -1445,8 +1445,13 @@ NOT_SHOWN = ("seed", "runs", "name", "out_dir", "data_dir", "device", "workers",
 
 
 def run_label(content, contents):
-    """The options in which a run differs from others of its script: "width=0.5 epochs=3"."""
+    """The options in which a run differs from others of its script: "width=0.5 epochs=3".
+
+    It begins with the name of the script if there are several: their rows are not pooled.
+    """
     words = []
+    if any(other["script"] != content["script"] for other in contents):
+        words.append(content["script"])
     for name, value in content["config"].items():
         differs = any(other["config"].get(name) != value for other in contents
                       if other["script"] == content["script"])
