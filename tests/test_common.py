@@ -997,10 +997,12 @@ def test_a_run_is_named_by_what_differs_within_its_script(runs_of_two_rates, cap
     content["config"] |= {"lr": 0.3, "coeff": 3}  # the only run of its script
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "results.json").write_text(json.dumps(content))
-    lines = table(capsys, *folders, tmp_path / "other").out.splitlines()
-    labels = {line.split("  ")[0] for line in lines if " DDU " in f" {line}"}
-    assert labels == {"lr=0.1", "lr=0.2", ""}
-    assert "=" not in table(capsys, folders[0], tmp_path / "other").out
+    text = table(capsys, *folders, tmp_path / "other").out
+    labels = {line.split("  ")[0] for line in text.splitlines() if "  DDU  " in line}
+    assert labels == {"x lr=0.1", "x lr=0.2", "y"}
+    text = table(capsys, folders[0], tmp_path / "other").out
+    labels = [line.split("  ")[0] for line in text.splitlines() if "  DDU  " in line]
+    assert labels == ["x", "y", "x", "y"]  # of the set, and of the pair of sets
 
 
 @pytest.mark.parametrize("argv, message", [
