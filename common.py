@@ -1539,7 +1539,7 @@ def launch(main):
     signal.signal(signal.SIGTERM, stop)
     try:
         main()
-        sys.stdout.flush()
+        print(end="", flush=True)  # sys.stdout is None where it was closed
     except UserError as error:
         _fail(f"{script}: error: {' '.join(str(error).split())}")
     except (MemoryError, torch.OutOfMemoryError):
