@@ -1176,6 +1176,16 @@ def test_output_without_a_reader_is_one_line_and_status_2(tmp_path, target, reas
     assert f"x.py: error: cannot print ({reason}" in child.stderr
 
 
+def print_nowhere():
+    sys.stdout = None  # as Python sets it where standard output was closed
+    in_launch(print, "a row")
+
+
+def test_a_closed_output_is_no_error(tmp_path):
+    child = Child(tmp_path, print_nowhere).wait(60)
+    assert child.status == 0 and child.stderr == ""
+
+
 def train_for_ever(folder):
     def main():
         if os.fork() == 0:  # as the processes that decode images, which Ctrl-C reaches, too
