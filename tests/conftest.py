@@ -15,14 +15,16 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it
 REPO = Path(__file__).resolve().parent.parent
 PATHS = [str(REPO), str(REPO / "tests")]
 sys.path[:0] = PATHS
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [*PATHS, os.environ.get("PYTHONPATH")]))
+if os.environ.get("PYTHONPATH"):
+    PATHS.append(os.environ["PYTHONPATH"])
+os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
 
 import numpy as np  # noqa: E402  after the thread count is set
 import pytest  # noqa: E402
@@ -56,13 +58,16 @@ class Child:
     """
 
     def __init__(self, folder, function, *args, rank=0, size=None, port=None):
-        self.out, self.err, self.result = (Path(folder) / f"{rank}.{k}"
-                                           for k in ("out", "err", "result"))
-        world = {} if size is None else {
-            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        streams = self.out, self.err, self.result
-        self.process = SERVER.Process(target=_in_child, args=(streams, world, function, args))
+        self.out = Path(folder) / f"{rank}.out"
+        self.err = Path(folder) / f"{rank}.err"
+        self.result = Path(folder) / f"{rank}.result"
+        variables = {}
+        if size is not None:
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
+                         "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+                         "MASTER_PORT": str(port)}
+        files = (self.out, self.err, self.result)
+        self.process = SERVER.Process(target=_in_child, args=(files, variables, function, args))
         self.process.start()
 
     def wait(self, timeout=300):
@@ -93,15 +98,18 @@ class Child:
         return pickle.loads(self.result.read_bytes())
 
 
-def _in_child(streams, world, function, args):
-    for path, number in zip(streams, (1, 2)):
+def _in_child(files, variables, function, args):
+    out, err, result = files
+    for path, number in ((out, 1), (err, 2)):
         with open(path, "wb") as file:
             os.dup2(file.fileno(), number)
-    sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores it
-    os.environ.update({k: str(v) for k, v in world.items()})
+    os.environ.update(variables)
     torch.set_num_threads(1)
-    streams[2].write_bytes(pickle.dumps(function(*args)))
+    value = function(*args)
+    result.write_bytes(pickle.dumps(value))
 
 
 def in_double(batch):
@@ -118,28 +126,38 @@ def in_float64(script, replace=setattr):
     """Make the script's networks and all batches float64: what is left of a difference is not
     rounding. `replace` sets an attribute (monkeypatch.setattr undoes it)."""
     import data
-    make = script.make_network
-    replace(script, "make_network", lambda *args: make(*args).double())
+    make_network = script.make_network
+
+    def make_in_float64(*args):
+        return make_network(*args).double()
+
+    replace(script, "make_network", make_in_float64)
     for loader in (data.Loader, data.SequenceLoader):
-        replace(loader, "epoch", lambda *args, epoch=loader.epoch: map(in_double, epoch(*args)))
+
+        def epoch_in_float64(*args, epoch=loader.epoch):
+            return map(in_double, epoch(*args))
+
+        replace(loader, "epoch", epoch_in_float64)
 
 
-def _runner(name, wide):
-    def run(*argv):
-        import common
-        script = importlib.import_module(name)
-        if wide:
-            in_float64(script)
-        sys.argv = [f"{name}.py", *map(str, argv)]
-        common.launch(script.main)
-
-    run.__name__ = run.__qualname__ = f"run_{name}" + "_in_float64" * wide
-    return run
+def run_script(name, *argv):
+    """`python NAME.py ARGV` in this process."""
+    import common
+    script = importlib.import_module(name)
+    sys.argv = [f"{name}.py"] + [str(word) for word in argv]
+    common.launch(script.main)
 
 
-# run_ddu(*argv): `python ddu.py ARGV` in this process; run_ddu_in_float64: in_float64
-globals().update((run.__name__, run) for script in SCRIPTS for wide in (False, True)
-                 for run in [_runner(script, wide)])
+def run_in_float64(name, *argv):
+    in_float64(importlib.import_module(name))
+    run_script(name, *argv)
+
+
+run_ddu = partial(run_script, "ddu")
+run_ddu_in_float64 = partial(run_in_float64, "ddu")
+run_gbnn2d_in_float64 = partial(run_in_float64, "gbnn2d")
+run_proxy_distill = partial(run_script, "proxy_distill")
+run_swag_laplace_ensembles_in_float64 = partial(run_in_float64, "swag_laplace_ensembles")
 
 
 def free_port():
@@ -151,8 +169,11 @@ def free_port():
 def start_ranks(folder, size, function, *args, each=None):
     """`size` processes with one process group to be; `each(rank)` gives further arguments."""
     port = free_port()
-    return [Child(folder, function, *args, *(each(r) if each else ()), rank=r, size=size, port=port)
-            for r in range(size)]
+    children = []
+    for rank in range(size):
+        more = each(rank) if each else ()
+        children.append(Child(folder, function, *args, *more, rank=rank, size=size, port=port))
+    return children
 
 
 def wait_for(condition, timeout=200, what="condition"):
@@ -174,29 +195,40 @@ def strict_json(path):
 
 def snapshot(folder):
     """Every file below `folder` by its relative path, but for locks."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in Path(folder).rglob("*")
-            if p.is_file() and p.name != ".lock"}
+    contents = {}
+    for path in Path(folder).rglob("*"):
+        if path.is_file() and path.name != ".lock":
+            contents[str(path.relative_to(folder))] = path.read_bytes()
+    return contents
 
 
 def leaves(tree, path=""):
     """(path, tensor) of the numbers and tensors in nested dicts and lists."""
-    if isinstance(tree, (dict, list)):
-        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+    if isinstance(tree, list):
+        tree = dict(enumerate(tree))
+    if isinstance(tree, dict):
+        for key, value in tree.items():
             yield from leaves(value, f"{path}/{key}")
     elif isinstance(tree, (int, float, torch.Tensor)):
         yield path, torch.as_tensor(tree)
 
 
+def lasting_leaves(path):
+    """The leaves of a checkpoint, but for what names the run and what measures time."""
+    state = torch.load(path, weights_only=True)
+    del state["identity"]
+    for row in state["history"]:
+        del row["seconds"], row["examples_per_s"]
+    return dict(leaves(state))
+
+
 def assert_same_checkpoints(a, b):
     """Two checkpoints agree bit for bit in all but what names the run and measures time."""
-    a, b = (torch.load(p, weights_only=True) for p in (a, b))
-    for state in (a, b):
-        del state["identity"]
-        state["history"] = [{k: v for k, v in row.items() if k != "seconds" and "_per_s" not in k}
-                            for row in state["history"]]
-    left, right = dict(leaves(a)), dict(leaves(b))
+    left = lasting_leaves(a)
+    right = lasting_leaves(b)
     assert left.keys() == right.keys() and len(left) > 3
-    assert not [key for key, value in left.items() if not torch.equal(value, right[key])]
+    for key, value in left.items():
+        assert torch.equal(value, right[key]), key
 
 
 @pytest.fixture
@@ -236,27 +268,35 @@ def small_data(tmp_path_factory):
     image, so that the second of two processes gets none), 20 test images, all 64x64.
     """
     folder = tmp_path_factory.mktemp("small_data")
-    root, rng = folder / "tiny-imagenet-200", np.random.default_rng(0)
+    root = folder / "tiny-imagenet-200"
+    rng = np.random.default_rng(0)
     names = [f"n0000000{k}" for k in range(4)]
+    y, x = np.mgrid[:64, :64] / 64
 
-    def write(path, label):
-        y, x = np.mgrid[:64, :64] / 64
-        wave = np.sin(2 * np.pi * ((label + 1) * (x if label % 2 else y) + rng.random()))
-        image = 128 + 60 * wave[..., None] * rng.random(3) + 12 * rng.standard_normal((64, 64, 3))
+    def save(path, pixels):
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(path, compress_level=1)
+        Image.fromarray(pixels.astype(np.uint8)).save(path, compress_level=1)
 
-    for k, name in enumerate(names):
-        for i in range(31 if k == 0 else 30):
-            write(root / "train" / name / "images" / f"{name}_{i}.png", k)
-    rows = [(f"val_{i}.png", i % 4) for i in range(20)]
-    for file, k in rows:
-        write(root / "val" / "images" / file, k)
-    notes = "".join(f"{file}\t{names[k]}\t0\t0\t63\t63\n" for file, k in rows)
-    (root / "val" / "val_annotations.txt").write_text(notes)
-    (root / "wnids.txt").write_text("\n".join(names) + "\n")
-    (folder / "odd").mkdir()
+    def save_wave(path, label):
+        """A wave with label + 1 periods, across or down, in a random colour."""
+        position = x if label % 2 else y
+        wave = np.sin(2 * np.pi * ((label + 1) * position + rng.random()))
+        colour = rng.random(3)
+        noise = rng.standard_normal((64, 64, 3))
+        image = 128 + 60 * wave[..., None] * colour + 12 * noise
+        save(path, image.clip(0, 255))
+
+    for label, name in enumerate(names):
+        number = 31 if label == 0 else 30
+        for i in range(number):
+            save_wave(root / "train" / name / "images" / f"{name}_{i}.png", label)
+    notes = []
     for i in range(20):
-        pixels = rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / "odd" / f"{i}.png", compress_level=1)
+        label = i % 4
+        save_wave(root / "val" / "images" / f"val_{i}.png", label)
+        notes.append(f"val_{i}.png\t{names[label]}\t0\t0\t63\t63\n")
+    (root / "val" / "val_annotations.txt").write_text("".join(notes))
+    (root / "wnids.txt").write_text("\n".join(names) + "\n")
+    for i in range(20):
+        save(folder / "odd" / f"{i}.png", rng.integers(0, 256, (64, 64, 3), dtype=np.uint8))
     return folder
