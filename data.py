@@ -1,28 +1,32 @@
-"""Data for the scripts of this folder: loaders, augmentation, corruptions, OOD and embedded sets.
+"""Data of the scripts: loaders, augmentation, corruptions, OOD sets and embedded sets.
 
-    train = load("cifar10", "train", "data", seed=1)      # 45,000 rows, uint8, in memory
-    ood = match(load("svhn", "test", "data"), train)      # OOD data in the training set's terms
-    for batch in Loader(train, 128, "cuda", shuffle=True, augment="crop_flip").epoch(3):
-        batch.images                                      # float32, normalised, on the device
+    sets = load_sets("cifar10", "data", seed=1, ood=["svhn"])
+    sets.train                                     # 45,000 images, uint8, in memory
+    sets.ood["svhn"]                               # normalised with the statistics of sets.train
+    for batch in Loader(sets.train, 128, "cuda", shuffle=True, augment="crop_flip").epoch(3):
+        batch.images                               # float32, normalised, on the device
 
-    train = load_text("sst2", "train", "data")            # or load_molecules("qm9", "train")
+    train = load_text("sst2", "train", "data")     # or load_molecules("qm9", "train", "data")
     for batch in SequenceLoader(train, 16, "cuda", shuffle=True).epoch(3):
-        batch.tokens                                      # int64, padded with 0, on the device
+        batch.tokens                               # int64, padded with 0, on the device
 
-Small sets are an `ImageSet`: uint8 tensors that the `Loader` keeps on the device, where it crops,
-flips and normalises whole batches. Folders too large for memory are a `StreamedSet`, decoded in
-worker processes. Sentences are a `TextSet`, molecules a `MoleculeSet`. `DATASETS`, `TEXTS` and
-`MOLECULES` list the names. What the user can mend raises `common.UserError`, in one line.
+Small image sets are an `ImageSet`: uint8 tensors that the `Loader` keeps on the device, where it
+crops, flips and normalises whole batches. Large images are a `StreamedSet`: files that are decoded
+by worker processes. Sentences are a `TextSet`, molecules a `MoleculeSet`. `DATASETS`, `TEXTS` and
+`MOLECULES` list the names of all sets. Functions that read a set must be called by all processes
+together. Errors that the user can fix are `common.UserError`s of one line.
 """
+
 import io
 import math
 import os
+import random
 import re
 import unicodedata
 from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial, wraps
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,34 +35,40 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from torchvision import datasets as tv
-from torchvision.datasets.utils import check_md5, download_url
+from torchvision.datasets.utils import download_url
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as TF
 
 import common
 from common import UserError
 
-# ---- Sources -------------------------------------------------------------------------------------
+# ---- Sources ------------------------------------------------------------------------------
 
 
 class Source(NamedTuple):
-    place: str              # what is read, below data_dir
-    site: str               # where its publisher has it
+    """Where a published set lies, and how it is normalised."""
+
+    path: str               # relative to the data directory
+    site: str               # where its publisher offers it
     num_classes: int = 0    # 0: as many as there are class folders
-    mean: tuple = ()        # per channel, of training pixels in [0,1]; (): computed, as no
-    std: tuple = ()         # published value is known to us
+    mean: tuple = ()        # per channel, of training pixels in [0, 1]; (): computed
+    std: tuple = ()
 
 
-GITHUB, ZENODO = "https://github.com/", "https://zenodo.org/records/"
-IMAGENET = (0, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # users' folders have these, too
-TINY_IMAGENET = (0, tuple(x / 255 for x in (122.4786, 114.2755, 101.3963)),  # published on 0..255
-                 tuple(x / 255 for x in (70.4924, 68.5679, 71.8127)))
+MNIST_STATISTICS = (10, (0.1307,), (0.3081,))
+# Folders of the user are normalised like ImageNet.
+IMAGENET_STATISTICS = (0, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+# TinyImageNet's are published on a scale of 0 to 255.
+TINY_MEAN = (122.4786 / 255, 114.2755 / 255, 101.3963 / 255)
+TINY_STD = (70.4924 / 255, 68.5679 / 255, 71.8127 / 255)
 SOURCES = {
     "mnist": Source("MNIST/raw", "https://ossci-datasets.s3.amazonaws.com/mnist",
-                    10, (0.1307,), (0.3081,)),
-    "fashion_mnist": Source("FashionMNIST/raw", GITHUB + "zalandoresearch/fashion-mnist",
+                    *MNIST_STATISTICS),
+    "fashion_mnist": Source("FashionMNIST/raw",
+                            "https://github.com/zalandoresearch/fashion-mnist",
                             10, (0.2860,), (0.3530,)),
     "kmnist": Source("KMNIST/raw", "http://codh.rois.ac.jp/kmnist", 10),
     "cifar10": Source("cifar-10-batches-py", "https://www.cs.toronto.edu/~kriz/cifar.html",
@@ -68,65 +78,84 @@ SOURCES = {
     "svhn": Source("{}_32x32.mat", "http://ufldl.stanford.edu/housenumbers",
                    10, (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
     "ambiguous_mnist": Source(
-        "AmbiguousMNIST", GITHUB + "BlackHC/ddu_dirty_mnist/releases/download/data-v1.0.0",
-        10, (0.1307,), (0.3081,)),
-    "tiny_imagenet": Source("tiny-imagenet-200", "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
-                            *TINY_IMAGENET),
+        "AmbiguousMNIST",
+        "https://github.com/BlackHC/ddu_dirty_mnist/releases/download/data-v1.0.0",
+        *MNIST_STATISTICS),
+    "tiny_imagenet": Source("tiny-imagenet-200",
+                            "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+                            0, TINY_MEAN, TINY_STD),
     "imagenet": Source("imagenet", "https://www.image-net.org (sort val into class folders)",
-                       *IMAGENET),
-    "imagenet_a": Source("imagenet-a", GITHUB + "hendrycks/natural-adv-examples", *IMAGENET),
-    "imagenet_o": Source("imagenet-o", GITHUB + "hendrycks/natural-adv-examples", *IMAGENET),
-    "imagenet_r": Source("imagenet-r", GITHUB + "hendrycks/imagenet-r", *IMAGENET),
-    "cifar10_c": Source("CIFAR-10-C", ZENODO + "2535967"),
-    "cifar100_c": Source("CIFAR-100-C", ZENODO + "3555552"),
-    "tiny_imagenet_c": Source("Tiny-ImageNet-C", ZENODO + "2536630", *TINY_IMAGENET),
-    "imagenet_c": Source("imagenet-c", ZENODO + "2235448", *IMAGENET),
+                       *IMAGENET_STATISTICS),
+    "imagenet_a": Source("imagenet-a", "https://github.com/hendrycks/natural-adv-examples",
+                         *IMAGENET_STATISTICS),
+    "imagenet_o": Source("imagenet-o", "https://github.com/hendrycks/natural-adv-examples",
+                         *IMAGENET_STATISTICS),
+    "imagenet_r": Source("imagenet-r", "https://github.com/hendrycks/imagenet-r",
+                         *IMAGENET_STATISTICS),
+    "cifar10_c": Source("CIFAR-10-C", "https://zenodo.org/records/2535967"),
+    "cifar100_c": Source("CIFAR-100-C", "https://zenodo.org/records/3555552"),
+    "tiny_imagenet_c": Source("Tiny-ImageNet-C", "https://zenodo.org/records/2536630",
+                              0, TINY_MEAN, TINY_STD),
+    "imagenet_c": Source("imagenet-c", "https://zenodo.org/records/2235448",
+                         *IMAGENET_STATISTICS),
     "sst2": Source("SST-2", "https://dl.fbaipublicfiles.com/glue/data/SST-2.zip"),
     "qm9": Source(
         "QM9", "https://deepchemdata.s3-us-west-1.amazonaws.com/datasets/molnet_publish/qm9.zip"),
 }
-TORCHVISION = {  # name: torchvision's class, rows of training and test
-    "mnist": (tv.MNIST, 60000, 10000), "fashion_mnist": (tv.FashionMNIST, 60000, 10000),
-    "kmnist": (tv.KMNIST, 60000, 10000), "cifar10": (tv.CIFAR10, 50000, 10000),
-    "cifar100": (tv.CIFAR100, 50000, 10000), "svhn": (tv.SVHN, 73257, 26032)}
-AMBIGUOUS_MNIST = {"amnist_samples.pt": "4f7865093b1d28e34019847fab917722",
-                   "amnist_labels.pt": "3bfc055a9f91a76d8d493e8b898c3c95"}  # their MD5
-
-DIGITS, LETTERS = "0123456789", "ACEFHKMNPRTUVWXY"  # no letter that a warped digit resembles
-NUMBERS = [f"{k:03d}" for k in range(1000)]
-WORDS = ["".join(LETTERS[4 * k // 16**place % 16] for place in (2, 1, 0)) for k in range(1000)]
-EMBEDDED = {  # 28x28x1: the classes' texts, font size, stroke widths, rows of training and test
-    "glyphs": (DIGITS, 52, (0, 1, 2, 3), 10000, 2000),
-    "glyphs_ambiguous": (DIGITS, 50, (0, 1), 5000, 2000),    # blends of two; training rows twice
-    "dirty_glyphs": (),                                      # 8,000 of each, all 4,000 of test
-    "glyphs_letters": (LETTERS, 50, (0, 1, 2, 3), 10000, 2000),
-    "numbers": (NUMBERS, 27, (0, 1), 30000, 5000),           # 1000 classes
-    "numbers_letters": (WORDS, 27, (0, 1), 30000, 5000),
-    "numbers_ambiguous": (NUMBERS, 27, (0, 1), 5000, 2000),
+TORCHVISION = {
+    "mnist": tv.MNIST,
+    "fashion_mnist": tv.FashionMNIST,
+    "kmnist": tv.KMNIST,
+    "cifar10": tv.CIFAR10,
+    "cifar100": tv.CIFAR100,
+    "svhn": tv.SVHN,
 }
-DATASETS = (*EMBEDDED, *TORCHVISION, "ambiguous_mnist", "dirty_mnist", "tiny_imagenet", "imagenet",
-            "imagenet_a", "imagenet_o", "imagenet_r", "folder:PATH")
+AMBIGUOUS_MNIST = {  # MD5 checksums of its files
+    "amnist_samples.pt": "4f7865093b1d28e34019847fab917722",
+    "amnist_labels.pt": "3bfc055a9f91a76d8d493e8b898c3c95",
+}
+
+
+class Prints(NamedTuple):
+    """An embedded set: 28x28 grey pictures of texts, one class per text."""
+
+    texts: list
+    font_size: int
+    strokes: tuple          # stroke widths of the pen
+    train_rows: int
+    test_rows: int
+
+
+DIGITS = list("0123456789")
+LETTERS = list("ACEFHKMNPRTUVWXY")  # none of them resembles a digit when it is warped
+NUMBERS = [f"{k:03d}" for k in range(1000)]
+# A word per number: the hexadecimal digits of its fourfold, written as letters.
+TO_LETTERS = str.maketrans("0123456789abcdef", "ACEFHKMNPRTUVWXY")
+WORDS = [f"{4 * k:03x}".translate(TO_LETTERS) for k in range(1000)]
+EMBEDDED = {  # the random numbers of a set depend on its place in this table
+    "glyphs": Prints(DIGITS, 52, (0, 1, 2, 3), 10000, 2000),
+    # Blends of two digits. Each training image occurs twice, with a label drawn for each.
+    "glyphs_ambiguous": Prints(DIGITS, 50, (0, 1), 5000, 2000),
+    "dirty_glyphs": None,  # 8,000 training rows and all test rows of each of the two above
+    "glyphs_letters": Prints(LETTERS, 50, (0, 1, 2, 3), 10000, 2000),
+    "numbers": Prints(NUMBERS, 27, (0, 1), 30000, 5000),
+    "numbers_letters": Prints(WORDS, 27, (0, 1), 30000, 5000),
+    "numbers_ambiguous": Prints(NUMBERS, 27, (0, 1), 5000, 2000),
+}
+IN_MEMORY = tuple(EMBEDDED) + tuple(TORCHVISION) + ("ambiguous_mnist", "dirty_mnist")
+DATASETS = IN_MEMORY + ("tiny_imagenet", "imagenet", "imagenet_a", "imagenet_o", "imagenet_r",
+                        "folder:PATH")
 TEXTS = ("reviews", "reviews_finance", "sst2")
 MOLECULES = ("clusters", "clusters_large", "qm9")
 SPLITS = ("train", "val", "test", "ood")
 
 
 class Absent(UserError):
-    """A set is not where it has to be, and could not be downloaded."""
+    """A set cannot be used: it was not found, is damaged, or has the name of another set."""
 
 
-def _absent(name, path, error=None):
-    why = f" and could not be downloaded ({common.one_line(error)})" if error else ""
-    return Absent(f"{name}: {path} is not there{why}; get it from {SOURCES[name].site}")
-
-
-def _damaged(name, path, why):
-    site = SOURCES[name].site
-    return UserError(f"{name}: {path} is damaged or incomplete ({why}); get it from {site}")
-
-
-def _unreadable(path, error):
-    return UserError(f"{path}: unreadable ({common.one_line(error)}); replace the file")
+def _absent(name, path, reason="not found"):
+    return Absent(f"{name}: {path}: {reason}; get it from {SOURCES[name].site}")
 
 
 def _choose_from(what, value, choices):
@@ -135,69 +164,42 @@ def _choose_from(what, value, choices):
 
 
 def _generator(*key):
-    """A CPU generator seeded by all integers of `key`; near keys give unrelated streams."""
-    state = np.random.SeedSequence([k % 2**63 for k in key]).generate_state(1, np.uint64)
+    """A CPU generator seeded by the integers of `key`; similar keys give unrelated numbers."""
+    entropy = [number % 2**63 for number in key]
+    state = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0]) % 2**63)
 
 
-# ---- Sets ----------------------------------------------------------------------------------------
+# ---- Sets ---------------------------------------------------------------------------------
 
 
-class _Set:
-    """What all sets share. `rows`: the fields with an entry a row; `ragged`: those that hold the
-    entries of one row after those of the other, as many as the field `counts` says."""
-    rows, ragged, counts, is_features = ("labels",), (), None, False
+@dataclass(frozen=True, eq=False)
+class ImageSet:
+    """N images in memory: uint8, or float32 in [0, 1], or features [N, D, 1, 1]."""
+
+    name: str
+    images: Tensor                      # [N, C, H, W]
+    labels: Tensor                      # int64 [N] in 0..num_classes-1, -1 unknown; or float
+    num_classes: int
+    mean: tuple                         # per channel, of training pixels in [0, 1]
+    std: tuple
+    label_probs: Tensor | None = None   # float32 [N, K], the true distribution where known
+    groups: Tensor | None = None        # int64 [N]; rows of a group are never split
+    classes: tuple = ()                 # names in the order of the labels, where known
+    files: tuple = ()                   # paths of the images, relative to their folder
 
     def __post_init__(self):
-        rows = {key: len(getattr(self, key)) for key in self.rows if getattr(self, key) is not None}
-        long = [len(getattr(self, key)) - int(getattr(self, self.counts).sum())
-                for key in self.ragged]
-        if {*rows.values()} - {0} - {len(self)} or any(long):
-            raise UserError(f"{self.name}: fields of different lengths: {rows}, {long}")
-        if len(self) and not self.labels.is_floating_point():
-            low, high = (int(end) for end in self.labels.aminmax())
+        n = len(self.labels)
+        if len(self.images) != n:
+            raise UserError(f"{self.name}: {len(self.images)} images, but {n} labels")
+        if n > 0 and not self.labels.is_floating_point():
+            low, high = self.labels.aminmax()
             if low < -1 or high >= self.num_classes:
                 raise UserError(f"{self.name}: labels from {low} to {high}; expected 0 to "
                                 f"{self.num_classes - 1}")
 
     def __len__(self):
         return len(self.labels)
-
-    def select(self, index):
-        """The rows `index` (a slice, integers [n] or a mask [N]) as a new set."""
-        index = torch.arange(len(self))[index]
-        entries = _ragged(getattr(self, self.counts), index) if self.ragged else None
-        changed = {key: getattr(self, key)[entries] for key in self.ragged}
-        for key in self.rows:
-            own = getattr(self, key)
-            changed[key] = own[index] if isinstance(own, Tensor) else own and tuple(
-                own[row] for row in index.tolist())
-        return replace(self, **changed)
-
-
-def _ragged(counts, index):
-    """int64: where the entries of rows `index` lie, of rows of `counts` entries in turn."""
-    own = counts[index]
-    shift = (counts.cumsum(0) - counts)[index] - (own.cumsum(0) - own)
-    return torch.arange(int(own.sum())) + shift.repeat_interleave(own)
-
-
-@dataclass(frozen=True, eq=False)
-class ImageSet(_Set):
-    """N images in memory: uint8, or float32 where the source is not 8-bit (then in [0,1], unless
-    noise was added), or features [N,D,1,1]."""
-    name: str
-    images: Tensor          # [N,C,H,W]
-    labels: Tensor          # int64 [N], 0..num_classes-1, or -1 where unknown; or float targets
-    num_classes: int
-    mean: tuple             # per channel, of pixels in [0,1], over the training set
-    std: tuple
-    label_probs: Tensor | None = None   # float32 [N,K]: the true distribution, where it is known
-    groups: Tensor | None = None        # int64 [N]: equal ones are one image, split never
-    classes: tuple = ()     # names in label order, by which `predict_set` compares labels
-    files: tuple = ()       # the images' paths below their folder
-
-    rows = ("images", "labels", "label_probs", "groups", "files")
 
     @property
     def shape(self):
@@ -206,525 +208,740 @@ class ImageSet(_Set):
 
     @property
     def is_features(self):
-        """Whether rows are vectors (features, points) and no pictures."""
+        """Whether the rows are vectors instead of pictures."""
         return self.shape[1:] == (1, 1)
+
+    def select(self, index):
+        """The rows `index` (a slice, integers [n] or a mask [N]) as a new set."""
+        rows = torch.arange(len(self))[index]
+        label_probs = None if self.label_probs is None else self.label_probs[rows]
+        groups = None if self.groups is None else self.groups[rows]
+        files = tuple(self.files[row] for row in rows.tolist()) if self.files else ()
+        return replace(self, images=self.images[rows], labels=self.labels[rows],
+                       label_probs=label_probs, groups=groups, files=files)
 
 
 @dataclass(frozen=True, eq=False)
-class StreamedSet(_Set):
-    """N image files, decoded as they are read, to RGB uint8 [3,S,S]."""
+class StreamedSet:
+    """N image files, decoded to RGB uint8 [3, S, S] when they are read."""
+
     name: str
-    paths: tuple
-    labels: Tensor
+    root: Path
+    files: tuple                        # paths relative to `root`, with forward slashes
+    labels: Tensor                      # int64 [N]
     num_classes: int
     mean: tuple
     std: tuple
-    shape: tuple            # (3, S, S): of the centre crop
-    resize: int | list      # to what the shorter side is resized before, or [height, width]
-    classes: tuple = ()     # names in label order: ImageNet-A, -O and -R have 200 of the 1000
-    root: str = ""          # the folder below which `files` are named
-    expect: tuple | None = None     # the (width, height) that every file must have
-    key: tuple | None = None        # integers that draw, with the row, how it is augmented
+    shape: tuple                        # (3, S, S), of the centre crop
+    resize: int | list                  # size of the shorter side before it, or [height, width]
+    classes: tuple = ()                 # names; ImageNet-A, -O and -R have 200 of the 1000
+    key: tuple | None = None            # integers that, with the row, seed the augmentation
 
-    rows = ("paths", "labels")
+    is_features = False
 
-    @property
-    def files(self):
-        """Paths below the set's folder, with slashes."""
-        return tuple(os.path.relpath(path, self.root).replace(os.sep, "/") for path in self.paths)
+    def __len__(self):
+        return len(self.labels)
 
-    def open(self, row):
-        """File `row` as an RGB PIL image; UserError where it cannot be read."""
-        path = self.paths[row]
-        try:
-            with Image.open(path) as file:
-                if file.mode[0] in "IF":  # integers of 16 bits, floats: Pillow would cut at 255
-                    raise ValueError(f"pixels of mode {file.mode}, expected 8 bits a channel")
-                image = file.convert("RGB")
-        except Exception as error:  # Pillow's readers raise many types, few of them documented
-            raise _unreadable(path, error) from None
-        if self.expect and image.size != self.expect:
-            raise UserError(f"{path}: width and height {image.size}, expected {self.expect}; "
-                            "unpack the published archive again")
-        return image
+    def select(self, index):
+        """The rows `index` (a slice, integers [n] or a mask [N]) as a new set."""
+        rows = torch.arange(len(self))[index]
+        files = tuple(self.files[row] for row in rows.tolist())
+        return replace(self, files=files, labels=self.labels[rows])
 
     def __getitem__(self, row):
-        """uint8 [3,S,S]: file `row`, resized and cropped; with a key under torchvision's random
-        resized crop (scale .08-1, ratio 3/4-4/3) and a random flip, a function of both alone."""
-        image, side = self.open(row), self.shape[-1]
+        """File `row` as uint8 [3, S, S]: a centre crop, or with a key a random crop."""
+        path = self.root / self.files[row]
+        try:
+            with Image.open(path) as file:
+                # Pillow would clip 16-bit integers and floats at 255.
+                if file.mode[0] in "IF":
+                    raise ValueError(f"pixels of mode {file.mode}, expected 8 bits per channel")
+                image = file.convert("RGB")
+        except Exception as error:  # Pillow's readers raise many undocumented types
+            raise UserError(f"{path}: unreadable ({common.one_line(error)}); replace the "
+                            "file") from None
         if self.key is None:
-            return TF.pil_to_tensor(TF.center_crop(TF.resize(image, self.resize), side))
-        with torch.random.fork_rng(devices=[]):  # get_params draws from the CPU's own generator
-            torch.default_generator.manual_seed(_generator(*self.key, row).initial_seed())
+            image = TF.center_crop(TF.resize(image, self.resize), self.shape[-1])
+        else:
+            image = self._random_crop(image, row)
+        return TF.pil_to_tensor(image)
+
+    def _random_crop(self, image, row):
+        """torchvision's random resized crop and a random flip, determined by key and row."""
+        # get_params draws from the default generator, which is restored afterwards.
+        with torch.random.fork_rng(devices=[]):
+            seed = _generator(*self.key, row).initial_seed()
+            torch.default_generator.manual_seed(seed)
             box = RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3))
             flip = torch.rand(()) < 0.5
-        image = TF.resized_crop(image, *box, [side, side])
-        return TF.pil_to_tensor(TF.hflip(image) if flip else image)
+        image = TF.resized_crop(image, *box, list(self.shape[1:]))
+        return TF.hflip(image) if flip else image
 
     def in_memory(self):
-        """An ImageSet of all files, decoded by a thread pool."""
-        images = torch.empty(len(self), *self.shape, dtype=torch.uint8)
-        with ThreadPoolExecutor() as pool:  # Pillow decodes without holding the interpreter's lock
-            for row, image in enumerate(pool.map(self.__getitem__, range(len(self)))):
-                images[row] = image
-        return ImageSet(self.name, images, self.labels, self.num_classes, self.mean, self.std,
-                        classes=self.classes, files=self.files if self.root else ())
+        """An ImageSet of all files, decoded by a pool of threads."""
+        # Pillow releases the interpreter's lock while it decodes.
+        with ThreadPoolExecutor() as pool:
+            images = list(pool.map(self.__getitem__, range(len(self))))
+        return ImageSet(self.name, torch.stack(images), self.labels, self.num_classes, self.mean, self.std,
+                        classes=self.classes, files=self.files)
 
 
 @dataclass(frozen=True, eq=False)
-class TextSet(_Set):
-    """N sentences in memory, each `[CLS] ... [SEP]`."""
+class TextSet:
+    """N sentences in memory, each [CLS] ... [SEP]."""
+
     name: str
-    tokens: Tensor          # int32 [T], ids below len(vocab), one sentence after the other
-    lengths: Tensor         # int64 [N], tokens of each sentence
+    tokens: Tensor          # int32 [T], ids below len(vocab), one sentence after another
+    lengths: Tensor         # int64 [N], number of tokens per sentence
     labels: Tensor          # int64 [N], in 0..num_classes-1, or -1 where unknown
     num_classes: int
-    vocab: tuple            # the word piece of each id; 0 is "[PAD]", which no sentence holds
+    vocab: tuple            # the word piece of each id; id 0 is [PAD], which no sentence has
+    classes: tuple = ()     # names in the order of the labels, where known
 
-    rows, ragged, counts = ("lengths", "labels"), ("tokens",), "lengths"
+    def __len__(self):
+        return len(self.labels)
+
+    def select(self, index):
+        """The rows `index` (a slice, integers [n] or a mask [N]) as a new set."""
+        rows = torch.arange(len(self))[index]
+        tokens = self.tokens[entries_of(rows, self.lengths)]
+        return replace(self, tokens=tokens, lengths=self.lengths[rows],
+                       labels=self.labels[rows])
 
 
 @dataclass(frozen=True, eq=False)
-class MoleculeSet(_Set):
-    """N molecules in memory, the atoms of one after those of the other."""
+class MoleculeSet:
+    """N molecules in memory, the atoms of one after those of another."""
+
     name: str
     numbers: Tensor         # int64 [A], atomic numbers, in 1..100
-    positions: Tensor       # float64 [A,3], ångström
-    sizes: Tensor           # int64 [N], atoms of each molecule
-    labels: Tensor          # float64 [N]: energies in eV (float32 would be a meV off at QM9's)
-    references: Tensor      # float64 [101], eV: see atom_references
+    positions: Tensor       # float64 [A, 3], angstrom
+    sizes: Tensor           # int64 [N], number of atoms per molecule
+    labels: Tensor          # float64 [N]; float32 would round QM9's energies by 1 meV
+    references: Tensor      # float64 [101], eV, see atom_references
+    quantity: str = ""      # what the labels are; only equal quantities can be compared
 
-    rows, ragged, counts = ("sizes", "labels"), ("numbers", "positions"), "sizes"
+    def __len__(self):
+        return len(self.labels)
+
+    def select(self, index):
+        """The rows `index` (a slice, integers [n] or a mask [N]) as a new set."""
+        rows = torch.arange(len(self))[index]
+        atoms = entries_of(rows, self.sizes)
+        return replace(self, numbers=self.numbers[atoms], positions=self.positions[atoms],
+                       sizes=self.sizes[rows], labels=self.labels[rows])
+
+
+def entries_of(rows, counts):
+    """Places (int64) of the entries of `rows`, where row i has counts[i] entries in turn."""
+    starts = counts.cumsum(0) - counts                     # [N]
+    selected = counts[rows]                                # [n]
+    new_starts = selected.cumsum(0) - selected             # [n]
+    shift = (starts[rows] - new_starts).repeat_interleave(selected)
+    return torch.arange(len(shift)) + shift
 
 
 def evenly(dataset, limit):
-    """At most `limit` rows of any set, evenly spaced; all with None."""
+    """At most `limit` rows of a set, evenly spaced; all rows if limit is None."""
     n = len(dataset)
-    if limit is not None and limit < 1:
-        raise UserError(f"limit {limit}: expected at least 1")
-    return dataset if limit is None or limit >= n else dataset.select(
-        torch.arange(limit) * n // limit)
+    if limit is None or limit >= n:
+        return dataset
+    return dataset.select(torch.arange(limit) * n // limit)
 
 
-def check_shares(*sets, limit=math.inf):
-    """Refuse, before anything is trained, sets (or None) too small to be shared out to the
-    processes; limit: how many rows are taken at a time."""
-    for dataset in (own for own in sets if own is not None):
-        if (rows := min(len(dataset), limit)) < common.world_size():
-            raise UserError(f"{dataset.name}: {common.world_size()} process(es) cannot share {rows} "
-                            f"of its {len(dataset)} example(s); start fewer, leave it out, or let "
-                            "there be more")
+def check_sizes(*sets, limit=math.inf):
+    """Refuse sets that are too small to be distributed over the processes.
+
+    Call it before training. Entries may be None; `limit` is the number of rows that are
+    distributed at a time.
+    """
+    processes = common.world_size()
+    for dataset in sets:
+        rows = math.inf if dataset is None else min(len(dataset), limit)
+        if rows < processes:
+            raise UserError(f"{dataset.name}: {rows} example(s) cannot be distributed over "
+                            f"{processes} process(es); use fewer processes, add examples or "
+                            "remove the set")
 
 
-def _unit(images):
-    """float32 pixels in [0,1]."""
-    return images.float().div_(255) if images.dtype == torch.uint8 else images
+def _to_unit(images):
+    """float32 pixels in [0, 1]."""
+    if images.dtype == torch.uint8:
+        return images.float().div_(255)
+    return images.float()
 
 
-def _like(x, images):
-    """float32 pixels, clipped to [0,1], in the dtype of `images`."""
+def _from_unit(x, dtype):
+    """Pixels in [0, 1], clipped, as uint8 or as they are."""
     x = x.clamp(0, 1)
-    return x.mul_(255).round_().byte() if images.dtype == torch.uint8 else x
+    if dtype == torch.uint8:
+        return x.mul_(255).round_().byte()
+    return x
 
 
-def _statistics(grey):
-    """(mean, std) of uint8 images of one channel, in the form of ImageSet's."""
-    std, mean = torch.std_mean(_unit(grey))
-    return (round(mean.item(), 4),), (round(std.item(), 4),)
+def _with_grey_statistics(dataset, pool):
+    """`dataset` with the mean and std of the uint8 images of `pool`, of one channel."""
+    std, mean = torch.std_mean(_to_unit(pool.images))
+    return replace(dataset, mean=(round(mean.item(), 4),), std=(round(std.item(), 4),))
 
 
-# ---- Loading -------------------------------------------------------------------------------------
-
-SMALL = 64  # files of up to so many pixels a side are decoded once, and kept in memory
+# ---- Loading ------------------------------------------------------------------------------
 
 
+class Sets(NamedTuple):
+    """The image sets of a run, all of the size, channels and normalisation of `train`."""
+
+    train: ImageSet | StreamedSet
+    val: ImageSet | StreamedSet | None
+    test: ImageSet | StreamedSet
+    ood: dict               # {name: set}
+    predict: ImageSet | StreamedSet | None
+
+
+SMALL = 64  # images in files are kept in memory if they have at most so many pixels per side
+
+
+def _together(read):
+    """Make `read` a function that all processes must call together.
+
+    The first process of each machine reads before the others, so that it alone downloads. An
+    error of one process is raised on all of them.
+    """
+    @wraps(read)
+    def read_together(*args, **options):
+        return common.on_each_machine(partial(read, *args, **options))
+
+    return read_together
+
+
+@_together
 def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_split=None,
-         noise=0.0, image_size=None, limit=None):
-    """One of `DATASETS` as an ImageSet or a StreamedSet, downloaded if need be and possible, else
-    `Absent` is raised; all processes must call it together.
+         image_size=None, limit=None):
+    """A set of DATASETS as an ImageSet or a StreamedSet, downloaded where that is possible.
 
-    split            "train", "val": parts of the published training set, chosen by `seed` (or a
-                     folder's own, if it has all three); "test"; "ood": test, but of a folder all
-                     images at any depth, as one class
-    val_fraction     share of the training set that is "val", in [0,1)
-    published_split  "forde": as many of each class (see stratified_split)
-    noise            std, in normalised units, of Gaussian noise added once and not clipped, the
-                     same for every seed; images become float32 (Dirty-MNIST: DDU's code 0, the
-                     data package 0.05)
-    image_size       side of the square images read from files (a folder's: 32 unless given)
-    limit            keep this many rows, evenly spaced
+    split            "train" and "val" are parts of the published training set (of a folder
+                     with a part val, the two parts); "test"; "ood" is test, but of a folder
+                     all images at any depth, as one class
+    val_fraction     share of the training set that is "val", in [0, 1); chosen by `seed`. With
+                     0, the rows of "train" are in the order of the files
+    published_split  "forde" takes an equal share of each class, see stratified_split
+    image_size       side of the square images that are read from files (folders: 32)
+    limit            keep so many rows, evenly spaced
+
+    Raises Absent if the set is not found.
     """
     _choose_from("split", split, SPLITS)
     _choose_from("published_split", published_split, (None, "forde"))
-    if not 0 <= val_fraction < 1 or noise < 0:
-        raise UserError(f"val_fraction {val_fraction}, noise {noise}: expected 0 <= val_fraction "
-                        "< 1, noise >= 0")
-    training = cut = split in ("train", "val")
+    if image_size is not None and name in IN_MEMORY:
+        raise UserError(f"--image-size has no effect on {', '.join(IN_MEMORY)}; remove this "
+                        "option")
+    is_pool = split in ("train", "val")
     if name.startswith("folder:"):
-        dataset, cut = _folder(name, split, image_size or 32)
+        dataset = _own_folder(name, split, image_size or 32)
+        is_pool = is_pool and not _has_own_val(name)
     else:
         _choose_from("dataset", name, DATASETS)
-        read = (_embedded if name in EMBEDDED else _torchvision if name in TORCHVISION else
-                _ambiguous_mnist if name.endswith("mnist") else
-                _tiny_imagenet if name == "tiny_imagenet" else _imagenet)
-        make = lambda: read(name, training, Path(data_dir), image_size)
-        downloads = name in TORCHVISION or name.endswith("mnist")
-        dataset = common.main_first(make) if downloads else make()
-    if noise and isinstance(dataset, StreamedSet):
-        raise UserError(f"{name}: noise is for sets in memory; leave it at 0")
-    if noise:
-        added = torch.randn(dataset.images.shape, generator=_generator(1, training))
-        added *= noise * torch.tensor(dataset.std).view(-1, 1, 1)
-        dataset = replace(dataset, images=added.add_(_unit(dataset.images)))
-    if cut and published_split == "forde":
-        parts = stratified_split(dataset.labels, val_fraction)
-    elif cut:
-        groups = getattr(dataset, "groups", None)
-        parts = train_val_split(len(dataset), seed, val_fraction, groups)
-    if cut and split == "val" and not len(parts[1]):
-        raise UserError(f"{name}: {val_fraction:g} of {len(dataset)} training examples is no "
-                        "validation example; take a larger share, or add some")
-    dataset = evenly(dataset.select(parts[SPLITS.index(split)]) if cut else dataset, limit)
-    files = name.startswith("folder:") or name == "tiny_imagenet"
-    return dataset.in_memory() if files and dataset.shape[-1] <= SMALL else dataset
+        dataset = _read(name, is_pool, Path(data_dir), image_size)
+    # With val_fraction 0, the rows stay in the order of the files.
+    if is_pool and (split == "val" or val_fraction > 0):
+        if published_split == "forde":
+            train, val = stratified_split(dataset.labels, val_fraction)
+        else:
+            groups = getattr(dataset, "groups", None)
+            train, val = train_val_split(len(dataset), seed, val_fraction, groups)
+        if split == "val" and len(val) == 0:
+            raise UserError(f"{name}: {val_fraction:g} of {len(dataset)} training examples is no "
+                            "validation example; take a larger share or add examples")
+        dataset = dataset.select(train if split == "train" else val)
+    dataset = evenly(dataset, limit)
+    # ImageNet stays on the disk at any size: there is too much of it.
+    if name.startswith(("folder:", "tiny_imagenet")) and dataset.shape[-1] <= SMALL:
+        return dataset.in_memory()
+    return dataset
+
+
+def _read(name, training, data_dir, image_size):
+    """The published training set or the test set."""
+    if name in EMBEDDED:
+        return _embedded(name, training)
+    if name in TORCHVISION:
+        return _torchvision(name, training, data_dir)
+    if name == "ambiguous_mnist":
+        return _ambiguous_mnist(name, training, data_dir)
+    if name == "dirty_mnist":
+        mnist = _torchvision("mnist", training, data_dir)
+        mnist = replace(mnist, images=_to_unit(mnist.images))
+        return concat(name, mnist, _ambiguous_mnist("ambiguous_mnist", training, data_dir))
+    if name == "tiny_imagenet":
+        return _tiny_imagenet(name, training, data_dir, image_size or 64)
+    return _imagenet(name, training, data_dir, image_size or 224)
 
 
 def train_val_split(n, seed, val_fraction=0.1, groups=None):
-    """(train, val): int64 row numbers, each row in exactly one. Published: a legacy NumPy shuffle
-    of 0..n-1, its first floor(val_fraction n) are validation. With groups (int64 [n]) it shuffles
-    and counts the distinct groups instead, and cuts none."""
-    ids, member = np.unique(np.arange(n) if groups is None else groups.numpy(), return_inverse=True)
-    order = list(range(len(ids)))
+    """(train, val): int64 row numbers; each of the rows 0..n-1 is in exactly one of them.
+
+    Published: a legacy NumPy shuffle of 0..n-1, of which the first floor(val_fraction n) are
+    for validation. With groups (int64 [n]), the groups are shuffled and counted instead, and
+    the rows of a group stay together.
+    """
+    group_of_rows = np.arange(n) if groups is None else groups.numpy()
+    names, group = np.unique(group_of_rows, return_inverse=True)
+    order = list(range(len(names)))
     np.random.RandomState(seed).shuffle(order)
-    rank = np.argsort(order)[member]
+    rank = np.argsort(order)[group]                        # [n] place of each row's group
     rows = torch.from_numpy(np.argsort(rank, kind="stable"))
-    n_val = int((rank < math.floor(val_fraction * len(ids))).sum())
-    return rows[n_val:], rows[:n_val]
+    num_val = int((rank < math.floor(val_fraction * len(names))).sum())
+    return rows[num_val:], rows[:num_val]
 
 
 def stratified_split(labels, val_fraction=0.1, seed=88):
-    """(train, val): int64 row numbers; floor(val_fraction n_c) of each class c are validation.
-    Published (FoRDE): scikit-learn's train_test_split with this seed, whose very rows these are
-    where val_fraction of each class is a whole number."""
-    random, parts = np.random.RandomState(seed), ([], [])
+    """(train, val): int64 row numbers; floor(val_fraction n_c) rows of each class are in val.
+
+    Published (FoRDE): scikit-learn's train_test_split with this seed. The rows are the same
+    where val_fraction n_c is a whole number for each class.
+    """
+    generator = np.random.RandomState(seed)
+    train = []
+    val = []
     for label in labels.unique():
         rows = (labels == label).nonzero()[:, 0].numpy()
-        rows = rows[random.permutation(len(rows))]
-        cut = len(rows) - math.floor(val_fraction * len(rows))
-        parts[0].append(rows[:cut])
-        parts[1].append(rows[cut:])
-    return tuple(torch.from_numpy(random.permutation(np.concatenate(part))) for part in parts)
+        rows = rows[generator.permutation(len(rows))]
+        num_train = len(rows) - math.floor(val_fraction * len(rows))
+        train.append(rows[:num_train])
+        val.append(rows[num_train:])
+    train = generator.permutation(np.concatenate(train))
+    val = generator.permutation(np.concatenate(val))
+    return torch.from_numpy(train), torch.from_numpy(val)
 
 
-# ---- Published sets ------------------------------------------------------------------------------
+def load_sets(name, data_dir="data", *, seed=1, val_fraction=0.1, published_split=None,
+              image_size=None, limit_train=None, statistics=None, ood=(), ood_required=False,
+              predict=None):
+    """The image sets of a run: training, validation, test, OOD and predicted set, as Sets.
+
+    limit_train      number of training examples, evenly spaced
+    statistics       (mean, std) per channel, instead of those of the training set
+    ood              names of OOD sets, see ood_sets; `ood_required`: the user named them
+    predict          name of the set to predict, see predict_set
+
+    The validation set is None if val_fraction is 0 and the folder has no part val. For the
+    other options see load. Refuses sets that are too small to train on or to distribute.
+    """
+    read = partial(load, name, data_dir=data_dir, seed=seed, val_fraction=val_fraction,
+                   published_split=published_split, image_size=image_size)
+    train = read("train", limit=limit_train)
+    if len(train) < 2:
+        raise UserError(f"{train.name}: {len(train)} training example(s); at least two are needed")
+    if statistics is not None:
+        mean, std = statistics
+        train = replace(train, mean=tuple(mean), std=tuple(std))
+    val = None
+    if val_fraction > 0 or common.on_main(_has_own_val, name):
+        val = match(read("val"), train)
+    test = match(read("test"), train)
+    others = ood_sets(ood, train, data_dir, required=ood_required)
+    predicted = predict_set(predict, train, data_dir) if predict else None
+    check_sizes(train, val, test, predicted, *others.values())
+    return Sets(train, val, test, others, predicted)
 
 
-def _torchvision(name, training, data_dir, _):
-    (cls, *rows), source = TORCHVISION[name], SOURCES[name]
-    part, mean, std = "train" if training else "test", source.mean, source.std
-    path, spare = data_dir / source.place.format(part), data_dir / "cifar100_test.npz"
-    # a failed download leaves an empty folder
-    present = path.is_file() or path.is_dir() and any(path.iterdir())
-    if name == "cifar100" and not training and not present and spare.exists():
-        (images, labels), classes = common.load_arrays(spare, ("images", "labels")).values(), ()
-    else:
+# ---- Published images ---------------------------------------------------------------------
+
+
+def _torchvision(name, training, data_dir):
+    """An ImageSet of what torchvision reads, and downloads if it is absent."""
+    part = "train" if training else "test"
+    options = {"split": part} if name == "svhn" else {"train": training}
+    source = SOURCES[name]
+    try:
+        # This also completes what a killed download has left.
+        raw = TORCHVISION[name](data_dir, download=True, **options)
+    except Exception as error:  # absent and truncated files raise many undocumented types
+        path = data_dir / source.path.format(part)
+        raise _absent(name, path, f"not found or damaged: {common.one_line(error)}") from None
+    images = torch.as_tensor(raw.data)
+    if "mnist" in name:
+        images = images.unsqueeze(1)                       # [N, 1, 28, 28]
+    elif name.startswith("cifar"):
+        images = images.permute(0, 3, 1, 2).contiguous()   # [N, 3, 32, 32]
+    labels = torch.as_tensor(raw.labels if name == "svhn" else raw.targets).long()
+    # Digits have the same names in all sets; torchvision calls them "3 - three" in MNIST.
+    classes = DIGITS if name in ("mnist", "svhn") else raw.classes
+    dataset = ImageSet(name, images, labels, source.num_classes, source.mean, source.std,
+                       classes=tuple(classes))
+    if source.mean:
+        return dataset
+    # KMNIST has no published statistics.
+    pool = dataset if training else _torchvision(name, True, data_dir)
+    return _with_grey_statistics(dataset, pool)
+
+
+def _ambiguous_mnist(name, training, data_dir):
+    """Ambiguous-MNIST: each image ten times in a row, with its ten sampled labels."""
+    source = SOURCES[name]
+    folder = data_dir / source.path
+    arrays = []
+    for file, md5 in AMBIGUOUS_MNIST.items():
         try:
-            raw = cls(data_dir, download=True,  # also what a killed download left half done
-                      **{"split": part} if name == "svhn" else {"train": training})
-        except Exception as error:  # absent and cut files raise many types, few of them documented
-            if present:
-                raise _damaged(name, path, common.one_line(error)) from None
-            raise _absent(name, path, error) from None
-        images, labels = raw.data, raw.labels if name == "svhn" else raw.targets
-        classes = DIGITS if name in ("mnist", "svhn") else raw.classes
-    images, labels = torch.as_tensor(images), torch.as_tensor(labels).to(torch.int64)
-    if images.ndim == 3:
-        images = images.unsqueeze(1)
-    elif name != "svhn":
-        images = images.permute(0, 3, 1, 2).contiguous()
-    n, shape = rows[not training], (1, 28, 28) if "mnist" in name else (3, 32, 32)
-    if (tuple(images.shape), images.dtype, len(labels)) != ((n, *shape), torch.uint8, n):
-        raise _damaged(name, path, f"images {tuple(images.shape)}, {len(labels)} labels; expected "
-                                   f"{n} of {shape}")
-    if not mean:
-        pool = images if training else _torchvision(name, True, data_dir, _).images
-        mean, std = _statistics(pool)
-    return ImageSet(name, images, labels, source.num_classes, mean, std, classes=tuple(classes))
-
-
-def _ambiguous_mnist(name, training, data_dir, _):
-    """Ambiguous-MNIST, each image ten times in a row with its sampled labels; after MNIST if
-    `name` is dirty_mnist."""
-    source = SOURCES["ambiguous_mnist"]
-    samples, votes = (_read_ambiguous(data_dir / source.place / file) for file in AMBIGUOUS_MNIST)
+            # A file with another checksum is downloaded again.
+            download_url(f"{source.site}/{file}", folder, file, md5)
+            arrays.append(torch.load(folder / file, map_location="cpu", weights_only=True))
+        except Exception as error:  # urllib, ssl, torchvision and torch raise several types
+            reason = f"not found or damaged: {common.one_line(error)}"
+            raise _absent(name, folder / file, reason) from None
     half = slice(0, 6000) if training else slice(6000, 12000)
-    samples, votes = samples[half].float(), votes[half].long()
-    probs, tens = F.one_hot(votes, 10).float().mean(1), torch.arange(6000).repeat_interleave(10)
-    ambiguous = ImageSet(name, samples[tens], votes.flatten(), *source[2:], probs[tens], tens,
-                         classes=tuple(DIGITS))
-    if name == "ambiguous_mnist":
-        return ambiguous
-    mnist = _torchvision("mnist", training, data_dir, None)
-    return concat(name, replace(mnist, images=_unit(mnist.images)), ambiguous)
-
-
-def _read_ambiguous(path):
-    """float32 [12000,1,28,28] or int64 [12000,10], as the checksums have it."""
-    name, md5 = "ambiguous_mnist", AMBIGUOUS_MNIST[path.name]
-    if not path.exists():
-        try:
-            download_url(f"{SOURCES[name].site}/{path.name}", path.parent, path.name, md5)
-        except Exception as error:  # urllib, ssl and torchvision raise several types
-            raise _absent(name, path, error) from None
-    if not check_md5(path, md5):
-        raise _damaged(name, path, f"or another release than data-v1.0.0: its MD5 is not {md5}")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    samples = arrays[0][half].float()                      # [6000, 1, 28, 28]
+    votes = arrays[1][half].long()                         # [6000, 10]
+    probs = F.one_hot(votes, 10).float().mean(1)           # [6000, 10]
+    image = torch.arange(6000).repeat_interleave(10)       # [60000]
+    return ImageSet(name, samples[image], votes.flatten(), 10, source.mean, source.std,
+                    probs[image], groups=image, classes=tuple(DIGITS))
 
 
 def concat(name, clean, ambiguous):
-    """Clean rows, each its own group, with one-hot label distributions; then ambiguous ones, which
-    have label_probs and groups."""
+    """The rows of `clean`, then those of `ambiguous`, which has label_probs and groups.
+
+    Each clean row becomes a group of its own, and its label a one-hot distribution.
+    """
+    images = torch.cat([clean.images, ambiguous.images])
+    labels = torch.cat([clean.labels, ambiguous.labels])
     one_hot = F.one_hot(clean.labels, clean.num_classes).float()
-    return ImageSet(name, torch.cat([clean.images, ambiguous.images]),
-                    torch.cat([clean.labels, ambiguous.labels]), clean.num_classes,
-                    clean.mean, clean.std, torch.cat([one_hot, ambiguous.label_probs]),
-                    torch.cat([torch.arange(len(clean)), len(clean) + ambiguous.groups]),
-                    clean.classes)
+    label_probs = torch.cat([one_hot, ambiguous.label_probs])
+    groups = torch.cat([torch.arange(len(clean)), len(clean) + ambiguous.groups])
+    return replace(clean, name=name, images=images, labels=labels, label_probs=label_probs,
+                   groups=groups)
 
 
-# ---- Folders -------------------------------------------------------------------------------------
+# ---- Folders of images --------------------------------------------------------------------
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".webp", ".tif", ".tiff")
 
 
 def set_name(name):
-    """A set's name as part of a file's: of folder:PATH and PATH.npz the last component, without its
-    suffix; characters other than A-Z a-z 0-9 . _ - become "_"."""
+    """The name of a set as part of a file name.
+
+    Of folder:PATH and PATH.npz it is the last component, without suffix; characters other
+    than A-Z a-z 0-9 . _ - become "_".
+    """
     if name.startswith("folder:"):
-        name = Path(name.removeprefix("folder:")).expanduser().resolve().name
-    name = Path(name).stem if name.endswith(".npz") else name
+        name = _folder_path(name).resolve().name
+    if name.endswith(".npz"):
+        name = Path(name).stem
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name).lstrip(".") or "folder"
 
 
+def _folder_path(name):
+    path = name.removeprefix("folder:")
+    if not path.strip():
+        raise UserError(f"{name!r} has no path; write folder: and the path of a folder")
+    return Path(path).expanduser()
+
+
 def _folders_in(root):
-    """Sorted names, but for hidden folders: notebooks and desktops leave some."""
-    found = os.scandir(root) if root.is_dir() else ()
-    return sorted(e.name for e in found if e.is_dir() and not e.name.startswith("."))
+    """Sorted names of the folders in `root`; hidden ones are no data."""
+    entries = os.scandir(root) if root.is_dir() else ()
+    return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
 
 
-def _is_image(name):
-    return name.lower().endswith(SUFFIXES) and not name.startswith(".")  # ._x.jpg: macOS's notes
+def _files_below(root):
+    """Sorted paths, relative to `root`, of the files at any depth that are not hidden."""
+    files = []
+    for place, folders, names in os.walk(root, followlinks=True):
+        # os.walk descends into the folders that remain in its list.
+        folders[:] = [folder for folder in folders if not folder.startswith(".")]
+        relative = Path(place).relative_to(root)
+        files.extend((relative / name).as_posix() for name in names if not name.startswith("."))
+    return sorted(files)
 
 
-def _class_folders(name, root, stats, size, classes=None, place="{}"):
-    """A StreamedSet of the images in root/<place of each class>; the classes are the folders,
-    sorted, unless given."""
-    classes, paths, counts = tuple(classes or _folders_in(root)), [], []
-    for folder in classes:
-        own = root / place.format(folder)
-        files = sorted(e.path for e in os.scandir(own) if _is_image(e.name)) if own.is_dir() else []
-        if not files:
-            raise UserError(f"{own}: no images ({' '.join(SUFFIXES)}) in it; put the class's there")
-        paths += files
-        counts.append(len(files))
-    labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    return _streamed(name, root, stats, size, tuple(paths), labels, classes)
+def _images_among(files):
+    return [file for file in files if file.lower().endswith(SUFFIXES)]
 
 
-def _streamed(name, root, stats, size, paths, labels, classes):
-    resize = size if size <= SMALL else round(size * 256 / 224)  # of larger ones the centre is cut
-    return StreamedSet(name, paths, labels, max(1, len(classes)), stats[-2], stats[-1],
-                       (3, size, size), resize, classes, str(root))
+def _streamed(name, root, files, labels, classes, source, size):
+    """A StreamedSet with the resizing that goes with its size."""
+    # Small images keep the whole shorter side; of large ones the centre is cut, as published.
+    resize = size if size <= SMALL else round(size * 256 / 224)
+    return StreamedSet(name, root, tuple(files), torch.tensor(labels), max(1, len(classes)),
+                       source.mean, source.std, (3, size, size), resize, tuple(classes))
 
 
-def _folder(name, split, size):
-    """A user's images: (the part that has the split, whether it is to be cut in train and val)."""
-    root, name = Path(name.removeprefix("folder:")).expanduser(), set_name(name)
+def _class_folders(name, root, classes, source, size, place=""):
+    """A StreamedSet of the images directly in root/<class><place>."""
+    files = []
+    labels = []
+    for label, c in enumerate(classes):
+        folder = f"{c}{place}"
+        images = _images_among(_files_below(root / folder))
+        images = [image for image in images if "/" not in image]
+        if not images:
+            raise UserError(f"{root / folder}: no images ({' '.join(SUFFIXES)}) in it; put the "
+                            "images of this class there")
+        for image in images:
+            files.append(f"{folder}/{image}")
+            labels.append(label)
+    return _streamed(name, root, files, labels, classes, source, size)
+
+
+def _has_own_val(name):
+    """Whether `name` is a folder of the user with validation images."""
+    return name.startswith("folder:") and bool(_folders_in(_folder_path(name) / "val"))
+
+
+def _own_folder(name, split, size):
+    """A part of a folder of the user; "val" is "train" if there is no folder val."""
+    root = _folder_path(name)
+    source = SOURCES["imagenet"]
     if not root.is_dir():
-        raise Absent(f"folder {root} is not there; write folder: and the path of a folder")
+        raise Absent(f"folder {root} not found; write folder: and the path of a folder")
     if split == "ood":
-        paths = tuple(sorted(os.path.join(place, file) for place, _, files in os.walk(root)
-                             for file in files if _is_image(file)))
-        if not paths:
+        files = _images_among(_files_below(root))
+        if not files:
             raise UserError(f"folder {root}: no images ({' '.join(SUFFIXES)}) in it")
-        labels = torch.zeros(len(paths), dtype=torch.int64)
-        return _streamed(name, root, IMAGENET, size, paths, labels, ()), False
-    parts = {part: _folders_in(root / part) for part in SPLITS[:3]}
-    classes = parts["train"]
-    if len(classes) < 2 or not (parts["test"] or parts["val"]):
-        lacks = "train with two classes or more" if len(classes) < 2 else "test (or val)"
-        raise UserError(f"folder {root} has no {lacks}; expected {root}/train/<class>/* and "
-                        f"{root}/test/<class>/* (or val): a test set is never the training set")
-    for part, own in parts.items():
-        if own and own != classes:
-            raise UserError(f"folder {root}: class {min({*own} ^ {*classes})} is in train or in "
-                            f"{part} alone; all parts need the same class folders")
-    if cut := not (parts["test"] and parts["val"]):
-        split = "train" if split != "test" else "test" if parts["test"] else "val"
-    return _class_folders(name, root / split, IMAGENET, size), cut and split == "train"
+        _say_skipped(root, files)
+        labels = [0 for _ in files]
+        return _streamed(set_name(name), root, files, labels, (), source, size)
+    classes = _folders_in(root / "train")
+    if len(classes) < 2 or not _folders_in(root / "test"):
+        raise UserError(f"folder {root}: expected {root}/train/<class>/* with two classes or more "
+                        f"and {root}/test/<class>/*; {root}/val/<class>/* is for validation. "
+                        "A test set is never the training set")
+    part = "train" if split == "val" and not _has_own_val(name) else split
+    dataset = _class_folders(set_name(name), root / part, classes, source, size)
+    # What is skipped in train is said when train is read, not once more for its part val.
+    if part == split:
+        _say_skipped(root / part, dataset.files)
+    return dataset
+
+
+def _say_skipped(root, used):
+    """Report in one line how many files below `root` are not used."""
+    files = _files_below(root)
+    images = _images_among(files)
+    misplaced = len(images) - len(used)
+    others = len(files) - len(images)
+    skipped = []
+    if misplaced:
+        skipped.append(f"{misplaced} image(s) that are not directly in a class folder of train")
+    if others:
+        skipped.append(f"{others} file(s) of other types")
+    if skipped:
+        common.say(f"folder:{root}: skipped {' and '.join(skipped)}")
 
 
 def _imagenet(name, training, data_dir, size):
-    root = data_dir / SOURCES[name].place
-    if name != "imagenet" and training:
+    """ImageNet, or one of its variants, which have a test set only."""
+    root = data_dir / SOURCES[name].path
+    classes = _folders_in(root)
+    if name == "imagenet":
+        # The test set must have all classes of the training set, if that is there.
+        classes = _folders_in(root / "train")
+        root = root / ("train" if training else "val")
+        classes = classes or _folders_in(root)
+    elif training:
         raise UserError(f"{name} has a test split only")
-    folder = root if name != "imagenet" else root / ("train" if training else "val")
-    classes = _folders_in(folder)
-    if not classes:
-        raise _absent(name, f"{folder}/<class>/*.JPEG")
-    if folder.name == "val" and (known := _folders_in(root / "train")) and known != classes:
-        raise UserError(f"{name}: the class folders of {root}/train and {folder} differ; mend them")
-    return _class_folders(name, folder, SOURCES[name], size or 224)
+    if not _folders_in(root):
+        raise _absent(name, f"{root}/<class>/*.JPEG")
+    return _class_folders(name, root, classes, SOURCES[name], size)
 
 
 def _tiny_imagenet(name, training, data_dir, size):
-    """The published layout: a class is its line in wnids.txt; test is the labelled val folder."""
-    root, classes, size = data_dir / SOURCES[name].place, _wnids(data_dir), size or 64
-    notes = root / "val" / "val_annotations.txt"
+    """TinyImageNet as published; its labelled validation images are the test set."""
+    source = SOURCES[name]
+    root = data_dir / source.path
+    classes = _wnids(data_dir)
     if training:
-        pool = _class_folders(name, root / "train", SOURCES[name], size, classes, "{}/images")
-        return replace(pool, expect=(64, 64))
+        return _class_folders(name, root / "train", classes, source, size, "/images")
+    notes = root / "val" / "val_annotations.txt"
     if not notes.exists():
         raise _absent(name, notes)
-    rows = [line.split("\t")[:2] for line in notes.read_text("utf-8").splitlines()]
-    if unknown := {wnid for _, wnid in rows} - {*classes}:
-        raise _damaged(name, notes, f"class {min(unknown)} is not in wnids.txt")
-    paths = tuple(str(notes.parent / "images" / file) for file, _ in rows)
-    labels = torch.tensor([classes.index(wnid) for _, wnid in rows])
-    return replace(_streamed(name, root, SOURCES[name], size, paths, labels, classes),
-                   expect=(64, 64))
+    files = []
+    labels = []
+    for line in notes.read_text("utf-8").splitlines():
+        file, wnid = line.split("\t")[:2]
+        files.append(f"val/images/{file}")
+        labels.append(classes.index(wnid))
+    return _streamed(name, root, files, labels, classes, source, size)
 
 
 def _wnids(data_dir):
-    path = data_dir / SOURCES["tiny_imagenet"].place / "wnids.txt"
+    """The classes of TinyImageNet, in the order of their labels."""
+    path = data_dir / "tiny-imagenet-200" / "wnids.txt"
     if not path.exists():
         raise _absent("tiny_imagenet", path)
-    return tuple(path.read_text("utf-8").split())
+    return path.read_text("utf-8").split()
 
 
-# ---- Corruptions ---------------------------------------------------------------------------------
+# ---- Corruptions --------------------------------------------------------------------------
 
+# The last four are extra kinds, which only CIFAR-10-C and CIFAR-100-C have.
 CIFAR_C_KINDS = (
-    "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur",
-    "zoom_blur", "snow", "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate",
-    "jpeg_compression", "speckle_noise", "gaussian_blur", "spatter", "saturate")  # last four: extra
-CORRUPTED = {"cifar10_c": CIFAR_C_KINDS, "cifar100_c": CIFAR_C_KINDS,
-             "tiny_imagenet_c": CIFAR_C_KINDS[:15], "imagenet_c": CIFAR_C_KINDS[:15]}
+    "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur",
+    "motion_blur", "zoom_blur", "snow", "frost", "fog", "brightness", "contrast",
+    "elastic_transform", "pixelate", "jpeg_compression",
+    "speckle_noise", "gaussian_blur", "spatter", "saturate")
+CORRUPTED = {
+    "cifar10_c": CIFAR_C_KINDS,
+    "cifar100_c": CIFAR_C_KINDS,
+    "tiny_imagenet_c": CIFAR_C_KINDS[:15],
+    "imagenet_c": CIFAR_C_KINDS[:15],
+}
 SEVERITIES = (1, 2, 3, 4, 5)
 
 
 def corruption_kinds(name, data_dir="data"):
-    """The kinds of a set of CORRUPTED that are there in all five severities, in the order of
-    CIFAR_C_KINDS; the main process prints a line on what is missing."""
-    _choose_from("corrupted set", name, CORRUPTED)
-    folder, present, missing = Path(data_dir, SOURCES[name].place), [], []
+    """The kinds of a set of CORRUPTED that the main process finds in all five severities.
+
+    They are in the order of CIFAR_C_KINDS. One line is printed on what is missing.
+    """
+    return common.on_main(_find_kinds, name, Path(data_dir))
+
+
+def _find_kinds(name, data_dir):
+    present = []
+    missing = []
     for kind in CIFAR_C_KINDS:
-        lacks = [str(s) for s in SEVERITIES if not (
-            (folder / f"{kind}.npy").exists() if name.startswith("cifar") else
-            _folders_in(_severity(name, kind, s, data_dir)))]
-        if not lacks:
+        lacking = [severity for severity in SEVERITIES
+                   if not _corrupted_path(name, kind, severity, data_dir).exists()]
+        if not lacking:
             present.append(kind)
-        elif len(lacks) < 5 or kind in CORRUPTED[name]:
-            missing.append(kind if len(lacks) == 5 else f"{kind} of severity {', '.join(lacks)}")
+        elif len(lacking) < len(SEVERITIES):
+            missing.append(f"{kind} of severities {lacking}")
+        elif kind in CORRUPTED[name]:
+            missing.append(kind)
     if missing:
-        what = f"{folder} lacks {', '.join(missing)}" if present else f"{folder} is not there"
-        common.say(f"{name}: {what}; get it from {SOURCES[name].site}")
+        reason = f"lacks {', '.join(missing)}" if present else "not found"
+        common.say(str(_absent(name, data_dir / SOURCES[name].path, reason)))
     return present
 
 
-def corrupted_name(name, kinds):
-    """`name` where `kinds` are all of the published set's, else like cifar10_c_2of19: what a part
-    of a set gives is not the set's."""
-    whole = CORRUPTED[name]
-    return name if {*whole} <= {*kinds} else f"{name}_{len(kinds)}of{len(whole)}"
-
-
-def _severity(name, kind, severity, data_dir):
-    joined = Path(data_dir, f"imagenet-c-{kind}-{severity}")
-    whole = Path(data_dir, SOURCES[name].place, kind, str(severity))
-    return joined if name == "imagenet_c" and joined.is_dir() else whole
-
-
-def load_corrupted(name, kind, severity, data_dir="data"):
-    """A test set under one corruption at severity 1..5, in memory but for imagenet_c's.
-
-    Read from CIFAR-10-C/<kind>.npy and labels.npy (10,000 rows a severity),
-    imagenet-c/<kind>/<severity>/<class>/ (or imagenet-c-<kind>-<severity>/<class>/), and the like.
-    """
-    _choose_from("corrupted set", name, CORRUPTED)
-    _choose_from("corruption", kind, CIFAR_C_KINDS)
-    _choose_from("severity", severity, SEVERITIES)
-    title, source = f"{name}_{kind}_s{severity}", SOURCES[name]
-    root = _severity(name, kind, severity, data_dir)
+def _corrupted_path(name, kind, severity, data_dir):
+    """The file or the folder that has the images of one kind and severity."""
+    root = data_dir / SOURCES[name].path
     if name.startswith("cifar"):
-        clean, folder = SOURCES[name.removesuffix("_c")], Path(data_dir, source.place)
-        rows = slice(severity * 10000 - 10000, severity * 10000)
-        images = _npy(name, folder / f"{kind}.npy", (50000, 32, 32, 3), rows)
-        labels = _npy(name, folder / "labels.npy", (50000,), rows)
-        return ImageSet(title, images.permute(0, 3, 1, 2).contiguous(), labels, *clean[2:])
-    if not root.is_dir():
-        raise _absent(name, root)
-    if name == "tiny_imagenet_c":
-        dataset = _class_folders(title, root, source, 64, _wnids(Path(data_dir)))
-        return replace(dataset, expect=(64, 64)).in_memory()
-    if lacking := {*_folders_in(Path(data_dir, "imagenet", "val"))} - {*_folders_in(root)}:
-        raise _damaged(name, root, f"no class folder {min(lacking)}, as imagenet/val has")
-    return replace(_class_folders(title, root, source, 224), resize=224)
+        return root / f"{kind}.npy"
+    # Some copies of ImageNet-C have one folder per kind and severity.
+    flat = data_dir / f"imagenet-c-{kind}-{severity}"
+    if name == "imagenet_c" and flat.is_dir():
+        return flat
+    return root / kind / str(severity)
 
 
-def _npy(name, path, shape, rows):
-    """`rows` of an array of this shape: uint8 pixels, or labels of any integer type as int64."""
+def corrupted_name(name, kinds):
+    """`name` if `kinds` are all that were published, else a name such as cifar10_c_2of19."""
+    published = CORRUPTED[name]
+    if set(published) <= set(kinds):
+        return name
+    return f"{name}_{len(kinds)}of{len(published)}"
+
+
+@_together
+def load_corrupted(name, kind, severity, data_dir="data"):
+    """A test set under one corruption at severity 1..5, in memory except for imagenet_c.
+
+    It is read from CIFAR-10-C/<kind>.npy and labels.npy (10,000 rows per severity), from
+    imagenet-c/<kind>/<severity>/<class>/* (or imagenet-c-<kind>-<severity>/<class>/*), or from
+    Tiny-ImageNet-C/<kind>/<severity>/<class>/*.
+    """
+    data_dir = Path(data_dir)
+    title = f"{name}_{kind}_s{severity}"
+    path = _corrupted_path(name, kind, severity, data_dir)
     if not path.exists():
         raise _absent(name, path)
+    if name.startswith("cifar"):
+        clean = SOURCES[name.removesuffix("_c")]
+        rows = slice(severity * 10000 - 10000, severity * 10000)
+        images = _read_npy(name, path, (50000, 32, 32, 3))[rows].transpose(0, 3, 1, 2)
+        labels = _read_npy(name, path.with_name("labels.npy"), (50000,))[rows]
+        return ImageSet(title, torch.from_numpy(images.astype(np.uint8)),
+                        torch.from_numpy(labels.astype(np.int64)), clean.num_classes,
+                        clean.mean, clean.std)
+    if name == "tiny_imagenet_c":
+        return _class_folders(title, path, _wnids(data_dir), SOURCES[name], 64).in_memory()
+    # The copy must have all classes of the clean set, if that is there.
+    classes = _folders_in(data_dir / "imagenet" / "val") or _folders_in(path)
+    dataset = _class_folders(title, path, classes, SOURCES[name], 224)
+    return replace(dataset, resize=224)  # the published files have 224 pixels already
+
+
+def _read_npy(name, path, shape):
+    """An array of integers of this shape, mapped into memory."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise _damaged(name, path, common.one_line(error)) from None
-    if array.shape != shape or array.dtype.kind not in "iu" or len(shape) > 1 and (
-            array.dtype != np.uint8):
-        raise _damaged(name, path, f"{array.dtype} {array.shape}, expected {shape} of uint8")
-    return torch.from_numpy(array[rows].astype(np.uint8 if len(shape) > 1 else np.int64))
+        raise _absent(name, path, common.one_line(error)) from None
+    if array.shape != shape or array.dtype.kind not in "iu":
+        raise _absent(name, path, f"{array.dtype} {array.shape}, expected {shape}")
+    return array
 
 
 def corrupt(images, kind, severity, seed=0):
-    """images, uint8 or float32 in [0,1] [N,C,H,W], under a kind of CORRUPTIONS, severity 1..5: a
-    function of the arguments alone. The corruptions are ours, not comparable with CIFAR-10-C's."""
-    _choose_from("corruption", kind, CORRUPTIONS)
-    _choose_from("severity", severity, SEVERITIES)
+    """Images under a corruption of CORRUPTIONS at severity 1..5; equal arguments, equal results.
+
+    images: uint8, or float32 in [0, 1], [N, C, H, W]. These corruptions are not those of
+    CIFAR-10-C, and their results cannot be compared.
+    """
     apply, strengths = CORRUPTIONS[kind]
     generator = _generator(seed, list(CORRUPTIONS).index(kind))
-    return torch.cat([_like(apply(_unit(block.cpu()), strengths[severity - 1], generator), images)
-                      for block in images.split(1000)]).to(images.device)
+    blocks = []
+    for block in images.split(1000):
+        x = apply(_to_unit(block.cpu()), strengths[severity - 1], generator)
+        blocks.append(_from_unit(x, images.dtype))
+    return torch.cat(blocks).to(images.device)
 
 
 def corrupted(dataset, kind, severity, seed=0):
     """An ImageSet under `corrupt`, named like cifar10_computed_gaussian_noise_s3."""
     if not isinstance(dataset, ImageSet) or dataset.is_features:
-        raise UserError(f"{dataset.name}: corruptions are computed for images in memory alone")
-    return replace(dataset, name=f"{dataset.name}_computed_{kind}_s{severity}",
-                   images=corrupt(dataset.images, kind, severity, seed))
+        raise UserError(f"{dataset.name}: corruptions can only be computed for images in memory")
+    images = corrupt(dataset.images, kind, severity, seed)
+    return replace(dataset, name=f"{dataset.name}_computed_{kind}_s{severity}", images=images)
+
+
+# All corruptions take float32 images x [B, C, H, W] in [0, 1], a strength and a generator.
+
+
+def _gaussian_noise(x, std, generator):
+    return x + std * torch.randn(x.shape, generator=generator)
+
+
+def _shot_noise(x, photons, generator):
+    """Poisson noise, where a white pixel has so many photons in the mean."""
+    return torch.poisson(x * photons, generator=generator) / photons
 
 
 def _impulse_noise(x, share, generator):
-    u = torch.rand(x.shape, generator=generator)  # half of the share turns black, half white
+    """Half of the share of values becomes 0, the other half 1."""
+    u = torch.rand(x.shape, generator=generator)
     return torch.where(u < share, (u > share / 2).float(), x)
 
 
 def _gaussian_blur(x, std, _):
-    std, channels = std * x.shape[-1], x.shape[1]
+    std = std * x.shape[-1]                                            # in pixels
     reach = math.ceil(3 * std)
-    kernel = torch.exp(-torch.arange(-reach, reach + 1.0) ** 2 / (2 * std**2))
-    kernel = (kernel / kernel.sum()).expand(channels, 1, 1, -1)
-    x = F.conv2d(F.pad(x, [reach] * 4, mode="replicate"), kernel, groups=channels)
+    offset = torch.arange(-reach, reach + 1.0)
+    kernel = torch.exp(-offset**2 / (2 * std**2))
+    channels = x.shape[1]
+    kernel = (kernel / kernel.sum()).expand(channels, 1, 1, -1)        # [C, 1, 1, 2 reach + 1]
+    x = F.pad(x, (reach, reach, reach, reach), mode="replicate")
+    x = F.conv2d(x, kernel, groups=channels)
     return F.conv2d(x, kernel.mT, groups=channels)
 
 
 def _motion_blur(x, length, generator):
-    """Mean along a straight path of random direction, sampled about every half pixel."""
+    """The mean along a straight path of random direction, sampled every half pixel or so."""
     angle = math.pi * torch.rand(len(x), generator=generator)
-    path = torch.stack([angle.cos(), angle.sin()], 1)
+    path = torch.stack([angle.cos(), angle.sin()], 1)                  # [B, 2]
     steps = torch.linspace(-length, length, 2 * math.ceil(length * x.shape[-1]) + 1)
     return sum(_warp(x, shift=path * step) for step in steps) / len(steps)
+
+
+def _brightness(x, added, _):
+    return x + added
+
+
+def _contrast(x, kept, _):
+    return x.mean((1, 2, 3), keepdim=True).lerp(x, kept)
 
 
 def _pixelate(x, kept, _):
@@ -734,956 +951,1092 @@ def _pixelate(x, kept, _):
 
 
 def _jpeg(x, quality, _):
-    out = []
+    decoded = []
     for image in (x * 255).round().byte():
         buffer = io.BytesIO()
         TF.to_pil_image(image).save(buffer, "jpeg", quality=quality)
-        out.append(TF.pil_to_tensor(Image.open(buffer)))
-    return _unit(torch.stack(out))
+        decoded.append(TF.pil_to_tensor(Image.open(buffer)))
+    return _to_unit(torch.stack(decoded))
 
 
 def _occlusion(x, side, generator):
-    hidden = []
+    """A grey square at a random place of each image."""
+    spans = []
     for size, u in zip(x.shape[-2:], torch.rand(2, len(x), 1, generator=generator)):
-        length, at = round(side * size), torch.arange(size)
+        length = round(side * size)
         first = (u * (size - length + 1)).long()
-        hidden.append((at >= first) & (at < first + length))
-    return x.masked_fill((hidden[0][:, :, None] & hidden[1][:, None, :])[:, None], 0.5)
+        place = torch.arange(size)
+        spans.append((place >= first) & (place < first + length))
+    rows, columns = spans                                              # [B, H], [B, W]
+    square = rows[:, :, None] & columns[:, None, :]
+    return x.masked_fill(square[:, None], 0.5)
+
+
+def _rotation(x, degrees, generator):
+    sign = 1 - 2 * torch.randint(0, 2, (len(x),), generator=generator)
+    return _warp(x, angle=math.radians(degrees) * sign)
+
+
+def _elastic(x, std, generator):
+    return _warp(x, bend=_smooth_field(len(x), std, x.shape[-2:], generator))
 
 
 def _smooth_field(n, std, size, generator):
-    """Smooth random displacements [n,*size,2], from a coarse grid of normal draws."""
+    """Smooth random displacements [n, *size, 2], from a coarse grid of normal numbers."""
     coarse = std * torch.randn(n, 2, 4, 4, generator=generator)
-    return F.interpolate(coarse, size, mode="bicubic", align_corners=False).permute(0, 2, 3, 1)
+    field = F.interpolate(coarse, size, mode="bicubic", align_corners=False)
+    return field.permute(0, 2, 3, 1)
 
 
-def _warp(x, size=None, angle=0.0, scale=1.0, shear=0.0, shift=0.0, bend=0.0, padding="border"):
-    """x [B,C,H,W] under an affine map an image, resampled to [B,C,*size].
+def _warp(x, angle=0.0, scale=1.0, shear=0.0, shift=0.0, bend=0.0, size=None, padding="border"):
+    """Images x [B, C, H, W] under affine maps, resampled to [B, C, *size].
 
-    angle (radians), scale, shear: [B] or a number; shift [B,2] and bend [B,*size,2] are (x, y) in
-    half-sides, and say where the output's points are read.
+    angle (radians), scale, shear: [B] or numbers. shift [B, 2] and bend [B, *size, 2] are
+    (x, y) in half sides; they move the places where the pixels of the output are read.
     """
-    angle, scale, shear = (torch.as_tensor(t).float().expand(len(x)) for t in (angle, scale, shear))
-    cos, sin = angle.cos() / scale, angle.sin() / scale
-    rows = torch.stack([cos, cos * shear + sin, -sin, cos - sin * shear], 1).view(-1, 2, 2)
-    shift = torch.as_tensor(shift).float().expand(len(x), 2)[:, :, None]
-    shape = [len(x), 1, *(size or x.shape[-2:])]
-    grid = F.affine_grid(torch.cat([rows, shift], 2), shape, align_corners=False) + bend
-    return F.grid_sample(x, grid, padding_mode=padding, align_corners=False)
+    zeros = torch.zeros(len(x))
+    angle = zeros + angle
+    shear = zeros + shear
+    cos = angle.cos() / scale
+    sin = angle.sin() / scale
+    matrix = torch.stack([cos, cos * shear + sin, -sin, cos - sin * shear], 1)
+    shift = torch.zeros(len(x), 2) + shift
+    maps = torch.cat([matrix.view(-1, 2, 2), shift[:, :, None]], 2)    # [B, 2, 3]
+    height, width = size or x.shape[-2:]
+    grid = F.affine_grid(maps, (len(x), 1, height, width), align_corners=False)
+    return F.grid_sample(x, grid + bend, padding_mode=padding, align_corners=False)
 
 
-# kind: (function of [0,1] images, strength and generator; its strengths for severities 1..5).
-# Lengths are fractions of the image's side, so that 28, 32 and 64 pixels suffer alike.
+# A function and its strengths for severities 1 to 5. Lengths are shares of the image's side,
+# so that images of 28, 32 and 64 pixels are harmed alike.
 CORRUPTIONS = {
-    "gaussian_noise": (lambda x, std, g: x + std * torch.randn(x.shape, generator=g),
-                       (0.04, 0.08, 0.13, 0.19, 0.26)),
-    "shot_noise": (lambda x, photons, g: torch.poisson(x * photons, generator=g) / photons,
-                   (160, 60, 28, 14, 7)),                       # photons of a white pixel
+    "gaussian_noise": (_gaussian_noise, (0.04, 0.08, 0.13, 0.19, 0.26)),       # std
+    "shot_noise": (_shot_noise, (160, 60, 28, 14, 7)),                         # photons
     "impulse_noise": (_impulse_noise, (0.01, 0.03, 0.06, 0.11, 0.18)),         # share of values
     "gaussian_blur": (_gaussian_blur, (0.015, 0.022, 0.031, 0.042, 0.055)),    # std
-    "motion_blur": (_motion_blur, (0.08, 0.13, 0.18, 0.24, 0.31)),             # length
-    "brightness": (lambda x, added, _: x + added, (0.06, 0.12, 0.19, 0.27, 0.36)),
-    "contrast": (lambda x, kept, _: x.mean((1, 2, 3), keepdim=True).lerp(x, kept),
-                 (0.75, 0.55, 0.4, 0.27, 0.16)),
+    "motion_blur": (_motion_blur, (0.08, 0.13, 0.18, 0.24, 0.31)),             # half the length
+    "brightness": (_brightness, (0.06, 0.12, 0.19, 0.27, 0.36)),               # added
+    "contrast": (_contrast, (0.75, 0.55, 0.4, 0.27, 0.16)),                    # contrast kept
     "pixelate": (_pixelate, (0.8, 0.65, 0.5, 0.4, 0.3)),                       # resolution kept
     "jpeg": (_jpeg, (60, 35, 20, 12, 6)),                                      # quality
-    "occlusion": (_occlusion, (0.18, 0.27, 0.36, 0.45, 0.55)),                 # side of the square
-    "rotation": (lambda x, degrees, g: _warp(x, angle=math.radians(degrees) * (
-        1 - 2 * torch.randint(0, 2, (len(x),), generator=g))), (8, 16, 25, 35, 46)),
-    "elastic": (lambda x, std, g: _warp(x, bend=_smooth_field(len(x), std, x.shape[-2:], g)),
-                (0.04, 0.07, 0.10, 0.14, 0.19)),                # displacement's std
+    "occlusion": (_occlusion, (0.18, 0.27, 0.36, 0.45, 0.55)),                 # side
+    "rotation": (_rotation, (8, 16, 25, 35, 46)),                              # degrees
+    "elastic": (_elastic, (0.04, 0.07, 0.10, 0.14, 0.19)),                     # std
 }
 
 
-# ---- Other sets in the training set's terms ------------------------------------------------------
+# ---- OOD sets and sets to predict ---------------------------------------------------------
 
 
 def match(dataset, like):
-    """`dataset` with the channels (grey repeated, RGB to luma), size (antialiased bilinear), mean
-    and std of `like`: OOD data are always normalised with the in-distribution statistics."""
-    (channels, *size), same = like.shape, dataset.shape == like.shape
-    if dataset.is_features != like.is_features or dataset.is_features and not same:
-        raise UserError(f"{dataset.name} {dataset.shape} and {like.name} {like.shape}: images and "
-                        "features cannot be compared, nor features of different numbers")
-    if not same and isinstance(dataset, StreamedSet):
-        raise UserError(f"{dataset.name}: files streamed as {dataset.shape} cannot become "
-                        f"{like.shape}; load them with image_size={size[0]}")
+    """`dataset` with the channels, size, mean and std of `like`.
+
+    Grey is repeated, RGB becomes luma, and sizes change by antialiased bilinear interpolation.
+    OOD data are always normalised with the statistics of the training set.
+    """
+    same_shape = dataset.shape == like.shape
+    if (dataset.is_features or like.is_features) and not same_shape:
+        raise UserError(f"{dataset.name} {dataset.shape} and {like.name} {like.shape}: images "
+                        "and features cannot be compared, nor features of different numbers")
     dataset = replace(dataset, mean=like.mean, std=like.std)
-    if same:
+    if same_shape:
         return dataset
+    channels, height, width = like.shape
+    if isinstance(dataset, StreamedSet):
+        raise UserError(f"{dataset.name}: image files that are read as {dataset.shape} cannot "
+                        f"become {like.shape}; use image_size={width}")
     blocks = []
     for block in dataset.images.split(1000):
-        x = TF.rgb_to_grayscale(_unit(block)) if channels < block.shape[1] else _unit(block)
-        blocks.append(_like(TF.resize(x, size), block).expand(-1, channels, -1, -1))
+        x = _to_unit(block)
+        if channels < x.shape[1]:
+            x = TF.rgb_to_grayscale(x)
+        x = _from_unit(TF.resize(x, [height, width]), block.dtype)
+        blocks.append(x.expand(-1, channels, -1, -1))
     return replace(dataset, images=torch.cat(blocks))
 
 
-def _other_set(name, args, like, labels):
-    """The set `name` to be compared with the training set `like`, in its terms."""
+def ood_sets(names, like, data_dir="data", *, required=False, taken=()):
+    """The OOD sets {name: set} for a training set `like`, resized and normalised like it.
+
+    A name is that of a set of the kind of `like`, of images also a+b (both as one set, in
+    memory) or folder:PATH, and of features PATH.npz, whose labels are ignored. `required`: the
+    user named the sets. Then it is an error if a set is absent, or has the name of another
+    set, of `like` or of those in `taken`; else the set is skipped, which one line reports.
+    """
+    found = {}
+    used = {"train", "val", "test", like.name}.union(taken)
+    for name in names:
+        title = set_name(name)
+        try:
+            if title in used or title in found:
+                raise Absent(f"OOD set {name}: another set of this run is called {title}; rename "
+                             "one of them or remove it")
+            found[title] = replace(_ood_set(name, like, data_dir), name=title)
+        except Absent as error:
+            if required:
+                raise
+            common.say(f"skipped: {error}")
+    return found
+
+
+def _ood_set(name, like, data_dir):
+    """One OOD set: also a+b, several sets of images as one without labels."""
+    has_images = isinstance(like, (ImageSet, StreamedSet))
+    if not has_images or "+" not in name or name.startswith("folder:"):
+        return _other_set(name, like, data_dir)
+    images = []
+    for part in name.split("+"):
+        dataset = _other_set(part, like, data_dir)
+        if isinstance(dataset, StreamedSet):
+            dataset = common.on_each_machine(dataset.in_memory)
+        images.append(dataset.images)
+    images = torch.cat(images)
+    labels = torch.zeros(len(images), dtype=torch.int64)
+    return ImageSet(name, images, labels, 1, like.mean, like.std)
+
+
+def _other_set(name, like, data_dir):
+    """The test part of a set of the kind of `like`, resized and normalised like it."""
     if name.endswith(".npz"):
-        return feature_set(name, like, labels)
+        return common.on_each_machine(_features_like, name, like)
     if isinstance(like, TextSet):
-        return load_text(name, "test", args.data_dir, like=like)
+        return load_text(name, "test", data_dir, like=like)
     if isinstance(like, MoleculeSet):
-        return load_molecules(name, "test", args.data_dir,
-                              target=args.target if name == "qm9" else "u0")
+        target = "u0"
+        if name == "qm9" and like.quantity in QM9_TARGETS:
+            target = like.quantity
+        return load_molecules(name, "test", data_dir, target=target)
     streamed = isinstance(like, StreamedSet)
-    size = like.shape[-1] if streamed or name.startswith(("folder:", "imagenet")) else None
-    dataset = load(name, "ood", args.data_dir, image_size=size)
+    # Files are decoded in the size of `like`. TinyImageNet is small enough to be resized in
+    # memory, as published.
+    size = None
+    if name.startswith(("folder:", "imagenet")) or (streamed and name == "tiny_imagenet"):
+        size = like.shape[-1]
+    dataset = load(name, "ood", data_dir, image_size=size)
     if isinstance(dataset, StreamedSet) and not streamed:
-        dataset = dataset.in_memory()
+        dataset = common.on_each_machine(dataset.in_memory)
     return match(dataset, like)
 
 
-def ood_sets(args, like, taken=()):
-    """{unique name: set} of `args.ood`, in the terms of the training set `like`.
+def predict_set(name, like, data_dir="data"):
+    """The set `name`, read like an OOD set, with labels that mean what those of `like` mean.
 
-    A name is one of the sets of `like`'s kind, `a+b` (both as one; in memory), folder:PATH,
-    or, where `like` holds features, PATH.npz (its labels are ignored). An absent set is left out,
-    and the main process says so, unless it was asked for by name ("ood" in args.explicit). Raises
-    UserError for that, and for names that are equal, in `taken`, `like`'s, train, val or test.
+    Labels are translated by the names of the classes; for a folder these are the folders that
+    the images lie in. They are -1 (molecules: NaN) where they are unknown. `files` names the
+    images of a folder.
     """
-    found, absent, used = {}, {}, {"train", "val", "test", like.name, *taken}
-    for name in args.ood:
-        if (title := set_name(name)) in used:
-            raise UserError(f"--ood {name}: another set of this run is called {title}; rename one")
-        used.add(title)
-        whole = name.startswith("folder:") or name.endswith(".npz") or not hasattr(like, "images")
+    dataset = _other_set(name, like, data_dir)
+    if name.endswith(".npz"):
         try:
-            parts = [_other_set(part, args, like, "ignored")
-                     for part in ([name] if whole else name.split("+"))]
-        except Absent as error:
-            if "ood" in args.explicit:
-                raise
-            absent[title] = error
-            continue
-        found[title] = replace(parts[0], name=title) if len(parts) == 1 else ImageSet(
-            title, torch.cat([part.images for part in parts]),
-            torch.zeros(sum(map(len, parts)), dtype=torch.int64), 1, like.mean, like.std)
-    kept = common.broadcast([*found])  # machines may differ in what they have
-    for title, error in absent.items():
-        if title in kept:
-            raise error
-        common.say(f"left out: {error}")
-    return {title: found[title] for title in kept}
-
-
-def predict_set(args, like):
-    """The set that `args.predict` names, as `ood_sets` reads it, with its labels in the terms of
-    the training set `like`: by the names of the classes (of a folder's images: of the folders that
-    they lie in); -1 where they are not known. `files` names the images of a folder."""
-    name = args.predict
-    dataset = _other_set(name, args, like, "optional")
-    if isinstance(like, MoleculeSet) or like.name == name or name.endswith(".npz"):
-        return dataset
-    known = {c: label for label, c in enumerate(getattr(like, "classes", ()))}
-    own = getattr(dataset, "classes", ())
-    names = ([Path(file).parent.name for file in dataset.files] if name.startswith("folder:")
-             else [own[label] if own else None for label in dataset.labels.tolist()])
-    labels = torch.tensor([known.get(c, -1) for c in names])
-    return replace(dataset, labels=labels, num_classes=like.num_classes)
-
-
-# ---- Features and toys ---------------------------------------------------------------------------
-
-MOST_CLASSES = 1_000_000  # a label beyond is a mistake, and would be the size of what is allocated
-
-
-def read_features(path, dim=None, labelled=False):
-    """'features' [N,D] of an .npz file, finite, in its floating dtype; with `labelled` (features,
-    'labels'), int64 [N] from 0. D must be `dim`, if given."""
-    arrays = common.load_arrays(path, ("features", "labels") if labelled else ("features",))
-    if any(a.dtype.kind not in "fiu" for a in arrays.values()):
-        raise UserError(f"{path}: arrays must hold numbers")
-    features = arrays["features"]
-    if features.ndim != 2 or features.shape[1] != (dim or features.shape[1]) or not features.size:
-        raise UserError(f"{path}: 'features' must be [N, {dim or 'D'}], not {[*features.shape]}")
-    if not np.isfinite(features).all():
-        raise UserError(f"{path}: 'features' contain NaN or infinity")
-    native = features.dtype in (np.float16, np.float32, np.float64)
-    features = torch.from_numpy(features if native else features.astype(np.float64))
-    if not labelled:
-        return features
-    labels = arrays["labels"]
-    if labels.shape != features.shape[:1] or labels.dtype.kind == "f" or not (
-            0 <= labels.min() and labels.max() < MOST_CLASSES):
-        raise UserError(f"{path}: 'labels' must be [{len(features)}] integers from 0, below "
-                        f"{MOST_CLASSES:,}")
-    return features, torch.from_numpy(labels.astype(np.int64))
-
-
-def feature_set(path, like=None, labels="required"):
-    """'features' [N,D] and 'labels' [N] of an .npz file as an ImageSet: images float32 [N,D,1,1].
-
-    mean and std are each feature's over the file (1 where it is constant: the Loader divides by
-    std), or with `like`, a feature set, its own, and so is num_classes. labels: "required",
-    "optional" (-1 where the file has none, or none of `like`'s) or "ignored" (all 0: OOD data have
-    other classes).
-    """
-    if like is not None and not like.is_features:
-        raise UserError(f"{path}: features cannot be compared with {like.name}, which has none")
-    dim, own = None if like is None else like.shape[0], None
-    if labels != "ignored":
-        try:
-            features, own = read_features(path, dim, labelled=True)
+            labels = _read_labels(name, len(dataset))
         except UserError:
-            if labels == "required":
-                raise
-    if own is None:
-        features = read_features(path, dim)
-        own = torch.full((len(features),), 0 if labels == "ignored" else -1)
-    features = features.float()
-    if not features.isfinite().all():
-        raise UserError(f"{path}: 'features' exceed float32")
-    if like is None:
-        std, mean = torch.std_mean(features.double(), 0, correction=0)
-        std[std == 0] = 1
-        stats = int(own.max()) + 1, tuple(mean.tolist()), tuple(std.tolist())
+            return dataset
+        return replace(dataset, labels=labels.where(labels < like.num_classes, -1))
+    if isinstance(dataset, MoleculeSet):
+        if dataset.quantity == like.quantity:
+            return dataset
+        return replace(dataset, labels=torch.full_like(dataset.labels, math.nan))
+    if name.startswith("folder:"):
+        names = [Path(file).parent.name for file in dataset.files]
     else:
-        stats = like.num_classes, like.mean, like.std
-        if labels == "required" and own.max() >= like.num_classes:
-            raise UserError(f"{path}: label {own.max()} is not one of the {like.num_classes} "
-                            f"classes of {like.name}; give files of one labelling")
-        own = own.where(own < like.num_classes, -1)
-    return ImageSet(set_name(str(path)), features[:, :, None, None], own, *stats)
+        classes = dict(enumerate(dataset.classes))
+        names = [classes.get(label) for label in dataset.labels.tolist()]
+    label_of = {c: label for label, c in enumerate(like.classes)}
+    labels = torch.tensor([label_of.get(c, -1) for c in names])
+    return replace(dataset, labels=labels, num_classes=like.num_classes, classes=like.classes)
 
 
-def two_moons(n, noise=0.1, seed=0):
-    """Two interleaved half circles, as in scikit-learn's make_moons, class 0 first:
-    (x float32 [n,2], y int64 [n]); noise is the std on each coordinate."""
-    a, b = (torch.linspace(0, math.pi, k, dtype=torch.float64) for k in (n // 2, n - n // 2))
-    x = torch.stack([torch.cat([a.cos(), 1 - b.cos()]), torch.cat([a.sin(), 0.5 - b.sin()])], 1)
-    x += noise * torch.randn(n, 2, generator=_generator(seed), dtype=torch.float64)
-    return x.float(), (torch.arange(n) >= n // 2).long()
+# ---- Features and points ------------------------------------------------------------------
+
+MOST_CLASSES = 1_000_000  # a larger label is an error: memory is allocated for each class
+
+
+def read_features(path, dim=None):
+    """'features' [N, D] of an .npz file, in its floating dtype; D must be `dim` if given."""
+    features = common.load_arrays(path, ("features",))["features"]
+    shape = list(features.shape)
+    if len(shape) != 2 or 0 in shape or shape[1] != (dim or shape[1]):
+        raise UserError(f"{path}: 'features' must be [N, {dim or 'D'}], not {shape}")
+    if features.dtype.kind not in "fiu":
+        raise UserError(f"{path}: 'features' must hold numbers")
+    # The comparison is false for NaN.
+    if not (np.abs(features) <= np.finfo(np.float32).max).all():
+        raise UserError(f"{path}: 'features' contain NaN, infinity or numbers that exceed float32")
+    # PyTorch has neither long doubles nor other byte orders.
+    if features.dtype not in (np.float16, np.float32, np.float64):
+        features = features.astype(np.float64)
+    return torch.from_numpy(features)
+
+
+def read_labelled_features(path):
+    """('features' [N, D], 'labels' int64 [N] from 0) of an .npz file."""
+    features = read_features(path)
+    return features, _read_labels(path, len(features))
+
+
+def _read_labels(path, n):
+    labels = common.load_arrays(path, ("labels",))["labels"]
+    whole = labels.shape == (n,) and labels.dtype.kind in "iu"
+    if not whole or labels.min() < 0 or labels.max() >= MOST_CLASSES:
+        raise UserError(f"{path}: 'labels' must be [{n}] integers from 0, below {MOST_CLASSES:,}")
+    return torch.from_numpy(labels.astype(np.int64))
+
+
+@_together
+def feature_set(path, like=None):
+    """'features' [N, D] and 'labels' [N] of an .npz file as images float32 [N, D, 1, 1].
+
+    Mean and std are those of each feature in the file (std 1 where it is constant), or those
+    of the feature set `like`, which the labels must agree with.
+    """
+    if like is not None:
+        dataset = _features_like(path, like)
+        return replace(dataset, labels=_read_labels(path, len(dataset)))
+    features, labels = read_labelled_features(path)
+    features = features.float()
+    std, mean = torch.std_mean(features.double(), 0, correction=0)
+    std[std == 0] = 1
+    return ImageSet(set_name(str(path)), features[:, :, None, None], labels,
+                    int(labels.max()) + 1, tuple(mean.tolist()), tuple(std.tolist()))
+
+
+def _features_like(path, like):
+    """The features of a file, normalised like the feature set `like`, without labels."""
+    if not isinstance(like, ImageSet) or not like.is_features:
+        raise UserError(f"{path}: features cannot be compared with {like.name}, which has none")
+    images = read_features(path, like.shape[0]).float()[:, :, None, None]
+    unknown = torch.full((len(images),), -1)
+    return replace(like, name=set_name(str(path)), images=images, labels=unknown)
 
 
 def gaussian_ring(n_per_class, seed=42):
-    """(x float32 [5n,2], y int64 [5n]): n of each of five Gaussians of unit variance, centred at
-    0, 72, ..., 288 degrees of a circle of radius 5 (D'Angelo & Fortuin 2021), class 0 first."""
+    """(x float32 [5n, 2], y int64 [5n]): n points of each of five Gaussians, class 0 first.
+
+    They have unit variance and centres at 0, 72, ..., 288 degrees of a circle of radius 5
+    (D'Angelo and Fortuin 2021).
+    """
     y = torch.arange(5).repeat_interleave(n_per_class)
     angle = 2 * math.pi / 5 * y.double()
-    x = torch.randn(len(y), 2, generator=_generator(seed), dtype=torch.float64)
-    x += 5 * torch.stack([angle.cos(), angle.sin()], 1)
-    return x.float(), y
+    centre = 5 * torch.stack([angle.cos(), angle.sin()], 1)            # [5n, 2]
+    noise = torch.randn(len(y), 2, generator=_generator(seed), dtype=torch.float64)
+    return (noise + centre).float(), y
 
 
-def gapped_regression(n=60, seed=0):
-    """(x float32 [n], y float32 [n]) in the style of Izmailov et al. 2019: y = sin(x) + (x / 5)^2
-    and noise of std 0.1, x = 7 u with u uniform in [-1,-0.6], [-0.1,0.25] and [0.6,1], in this
-    order, a third (as nearly as n allows) in each."""
-    low, high = torch.tensor([[-1, -0.1, 0.6], [-0.6, 0.25, 1]], dtype=torch.float64)
-    cluster, generator = torch.arange(n) * 3 // n, _generator(seed)
-    u = torch.rand(n, generator=generator, dtype=torch.float64)
-    x = 7 * low[cluster].lerp(high[cluster], u)
-    noise = torch.randn(n, generator=generator, dtype=torch.float64)
-    return x.float(), (x.sin() + (x / 5) ** 2 + 0.1 * noise).float()
+# ---- Batches ------------------------------------------------------------------------------
+
+# The piece of a global batch that belongs to this process, on the device. labels: [b]. index:
+# int64 [b], the rows of the set. global_size: number of rows over all processes.
+# images: float32 [b, C, H, W], normalised. tokens: int64 [b, L], padded with 0.
+Batch = namedtuple("Batch", "images labels index global_size")
+TextBatch = namedtuple("TextBatch", "tokens labels index global_size")
+MoleculeBatch = namedtuple("MoleculeBatch", "molecules labels index global_size")
 
 
-# ---- Batches -------------------------------------------------------------------------------------
+class Molecules(NamedTuple):
+    """Molecules as one graph.
+
+    Any two atoms of a molecule that are closer than the cutoff have an edge in both
+    directions; no atom has an edge to itself.
+    """
+
+    numbers: Tensor         # int64 [a], atomic numbers
+    positions: Tensor       # float32 [a, 3], angstrom
+    molecule: Tensor        # int64 [a], in 0..count-1, ascending
+    sources: Tensor         # int64 [e], atoms in 0..a-1
+    targets: Tensor         # int64 [e], ascending
+    count: int              # number of molecules
 
 
 class _Batches:
-    """What both loaders share. `batch_size` is global: each batch is cut into contiguous near-equal
-    pieces, as np.array_split does, of which this process gets that of its rank (it may be empty in
-    the last batch), with `whole` all: together they are, bit for bit, one process's batch."""
+    """What both loaders share: global batches, of which each process gets a contiguous piece.
 
-    def __init__(self, dataset, batch_size, device, seed, shuffle, whole):
-        self.rank, self.world_size = (0, 1) if whole else (common.rank(), common.world_size())
-        most = min(batch_size, len(dataset))
-        if most < 1 or most < self.world_size:
+    The pieces of a batch differ by one row at most; in the last batch they may be empty.
+    Together they are the batch of a single process.
+    """
+
+    def __init__(self, dataset, batch_size, device, seed, shuffle):
+        if min(batch_size, len(dataset)) < common.world_size():
             raise UserError(f"{dataset.name}: {len(dataset)} rows in batches of {batch_size} are "
-                            f"too few for {self.world_size} processes")
-        self.dataset, self.batch_size, self.device = dataset, batch_size, torch.device(device)
-        self.seed, self.shuffle, self.labels = seed, shuffle, dataset.labels.to(self.device)
+                            f"too few for {common.world_size()} process(es)")
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.device = torch.device(device)
+        self.seed = seed
+        self.shuffle = shuffle
+        self.labels = dataset.labels.to(self.device)
 
     def __len__(self):
-        """Batches in an epoch, over all processes."""
-        return -(-len(self.dataset) // self.batch_size)
+        """Number of batches in an epoch, the same for all processes."""
+        return math.ceil(len(self.dataset) / self.batch_size)
 
-    def _order(self, epoch):
-        """(the epoch's generator, int64 [N]: the rows in their order)."""
-        generator, n = _generator(self.seed, epoch), len(self.dataset)
-        return generator, (torch.randperm(n, generator=generator) if self.shuffle else
-                           torch.arange(n))
+    def _order(self, generator):
+        """int64 [N]: the rows in the order of this epoch."""
+        if self.shuffle:
+            return torch.randperm(len(self.dataset), generator=generator)
+        return torch.arange(len(self.dataset))
 
     def _piece(self, batch):
-        """(first, last, global size) of a batch: this rank's part is first:last of the order."""
-        begin = batch * self.batch_size
-        size = min(self.batch_size, len(self.dataset) - begin)
-        share, longer = divmod(size, self.world_size)
-        first = begin + self.rank * share + min(self.rank, longer)
-        return first, first + share + (self.rank < longer), size
+        """This process's piece [b] of a global batch [B] of rows."""
+        return batch.tensor_split(common.world_size())[common.rank()]
 
 
-# A part of a batch, on the device; index: its rows of the set; global_size: rows over all processes
-Batch = namedtuple("Batch", "images labels index global_size")              # float32, normalised
-TextBatch = namedtuple("TextBatch", "tokens labels index global_size")      # int64, padded with 0
-MoleculeBatch = namedtuple("MoleculeBatch", "molecules labels index global_size")   # Molecules
+PADDING = {"crop_flip": "constant", "reflect_crop_flip": "reflect"}  # the modes of numpy.pad
 
 
 class Loader(_Batches):
-    """Batches of an ImageSet or a StreamedSet, in an order that depends on (seed, epoch) alone.
+    """Batches of an ImageSet or a StreamedSet, in an order determined by (seed, epoch).
 
-    augment    "none"; "crop_flip": pad with 4 black pixels, random crop, random flip (files:
-               random resized crop and flip); "reflect_crop_flip": the border is mirrored instead
-    workers    processes that decode a StreamedSet
+    augment    "none"; "crop_flip" pads with 4 black pixels, crops and flips at random;
+               "reflect_crop_flip" mirrors the border instead. Files: random resized crop and
+               flip in both cases
+    workers    number of processes that decode a StreamedSet
     """
 
-    def __init__(self, dataset, batch_size, device="cpu", *, seed=0, shuffle=False, augment="none",
-                 workers=0, channels_last=False, whole=False):
-        super().__init__(dataset, batch_size, device, seed, shuffle, whole)
-        self.streamed = isinstance(dataset, StreamedSet)
-        _choose_from("augment", augment,
-                     ("none", "crop_flip", "reflect_crop_flip")[:2 if self.streamed else 3])
+    def __init__(self, dataset, batch_size, device="cpu", *, seed=0, shuffle=False,
+                 augment="none", workers=0, channels_last=False):
+        super().__init__(dataset, batch_size, device, seed, shuffle)
         if augment != "none" and dataset.is_features:
             raise UserError(f"{dataset.name}: {augment} would destroy features; augment images")
-        self.augment, self.workers = augment, workers
+        self.augment = augment
+        self.workers = workers
         self.format = torch.channels_last if channels_last else torch.contiguous_format
+        self.streamed = isinstance(dataset, StreamedSet)
+        # Images are normalised on the scale on which they arrive: (x - shift) * scale.
         white = 255 if self.streamed or dataset.images.dtype == torch.uint8 else 1
-        stats = torch.tensor([dataset.mean, dataset.std], dtype=torch.float64)
-        mean, std = (stats * white).view(2, -1, 1, 1)
-        self.shift, self.scale = mean.float().to(self.device), (1 / std).float().to(self.device)
+        mean, std = torch.tensor([dataset.mean, dataset.std], dtype=torch.float64) * white
+        self.shift = mean.float().view(-1, 1, 1).to(self.device)
+        self.scale = (1 / std).float().view(-1, 1, 1).to(self.device)
         if not self.streamed:
-            self._place(dataset.images)
-
-    def _place(self, images):
-        """Pad the images, so that every crop lies in one contiguous run of memory: with rows of S
-        pixels, the crop at (dy, dx) starts dy S + dx after its image. `runs` views them as rows."""
-        self.pad = 0 if self.augment == "none" else 4
-        if self.pad:
-            border = [(0, 0), (0, 0), (self.pad, self.pad), (self.pad, self.pad)]
-            mode = "constant" if self.augment == "crop_flip" else "reflect"
-            images = torch.from_numpy(np.pad(images.cpu().numpy(), border, mode))
-        images = images.to(self.device).contiguous()
-        _, channels, height, self.row = images.shape
-        self.image = channels * height * self.row
-        run = self.image - 2 * self.pad * (self.row + 1)
-        self.strides = (run, height * self.row, self.row, 1)
-        self.runs = images.view(-1).as_strided((images.numel() - run + 1, run), (1, 1))
+            images = dataset.images
+            if augment != "none":
+                border = [(0, 0), (0, 0), (4, 4), (4, 4)]
+                images = np.pad(images.cpu().numpy(), border, PADDING[augment])
+                images = torch.from_numpy(images)
+            self.images = images.to(self.device)
 
     def epoch(self, epoch=0):
-        """Iterate over the batches of `epoch`."""
-        generator, order = self._order(epoch)
-        pieces = [self._piece(batch) for batch in range(len(self))]
-        return (self._stream if self.streamed else self._gather)(order, pieces, generator, epoch)
+        """Iterate over this process's pieces of the batches of an epoch."""
+        generator = _generator(self.seed, epoch)
+        order = self._order(generator)
+        if self.streamed:
+            return self._stream(order, generator, epoch)
+        if self.augment == "none":
+            return self._gather(order)
+        return self._gather_crops(order, generator)
 
-    def _gather(self, order, pieces, generator, _):
-        begin, flips = order * self.image, None
-        if self.pad:
-            dy, dx = torch.randint(0, 2 * self.pad + 1, (2, len(order)), generator=generator)
-            flips = torch.randint(0, 2, (len(order),), generator=generator).to(self.device)
-            begin += dy * self.row + dx
-        order, begin = order.to(self.device), begin.to(self.device)
-        for first, last, size in pieces:
-            index, b = order[first:last], last - first
-            x = self.runs.index_select(0, begin[first:last])
-            x = x.as_strided((b, *self.dataset.shape), self.strides)
-            if flips is not None:  # both of each, then the one drawn: no wait for the device
-                drawn = torch.arange(b, device=self.device).add_(flips[first:last], alpha=b)
-                x = torch.cat([x, x.flip(3)]).index_select(0, drawn)
-            yield Batch(self._normalise(x), self.labels[index], index, size)
+    def _gather(self, order):
+        for batch in order.to(self.device).split(self.batch_size):
+            rows = self._piece(batch)
+            images = self._normalise(self.images[rows])
+            yield Batch(images, self.labels[rows], rows, len(batch))
 
-    def _stream(self, order, pieces, generator, epoch):
+    def _gather_crops(self, order, generator):
+        n = len(order)
+        corners = torch.randint(0, 9, (2, n), generator=generator)
+        flips = torch.randint(0, 2, (n,), generator=generator)
+        # The whole epoch goes to the device at once, so that no batch waits for it.
+        order = order.to(self.device)
+        dy, dx = corners.to(self.device)
+        flips = flips.bool().to(self.device)[:, None, None, None]
+        # A view of all crops, [N, C, 9, 9, H, W], which takes no memory.
+        _, height, width = self.dataset.shape
+        crops = self.images.unfold(2, height, 1).unfold(3, width, 1)
+        for batch in torch.arange(n, device=self.device).split(self.batch_size):
+            at = self._piece(batch)
+            rows = order[at]
+            x = crops[rows, :, dy[at], dx[at]]                         # [b, C, H, W]
+            x = torch.where(flips[at], x.flip(3), x)
+            yield Batch(self._normalise(x), self.labels[rows], rows, len(batch))
+
+    def _stream(self, order, generator, epoch):
+        batches = order.split(self.batch_size)
+        pieces = [self._piece(batch) for batch in batches]
         key = None if self.augment == "none" else (self.seed, epoch)
-        rows = [order[first:last] for first, last, _ in pieces]
-        batches = iter(DataLoader(  # a generator of its own: the global one is left alone
-            replace(self.dataset, key=key), batch_sampler=[r.tolist() for r in rows if len(r)],
-            num_workers=self.workers, pin_memory=self.device.type == "cuda", generator=generator))
-        for index, (*_, size) in zip(rows, pieces):
+        # With a generator of its own, DataLoader leaves the global one alone.
+        decoded = iter(DataLoader(
+            replace(self.dataset, key=key),
+            batch_sampler=[piece.tolist() for piece in pieces if len(piece)],
+            num_workers=self.workers, pin_memory=self.device.type == "cuda",
+            generator=generator))
+        for batch, rows in zip(batches, pieces):
+            images = torch.empty(0, *self.dataset.shape)
             try:
-                images = next(batches) if len(index) else torch.empty(0, *self.dataset.shape)
-            except UserError as error:  # from a worker it comes with a traceback in its message
-                raise UserError(str(error).rsplit("UserError: ", 1)[-1].strip()) from None
-            images, index = (t.to(self.device, non_blocking=True) for t in (images, index))
-            yield Batch(self._normalise(images), self.labels[index], index, size)
+                if len(rows):
+                    images = next(decoded)
+            except UserError as error:
+                # A worker's error comes with its traceback in the message.
+                message = str(error).rsplit("UserError: ", 1)[-1]
+                raise UserError(message.strip()) from None
+            images = images.to(self.device, non_blocking=True)
+            rows = rows.to(self.device, non_blocking=True)
+            yield Batch(self._normalise(images), self.labels[rows], rows, len(batch))
 
     def _normalise(self, x):
-        x = x.to(torch.float32, memory_format=self.format, copy=True)
+        x = x.to(torch.float32, memory_format=self.format)
         return x.sub_(self.shift).mul_(self.scale)
 
 
-# ---- Embedded images -----------------------------------------------------------------------------
+class SequenceLoader(_Batches):
+    """Batches of a TextSet or a MoleculeSet, in an order determined by (seed, epoch).
+
+    Sentences of similar length share a batch and are padded to the longest of the global
+    batch. When shuffled, the rows of every 50 batches are sorted by length and then all
+    batches are permuted, so that the smaller batch may come anywhere; else all sentences are
+    sorted. cutoff (angstrom) is that of the edges of molecules, which are found here, once.
+    """
+
+    def __init__(self, dataset, batch_size, device="cpu", *, seed=0, shuffle=False, cutoff=5.0):
+        super().__init__(dataset, batch_size, device, seed, shuffle)
+        if isinstance(dataset, MoleculeSet):
+            self.sources, self.targets, self.counts = find_edges(dataset, cutoff)
+
+    def epoch(self, epoch=0):
+        """Iterate over this process's pieces of the batches of an epoch."""
+        generator = _generator(self.seed, epoch)
+        order = self._order(generator)
+        if isinstance(self.dataset, TextSet):
+            return self._texts(order, generator)
+        return self._molecules(order)
+
+    def _texts(self, order, generator):
+        lengths = self.dataset.lengths
+        chunk_size = 50 * self.batch_size if self.shuffle else len(order)
+        chunks = []
+        for chunk in order.split(chunk_size):
+            by_length = lengths[chunk].argsort(stable=True)
+            chunks.append(chunk[by_length])
+        batches = torch.cat(chunks).split(self.batch_size)
+        numbers = range(len(batches))
+        if self.shuffle:
+            numbers = torch.randperm(len(batches), generator=generator).tolist()
+        for number in numbers:
+            batch = batches[number]
+            rows = self._piece(batch)
+            part = self.dataset.select(rows)
+            is_token = torch.arange(int(lengths[batch].max())) < part.lengths[:, None]
+            tokens = torch.zeros(is_token.shape, dtype=torch.int64)    # [b, L]
+            tokens[is_token] = part.tokens.long()
+            tokens = tokens.to(self.device, non_blocking=True)
+            rows = rows.to(self.device, non_blocking=True)
+            yield TextBatch(tokens, self.labels[rows], rows, len(batch))
+
+    def _molecules(self, order):
+        for batch in order.split(self.batch_size):
+            rows = self._piece(batch)
+            part = self.dataset.select(rows)
+            molecule = torch.arange(len(rows)).repeat_interleave(part.sizes)
+            # Edges count atoms within their molecule; in the graph these follow each other.
+            first_atom = part.sizes.cumsum(0) - part.sizes             # [b]
+            shift = first_atom.repeat_interleave(self.counts[rows])    # [e]
+            edges = entries_of(rows, self.counts)                      # [e]
+            sources = self.sources[edges] + shift
+            targets = self.targets[edges] + shift
+            columns = (part.numbers, part.positions.float(), molecule, sources, targets)
+            on_device = [column.to(self.device, non_blocking=True) for column in columns]
+            rows = rows.to(self.device, non_blocking=True)
+            yield MoleculeBatch(Molecules(*on_device, len(rows)), self.labels[rows], rows,
+                                len(batch))
+
+
+def find_edges(dataset, cutoff=5.0):
+    """(sources int16 [E], targets int16 [E], counts int64 [N]) of the edges of each molecule.
+
+    Edges lead from each atom to all others of its molecule that are closer than `cutoff`. Atoms
+    are counted within their molecule, and edges are sorted by molecule, then by target.
+    """
+    sources = []
+    targets = []
+    counts = []
+    for places in dataset.positions.split(dataset.sizes.tolist()):
+        # The matrix product that cdist may use instead would round the distances.
+        mode = "donot_use_mm_for_euclid_dist"
+        near = torch.cdist(places, places, compute_mode=mode) < cutoff
+        near.fill_diagonal_(False)
+        target, source = near.nonzero(as_tuple=True)
+        sources.append(source.short())
+        targets.append(target.short())
+        counts.append(len(source))
+    return torch.cat(sources), torch.cat(targets), torch.tensor(counts)
+
+
+# ---- Embedded images ----------------------------------------------------------------------
+
+
+class Style(NamedTuple):
+    """How far texts are warped at most; lengths are in half sides of the image."""
+
+    tilt: float             # degrees; small, lest a 6 becomes a 9
+    shear: float
+    scale: tuple            # smallest and largest
+    shift: float
+    bend: float
+
+
+LARGE_PRINT = Style(15.0, 0.25, (0.8, 1.1), 0.12, 0.05)
+SMALL_PRINT = Style(7.0, 0.15, (0.95, 1.05), 0.06, 0.02)
+BLENDED_DIGIT = Style(10.0, 0.15, (0.75, 0.95), 0.0, 0.03)
 
 
 @lru_cache(maxsize=None)
-def _embedded(name, training, *_):
-    """The training pool or the test part of an embedded set; nothing else changes what it holds."""
+def _embedded(name, training):
+    """The training set or the test set of a name in EMBEDDED."""
     if name == "dirty_glyphs":
-        clean, ambiguous = (_embedded(part, training) for part in ("glyphs", "glyphs_ambiguous"))
-        dataset = concat(name, clean.select(slice(8000)), ambiguous.select(slice(8000)))
+        clean = _embedded("glyphs", training).select(slice(8000))
+        ambiguous = _embedded("glyphs_ambiguous", training).select(slice(8000))
+        dataset = concat(name, clean, ambiguous)
     else:
-        texts, font_size, strokes, *rows = EMBEDDED[name]
+        prints = EMBEDDED[name]
+        n = prints.train_rows if training else prints.test_rows
         generator = _generator(2102, list(EMBEDDED).index(name), training)
-        draw = _blends if name.endswith("ambiguous") else _prints
-        parts = draw(name, rows[not training], generator, _templates(texts, font_size, strokes),
-                     2 if training else 1)
-        dataset = ImageSet(name, *parts[:2], len(texts), (0.0,), (1.0,), *parts[2:],
-                           classes=tuple(texts))
-    mean, std = _statistics((dataset if training else _embedded(name, True)).images)
-    return replace(dataset, mean=mean, std=std)
+        if name == "glyphs_ambiguous":
+            dataset = _digit_blends(name, n, generator, repeats=2 if training else 1)
+        elif name == "numbers_ambiguous":
+            dataset = _number_blends(name, n, generator)
+        else:
+            style = SMALL_PRINT if name.startswith("numbers") else LARGE_PRINT
+            labels = torch.randperm(n, generator=generator) % len(prints.texts)
+            images = _print(_draw_ink(name, labels, style, generator), generator)
+            dataset = _grey_set(name, images, labels)
+    pool = dataset if training else _embedded(name, True)
+    return _with_grey_statistics(dataset, pool)
 
 
-def _templates(texts, font_size, strokes):
-    """float32 [S,T,56,56]: each text, centred, in Pillow's own font, at S growing stroke widths."""
-    font, pages = ImageFont.load_default(font_size), []
-    for stroke in strokes:
-        for text in texts:
-            left, top, right, bottom = font.getbbox(text, stroke_width=stroke)
-            at, page = (28 - (left + right) / 2, 28 - (top + bottom) / 2), Image.new("L", (56, 56))
-            ImageDraw.Draw(page).text(at, text, 255, font, stroke_width=stroke)
-            pages.append(TF.pil_to_tensor(page))
-    return _unit(torch.cat(pages)).view(len(strokes), len(texts), 56, 56)
+def _grey_set(name, images, labels):
+    texts = EMBEDDED[name].texts
+    return ImageSet(name, images, labels, len(texts), (0.0,), (1.0,), classes=tuple(texts))
 
 
-def _draw(templates, labels, generator, tilt=15.0, shear=0.25, scale=(0.8, 1.1), shift=0.12,
-          bend=0.05, apart=0.0):
-    """Ink in [0,1], float32 [N,1,28,28]: templates at random weights, affine maps and bends.
+def _digit_blends(name, n, generator, repeats):
+    """Two digits over each other, a little apart; each image `repeats` times, as one group."""
+    first, second = _draw_pairs(n, 10, generator)
+    angle = 2 * math.pi * torch.rand(n, generator=generator)
+    apart = 0.25 * torch.stack([angle.cos(), angle.sin()], 1)          # [n, 2]
+    weight = 0.35 + 0.3 * torch.rand(n, 1, generator=generator)        # [n, 1]
+    ink = _blend(name, first, second, weight, BLENDED_DIGIT, generator, apart)
+    images = _print(ink, generator)
+    rows = torch.arange(n).repeat_interleave(repeats)
+    u = torch.rand(len(rows), generator=generator)
+    dataset = _blended_set(name, images[rows], first[rows], second[rows], weight[rows], u)
+    return replace(dataset, groups=rows)
 
-    tilt in degrees, small lest a 6 be a 9; shift, bend, apart (a fixed shift [N,2]) in half-sides.
+
+def _number_blends(name, n, generator):
+    """Two numbers over each other."""
+    first, second = _draw_pairs(n, 1000, generator)
+    weight = 0.35 + 0.3 * torch.rand(n, 1, generator=generator)        # [n, 1]
+    ink = _blend(name, first, second, weight, SMALL_PRINT, generator, apart=0.0)
+    u = torch.rand(n, generator=generator)
+    return _blended_set(name, _print(ink, generator), first, second, weight, u)
+
+
+def _draw_pairs(n, num_classes, generator):
+    """Two different classes [n] for each image."""
+    first = torch.randperm(n, generator=generator) % num_classes
+    step = torch.randint(1, num_classes, (n,), generator=generator)
+    return first, (first + step) % num_classes
+
+
+def _blend(name, first, second, weight, style, generator, apart):
+    """The ink of two texts, of which the first has the share `weight` [n, 1]."""
+    one = _draw_ink(name, first, style, generator, apart)
+    other = _draw_ink(name, second, style, generator, -apart)
+    share = weight[:, :, None, None]
+    ink = share * one + (1 - share) * other
+    return (ink / torch.maximum(share, 1 - share)).clamp_(0, 1)
+
+
+def _blended_set(name, images, first, second, weight, u):
+    """Blends whose label is the first text with probability `weight`, decided by u [N]."""
+    labels = torch.where(u < weight[:, 0], first, second)
+    dataset = _grey_set(name, images, labels)
+    probs = torch.zeros(len(images), dataset.num_classes)
+    probs.scatter_(1, first[:, None], weight)
+    probs.scatter_(1, second[:, None], 1 - weight)
+    return replace(dataset, label_probs=probs)
+
+
+def _draw_ink(name, labels, style, generator, apart=0.0):
+    """Ink in [0, 1], float32 [N, 1, 28, 28]: texts of random stroke width, warped.
+
+    apart: a fixed shift [N, 2] in half sides.
     """
-    n, size = len(labels), (28, 28)
+    n = len(labels)
+    templates = _templates(name)
 
     def uniform(low, high, *shape):
         return low + (high - low) * torch.rand(n, *shape, generator=generator)
 
-    weight = uniform(0, len(templates) - 1.001)
-    maps = (uniform(-tilt, tilt) * math.pi / 180, uniform(*scale), uniform(-shear, shear),
-            uniform(-shift, shift, 2) + apart)
-    field, out = _smooth_field(n, bend, size, generator), []
+    stroke = uniform(0, len(templates) - 1.001)
+    angle = uniform(-style.tilt, style.tilt) * math.pi / 180
+    scale = uniform(*style.scale)
+    shear = uniform(-style.shear, style.shear)
+    shift = uniform(-style.shift, style.shift, 2) + apart
+    bend = _smooth_field(n, style.bend, (28, 28), generator)
+    blocks = []
     for rows in torch.arange(n).split(1000):
-        thin, label, mix = weight[rows].long(), labels[rows], (weight[rows] % 1)[:, None, None]
-        ink = templates[thin, label].lerp(templates[thin + 1, label], mix)[:, None]
-        out.append(_warp(ink, size, *(m[rows] for m in maps), field[rows], "zeros"))
-    return torch.cat(out)
+        # Widths between those of the templates are interpolated.
+        width = stroke[rows].long()
+        thin = templates[width, labels[rows]]                          # [b, 56, 56]
+        thick = templates[width + 1, labels[rows]]
+        ink = thin.lerp(thick, (stroke[rows] % 1)[:, None, None])[:, None]
+        blocks.append(_warp(ink, angle[rows], scale[rows], shear[rows], shift[rows], bend[rows],
+                            (28, 28), padding="zeros"))
+    return torch.cat(blocks)
 
 
-SMALL_PRINT = dict(tilt=7.0, shear=0.15, scale=(0.95, 1.05), shift=0.06, bend=0.02)  # of numbers
+def _templates(name):
+    """float32 [S, T, 56, 56]: the T texts of a set, centred, at S growing stroke widths."""
+    texts, font_size, strokes, *_ = EMBEDDED[name]
+    font = ImageFont.load_default(font_size)
+    pages = []
+    for stroke in strokes:
+        for text in texts:
+            left, top, right, bottom = font.getbbox(text, stroke_width=stroke)
+            corner = (28 - (left + right) / 2, 28 - (top + bottom) / 2)
+            page = Image.new("L", (56, 56))
+            ImageDraw.Draw(page).text(corner, text, 255, font, stroke_width=stroke)
+            pages.append(TF.pil_to_tensor(page))
+    return _to_unit(torch.cat(pages)).view(len(strokes), len(texts), 56, 56)
 
 
 def _print(ink, generator):
-    """uint8 [N,1,28,28]: ink in a random grey on a random ground, with pixel noise."""
-    low, high, noise = torch.rand(3, len(ink), 1, 1, 1, generator=generator)
-    x = (0.15 * low).lerp(0.65 + 0.35 * high, ink)
+    """uint8 [N, 1, 28, 28]: ink in a random grey on a random ground, with pixel noise."""
+    ground, grey, noise = torch.rand(3, len(ink), 1, 1, 1, generator=generator)
+    x = (0.15 * ground).lerp(0.65 + 0.35 * grey, ink)
     x += (0.02 + 0.06 * noise) * torch.randn(ink.shape, generator=generator)
-    return x.clamp_(0, 1).mul_(255).round_().byte()
+    return _from_unit(x, torch.uint8)
 
 
-def _prints(name, n, generator, templates, _):
-    """(images, labels): every class as often, in random order."""
-    labels = torch.randperm(n, generator=generator) % templates.shape[1]
-    ink = _draw(templates, labels, generator, **SMALL_PRINT if "numbers" in name else {})
-    return _print(ink, generator), labels
+# ---- Texts --------------------------------------------------------------------------------
 
 
-def _blends(name, n, generator, templates, times):
-    """Two texts over each other, the first with the share w (.35-.65) of the ink: the label is the
-    first with probability w. Digits lie a little apart, and their training pool has each twice."""
-    digits, k = name == "glyphs_ambiguous", templates.shape[1]
-    first = torch.randperm(n, generator=generator) % k
-    second = (first + torch.randint(1, k, (n,), generator=generator)) % k
-    style, apart = SMALL_PRINT, 0.0
-    if digits:
-        angle = 2 * math.pi * torch.rand(n, generator=generator)
-        style = dict(tilt=10.0, shear=0.15, scale=(0.75, 0.95), shift=0.0, bend=0.03)
-        apart = 0.25 * torch.stack([angle.cos(), angle.sin()], 1)
-    w = 0.35 + 0.3 * torch.rand(n, 1, generator=generator)
-    share = w[:, :, None, None]
-    a, b = (_draw(templates, label, generator, **style, apart=offset)
-            for label, offset in ((first, apart), (second, -apart)))
-    ink = ((share * a + (1 - share) * b) / torch.maximum(share, 1 - share)).clamp_(0, 1)
-    probs = torch.zeros(n, k).scatter_(1, first[:, None], w).scatter_(1, second[:, None], 1 - w)
-    rows = torch.arange(n).repeat_interleave(times if digits else 1)
-    if digits:  # they draw their labels after the print's noise, numbers before it
-        images, u = _print(ink, generator), torch.rand(len(rows), generator=generator)
-    else:
-        u, images = torch.rand(len(rows), generator=generator), _print(ink, generator)
-    labels = torch.where(u < w[rows, 0], first[rows], second[rows])
-    return images[rows], labels, probs[rows], *([rows] if digits else [])
-
-
-# ---- Texts and molecules -------------------------------------------------------------------------
-
-
+@_together
 def load_text(name, split, data_dir="data", *, vocab_file=None, like=None):
-    """One of `TEXTS` as a TextSet; its splits are fixed.
+    """A set of TEXTS as a TextSet; its splits are fixed.
 
-    split       "train", "val", "test"; those of sst2: see sst2_has_test_labels
-    vocab_file  BERT's vocab.txt, a word piece a line; by default sst2 has the `vocabulary` of its
-                training sentences, and reviews and reviews_finance that of both: as BERT's does,
-                it knows words that training lacks, so that length does not give OOD data away
-    like        a TextSet whose vocabulary is used instead: that of the model's training set
+    split       "train", "val" or "test"; for those of sst2 see sst2_has_test_labels
+    vocab_file  BERT's vocab.txt, with a word piece per line. By default the vocabulary of
+                sst2 is made of its training sentences, and that of reviews and reviews_finance
+                of those of both: like BERT's, it has words that the training set lacks, so
+                that unknown words do not give OOD data away
+    like        a TextSet, such as the training set, whose vocabulary is used instead
     """
     _choose_from("dataset", name, TEXTS)
-    _choose_from("split", split, SPLITS[:3])
-    read = lambda name, split: _embedded_text(name, split) if name != "sst2" else _sst2(
-        Path(data_dir) / SOURCES["sst2"].place, split)
-    sentences, labels = read(name, split)
+    folder = Path(data_dir) / SOURCES["sst2"].path
+    sentences, labels = _read_sentences(name, split, folder)
     if like is not None:
         vocab = like.vocab
     elif vocab_file is not None:
         vocab = read_vocabulary(vocab_file)
     else:
-        sets = ("sst2",) if name == "sst2" else TEXTS[:2]
-        vocab = vocabulary([sentence for own in sets for sentence in read(own, "train")[0]])
-    return TextSet(name, *tokenise(sentences, vocab), labels, 2, vocab)
-
-
-def load_molecules(name, split, data_dir="data", *, target="u0"):
-    """One of `MOLECULES` as a MoleculeSet; its splits are fixed.
-
-    split   "train", "val", "test"; qm9's are the published ones where all 130,831 molecules are
-            there, else the same shares of a permutation drawn in the same way
-    target  one of `QM9_TARGETS`, for qm9; clusters have one target, their energy
-    """
-    _choose_from("dataset", name, MOLECULES)
-    _choose_from("split", split, SPLITS[:3])
-    _choose_from("target", target, QM9_TARGETS if name == "qm9" else ("u0",))
-    if name == "qm9":
-        dataset = _qm9(Path(data_dir) / SOURCES["qm9"].place, target)
-        order = torch.from_numpy(np.random.default_rng(0).permutation(len(dataset)))
-        ends = [round(rows / QM9_MOLECULES * len(dataset)) for rows in (110000, 120000)]
-    else:
-        dataset = _embedded_molecules(name)
-        order, ends = torch.arange(len(dataset)), [4000, 4500]
-    return dataset.select(order.tensor_split(ends)[SPLITS.index(split)])
-
-
-class Molecules(NamedTuple):
-    """Molecules as one graph. An edge leads from `sources` to `targets` for every two atoms of a
-    molecule closer than the cutoff, both ways, sorted by target; none from an atom to itself."""
-    numbers: Tensor     # int64 [a], atomic numbers
-    positions: Tensor   # float32 [a,3], ångström
-    molecule: Tensor    # int64 [a], in 0..count-1, ascending
-    sources: Tensor     # int64 [e], atoms in 0..a-1
-    targets: Tensor     # int64 [e], ascending
-    count: int          # molecules
-
-
-class SequenceLoader(_Batches):
-    """Batches of a TextSet or a MoleculeSet, in an order that depends on (seed, epoch) alone.
-
-    Sentences of like length share batches, padded to the longest of the global batch. Shuffled,
-    each 50 batches are sorted by length and the batches then permuted, so that the partial one may
-    come anywhere; else all sentences are sorted. cutoff (ångström): of the edges of molecules,
-    which are found once, here.
-    """
-
-    def __init__(self, dataset, batch_size, device="cpu", *, seed=0, shuffle=False, cutoff=5.0,
-                 whole=False):
-        super().__init__(dataset, batch_size, device, seed, shuffle, whole)
-        if isinstance(dataset, MoleculeSet):
-            self.sources, self.targets, self.edges = find_edges(dataset, cutoff)
-
-    def epoch(self, epoch=0):
-        """Iterate over the batches of `epoch`."""
-        (generator, order), batches = self._order(epoch), torch.arange(len(self))
-        text, n = isinstance(self.dataset, TextSet), len(self.dataset)
-        if text:
-            chunk = torch.arange(n) // (50 * self.batch_size if self.shuffle else n)
-            key = chunk * (int(self.dataset.lengths.max()) + 1) + self.dataset.lengths[order]
-            order = order[key.argsort(stable=True)]
-            if self.shuffle:
-                batches = torch.randperm(len(self), generator=generator)
-        for batch in batches.tolist():
-            first, last, size = self._piece(batch)
-            index, begin = order[first:last], batch * self.batch_size
-            parts = (self._tokens(index, order[begin:begin + size]) if text else
-                     self._molecules(index))
-            index = index.to(self.device, non_blocking=True)
-            yield (TextBatch if text else MoleculeBatch)(parts, self.labels[index], index, size)
-
-    def _tokens(self, index, whole):
-        """int64 [b,L]: the sentences `index`, as long as the longest of `whole`."""
-        part, longest = self.dataset.select(index), int(self.dataset.lengths[whole].max())
-        real = torch.arange(longest) < part.lengths[:, None]
-        tokens = torch.zeros(real.shape, dtype=torch.int64)
-        return tokens.masked_scatter_(real, part.tokens.long()).to(self.device, non_blocking=True)
-
-    def _molecules(self, index):
-        part, at = self.dataset.select(index), _ragged(self.edges, index)
-        first = part.sizes.cumsum(0) - part.sizes
-        shift = first.repeat_interleave(self.edges[index])
-        tensors = (part.numbers, part.positions.float(),
-                   torch.arange(len(index)).repeat_interleave(part.sizes),
-                   self.sources[at] + shift, self.targets[at] + shift)
-        return Molecules(*(t.to(self.device, non_blocking=True) for t in tensors), len(index))
-
-
-def find_edges(dataset, cutoff=5.0):
-    """(sources int16 [E], targets int16 [E], edges int64 [N] a molecule): the two atoms, counted
-    within their molecule, of all pairs of different atoms closer than `cutoff`; by target."""
-    found, largest = [], int(dataset.sizes.max())
-    apart = ~torch.eye(largest, dtype=torch.bool)
-    for rows in torch.arange(len(dataset)).split(1 + 2**20 // largest**2):
-        part = dataset.select(rows)
-        real = torch.arange(largest) < part.sizes[:, None]
-        place = torch.zeros(*real.shape, 3, dtype=torch.float64)
-        place[real] = part.positions
-        near = (place[:, None] - place[:, :, None]).square().sum(3) < cutoff**2
-        near &= real[:, None] & real[:, :, None] & apart
-        _, target, source = near.nonzero(as_tuple=True)
-        found.append((source.short(), target.short(), near.sum((1, 2))))
-    return tuple(torch.cat(part) for part in zip(*found))
-
-
-# ---- Word pieces ---------------------------------------------------------------------------------
-
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-CJK = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F))
+        sources = ["sst2"] if name == "sst2" else ["reviews", "reviews_finance"]
+        known = []
+        for source in sources:
+            known += _read_sentences(source, "train", folder)[0]
+        vocab = vocabulary(known)
+    tokens, lengths = tokenise(sentences, vocab)
+    # Reports on companies are neither negative nor positive.
+    classes = () if name == "reviews_finance" else ("negative", "positive")
+    return TextSet(name, tokens, lengths, labels, 2, vocab, classes)
 
 
 def sst2_has_test_labels(data_dir="data"):
-    """Whether SST-2/test.tsv is labelled; then its splits are as published. GLUE withholds the
-    labels; then test is dev.tsv, and val 2,000 rows of train.tsv (of short files a tenth), which
-    has phrases of its sentences as rows: this val is easier than test, and what is fitted on it too
-    confident."""
-    path = Path(data_dir) / SOURCES["sst2"].place / "test.tsv"
-    header = _read_lines("sst2", path)[0]
-    if header not in ("sentence\tlabel", "index\tsentence"):
-        raise _damaged("sst2", path, f"header {header[:80]!r}, expected 'sentence<TAB>label', or "
-                                     "'index<TAB>sentence' where the labels are withheld")
-    return header == "sentence\tlabel"
+    """Whether SST-2/test.tsv is labelled; then the splits are those that were published.
+
+    GLUE withholds the labels. Then "test" is dev.tsv, and "val" is 2,000 rows of train.tsv (a
+    tenth of short files). As train.tsv also has phrases of its sentences as rows, this "val"
+    is easier than "test", and what is fitted to it is too confident.
+    """
+    path = Path(data_dir) / SOURCES["sst2"].path / "test.tsv"
+    return _read_file("sst2", path).startswith("sentence\tlabel\n")
 
 
-def _sst2(folder, split):
-    """(sentences, labels int64 [N]) of sentence<TAB>label rows, without quoting."""
-    labelled = sst2_has_test_labels(folder.parent)
-    files = ("train", "dev", "test") if labelled else ("train", "train", "dev")
-    path = folder / f"{files[SPLITS.index(split)]}.tsv"
-    header, *lines = _read_lines("sst2", path)
-    rows = [line.split("\t") for line in lines]
-    if header != "sentence\tlabel" or not rows:
-        raise _damaged("sst2", path, f"header {header[:80]!r}, {len(rows)} rows; expected "
-                                     "'sentence<TAB>label' and rows")
-    for number, row in enumerate(rows, 2):
-        if len(row) != 2 or not row[0].strip() or row[1] not in ("0", "1"):
-            raise UserError(f"{path}, line {number}: {lines[number - 2][:80]!r}; expected "
-                            "sentence<TAB>label, label 0 or 1")
-    sentences, labels = [row[0] for row in rows], torch.tensor([int(row[1]) for row in rows])
-    if labelled or split == "test":
-        return sentences, labels
+def _read_sentences(name, split, folder):
+    """(sentences, labels int64 [N]) of a split."""
+    if name != "sst2":
+        return _embedded_texts(name, split)
+    if sst2_has_test_labels(folder.parent):
+        file = {"train": "train.tsv", "val": "dev.tsv", "test": "test.tsv"}[split]
+        return _read_tsv(folder / file)
+    if split == "test":
+        return _read_tsv(folder / "dev.tsv")
+    sentences, labels = _read_tsv(folder / "train.tsv")
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    n_val = min(2000, len(labels) // 10)
-    keep = order[:n_val] if split == "val" else order[n_val:].sort()[0]
-    return [sentences[row] for row in keep.tolist()], labels[keep]
+    num_val = min(2000, len(labels) // 10)
+    rows = order[:num_val] if split == "val" else order[num_val:].sort().values
+    return [sentences[row] for row in rows.tolist()], labels[rows]
 
 
-def _read_lines(name, path, end="\n"):
+def _read_tsv(path):
+    """(sentences, labels int64 [N]) of rows sentence<TAB>label, without quoting."""
+    header, *lines = _read_file("sst2", path).split("\n")
+    if header != "sentence\tlabel" or not lines:
+        raise _absent("sst2", path, f"header {header[:80]!r}, {len(lines)} rows; expected "
+                                     "'sentence<TAB>label' and rows")
+    sentences = []
+    labels = []
+    for number, line in enumerate(lines, start=2):
+        sentence, _, label = line.partition("\t")
+        if not sentence.strip() or label not in ("0", "1"):
+            raise UserError(f"{path}, line {number}: {line[:80]!r}; expected sentence<TAB>label, "
+                            "label 0 or 1")
+        sentences.append(sentence)
+        labels.append(int(label))
+    return sentences, torch.tensor(labels)
+
+
+def _read_file(name, path):
+    """A UTF-8 text with Unix line ends, without the last one."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise _absent(name, path) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from None
-    # not splitlines, which cuts at more characters than these
-    return text.replace("\r\n", "\n").removesuffix("\n").split(end)
+        raise _absent(name, path, common.one_line(error)) from None
+    # Split at "\n" only: splitlines also cuts at characters that occur within lines.
+    return text.replace("\r\n", "\n").removesuffix("\n")
+
+
+# ---- Word pieces --------------------------------------------------------------------------
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+# Chinese, Japanese and Korean characters are words of their own.
+CJK = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2CEAF), (0xF900, 0xFAFF),
+       (0x2F800, 0x2FA1F))
 
 
 def read_vocabulary(path):
-    """A vocab.txt (a word piece a line, line number = id, [PAD] first) as a tuple."""
+    """BERT's vocab.txt as a tuple: line i is the word piece of id i, [PAD] is the first."""
     path = Path(path)
-    vocab = tuple(_read_lines("sst2", path)) if path.exists() else ()
-    if vocab[:1] != SPECIAL[:1] or {*SPECIAL[:4]} - {*vocab}:
-        raise UserError(f"{path}: expected BERT's vocab.txt, a word piece a line, [PAD] first, "
-                        f"with {', '.join(SPECIAL[1:4])}")
-    return vocab
+    pieces = _read_file("sst2", path).split("\n") if path.exists() else [""]
+    if pieces[0] != "[PAD]" or not set(SPECIAL[:4]) <= set(pieces):
+        raise UserError(f"{path}: expected BERT's vocab.txt, a word piece per line, [PAD] first, "
+                        "with [UNK], [CLS], [SEP]")
+    return tuple(pieces)
 
 
 def vocabulary(sentences, size=30522):
-    """At most `size` word pieces: BERT's special tokens; every character c, then every ##c; words
-    that come twice or more, by falling frequency, equals in alphabetical order."""
-    words = Counter(word for sentence in sentences for word in _words(sentence))
-    characters = sorted({c for word in words for c in word})
-    pieces = [*SPECIAL, *characters, *("##" + c for c in characters)]
-    frequent = sorted((w for w, count in words.items() if count > 1 and len(w) > 1),
-                      key=lambda word: (-words[word], word))
-    return tuple((pieces + frequent)[:size])
+    """At most `size` word pieces of these sentences.
+
+    BERT's special tokens; every character c, then every ##c; then the words that occur at
+    least twice, by falling frequency, those of equal frequency in alphabetical order.
+    """
+    counts = Counter()
+    for sentence in sentences:
+        counts.update(_words(sentence))
+    characters = sorted(set("".join(counts)))
+    continued = ["##" + c for c in characters]
+    frequent = [word for word, count in counts.items() if count > 1 and len(word) > 1]
+    frequent.sort(key=lambda word: (-counts[word], word))
+    return tuple(SPECIAL + characters + continued + frequent)[:size]
 
 
 def tokenise(sentences, vocab, max_length=268):
-    """BERT's uncased WordPiece: (tokens int32 [T], lengths int64 [N]), each `[CLS] ... [SEP]`.
+    """BERT's uncased WordPiece: (tokens int32 [T], lengths int64 [N]).
 
-    Each word is cut from the left into the longest pieces that `vocab` has; one that cannot be, or
-    of more than 100 characters, is [UNK]. Sentences keep their first max_length - 2 pieces.
+    Each word is cut from the left into the longest pieces of `vocab`. A word that cannot be
+    cut, or has more than 100 characters, is [UNK]. A sentence keeps its first max_length - 2
+    pieces, between [CLS] and [SEP].
     """
-    table, tokens, lengths = {piece: number for number, piece in enumerate(vocab)}, [], []
-    cut = lru_cache(maxsize=None)(lambda word: _word_pieces(word, table))  # each word once
+    ids = {piece: number for number, piece in enumerate(vocab)}
+    cut = lru_cache(maxsize=None)(partial(_word_pieces, ids=ids))  # each word is cut once
+    tokens = []
+    lengths = []
     for sentence in sentences:
-        ids = [number for word in _words(sentence) for number in cut(word)][:max_length - 2]
-        tokens += [table["[CLS]"], *ids, table["[SEP]"]]
-        lengths.append(len(ids) + 2)
+        pieces = []
+        for word in _words(sentence):
+            pieces += cut(word)
+        pieces = pieces[:max_length - 2]
+        tokens += [ids["[CLS]"]] + pieces + [ids["[SEP]"]]
+        lengths.append(len(pieces) + 2)
     return torch.tensor(tokens, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int64)
+
+
+def _words(text):
+    """Words in lower case and without accents; punctuation and CJK are words of their own."""
+    decomposed = unicodedata.normalize("NFD", text.lower())
+    return "".join(map(_character, decomposed)).split()
 
 
 @lru_cache(maxsize=None)
 def _character(c):
-    """What becomes of a decomposed, lower-case character."""
-    kind = unicodedata.category(c)
-    if c in "\t\n\r" or kind == "Zs":
+    """What becomes of a decomposed character in lower case."""
+    category = unicodedata.category(c)
+    if c in "\t\n\r" or category == "Zs":
         return " "
-    if c == "\ufffd" or kind[0] == "C" or kind == "Mn":  # control characters, accents
+    # the replacement character, control characters, accents
+    if c == "\ufffd" or category[0] == "C" or category == "Mn":
         return ""
-    # all ASCII signs count as punctuation, "$" and "^" too
-    sign = kind[0] == "P" or c.isascii() and not c.isalnum()
-    return f" {c} " if sign or any(low <= ord(c) <= high for low, high in CJK) else c
+    # All ASCII signs are punctuation, also "$" and "^", which Unicode calls symbols.
+    is_sign = category[0] == "P" or (c.isascii() and not c.isalnum())
+    is_cjk = any(low <= ord(c) <= high for low, high in CJK)
+    return f" {c} " if is_sign or is_cjk else c
 
 
-def _words(text):
-    """The words of a text, in lower case and without accents; punctuation and CJK alone."""
-    return "".join(map(_character, unicodedata.normalize("NFD", text.lower()))).split()
-
-
-def _word_pieces(word, table):
-    """The ids of the longest pieces from the left, or [UNK]'s."""
-    ids, start = [], 0
+def _word_pieces(word, ids):
+    """The ids of the longest pieces from the left, or that of [UNK]."""
+    pieces = []
+    start = 0
     while start < len(word) <= 100:
-        mark = "##" if start else ""
-        end = next((end for end in range(len(word), start, -1) if mark + word[start:end] in table),
-                   None)
-        if end is None:
-            return [table["[UNK]"]]
-        ids.append(table[mark + word[start:end]])
+        mark = "##" if start > 0 else ""
+        end = len(word)
+        while end > start and mark + word[start:end] not in ids:
+            end -= 1
+        if end == start:
+            return [ids["[UNK]"]]
+        pieces.append(ids[mark + word[start:end]])
         start = end
-    return ids or [table["[UNK]"]]
+    return pieces or [ids["[UNK]"]]
 
 
-# ---- Molecules: files and energies ---------------------------------------------------------------
+# ---- Molecules ----------------------------------------------------------------------------
 
-HARTREE_EV, KCAL_MOL_EV = 27.211386246, 0.04336414  # as in PyTorch Geometric's copy of the set
-QM9_MOLECULES = 130831
+# units as in PyTorch Geometric's copy of the set
+HARTREE = 27.211386246          # eV
+KCAL_PER_MOL = 0.04336414       # eV
+# The factor from the published unit to ours: energies are in eV, all else as published.
+QM9_TARGETS = {
+    "A": 1, "B": 1, "C": 1, "mu": 1, "alpha": 1, "r2": 1, "cv": 1,
+    "homo": HARTREE, "lumo": HARTREE, "gap": HARTREE, "zpve": HARTREE,
+    "u0": HARTREE, "u298": HARTREE, "h298": HARTREE, "g298": HARTREE,
+    "u0_atom": KCAL_PER_MOL, "u298_atom": KCAL_PER_MOL,
+    "h298_atom": KCAL_PER_MOL, "g298_atom": KCAL_PER_MOL,
+}
 QM9_ELEMENTS = {"H": 1, "C": 6, "N": 7, "O": 8, "F": 9}
-QM9_ATOMS = {  # free atoms of QM9_ELEMENTS, hartree, as published
-    "u0": (-0.500273, -37.846772, -54.583861, -75.064579, -99.718730),
-    "u298": (-0.498857, -37.845355, -54.582445, -75.063163, -99.717314),
-    "h298": (-0.497912, -37.844411, -54.581501, -75.062219, -99.716370),
-    "g298": (-0.510927, -37.861317, -54.598897, -75.079532, -99.733544)}
-QM9_TARGETS = {  # name: factor to our unit. Energies in eV; others as published
-    **dict.fromkeys(("A", "B", "C", "mu", "alpha", "r2", "cv"), 1),
-    **dict.fromkeys(("homo", "lumo", "gap", "zpve", *QM9_ATOMS), HARTREE_EV),
-    **dict.fromkeys((f"{energy}_atom" for energy in QM9_ATOMS), KCAL_MOL_EV)}
+# Energies at 0 K of free atoms of these elements, in hartree, as published.
+QM9_ATOMS = [-0.500273, -37.846772, -54.583861, -75.064579, -99.718730]
+
+
+@_together
+def load_molecules(name, split, data_dir="data", *, target="u0"):
+    """A set of MOLECULES as a MoleculeSet; its splits are fixed.
+
+    split   "train", "val" or "test". Those of qm9 are the published ones if all 130,831
+            molecules are there, else the same shares of a permutation drawn in the same way
+    target  one of QM9_TARGETS, for qm9; the clusters only have their energy, as "u0"
+    """
+    _choose_from("dataset", name, MOLECULES)
+    _choose_from("target", target, QM9_TARGETS if name == "qm9" else ("u0",))
+    if name == "qm9":
+        path = Path(data_dir, "QM9", "gdb9.sdf")
+        if not path.exists():
+            path = Path(data_dir, "QM9", "raw", "gdb9.sdf")  # where PyTorch Geometric puts it
+        if not path.exists():
+            raise _absent("qm9", f"{path} (with gdb9.sdf.csv, uncharacterized.txt)")
+        dataset = _qm9(path, target, path.stat().st_mtime_ns)
+        order = np.random.default_rng(0).permutation(len(dataset))
+        share = len(dataset) / 130831
+        ends = (round(share * 110000), round(share * 120000))
+    else:
+        dataset = _clusters(name)
+        order = np.arange(len(dataset))
+        ends = (4000, 4500)
+    parts = torch.from_numpy(order).tensor_split(ends)
+    return dataset.select(parts[SPLITS.index(split)])
 
 
 def atom_references(target="u0"):
-    """float64 [101], eV: the free atoms' `target` by atomic number; zeros where it has none."""
+    """float64 [101]: energies of free atoms in eV, by atomic number; zeros if there are none.
+
+    Those at 0 K serve all total energies; what heat adds is small and learned.
+    """
     references = torch.zeros(101, dtype=torch.float64)
-    if target in QM9_ATOMS:
-        values = torch.tensor(QM9_ATOMS[target], dtype=torch.float64)
-        references[list(QM9_ELEMENTS.values())] = values * HARTREE_EV
+    if target in ("u0", "u298", "h298", "g298"):
+        elements = list(QM9_ELEMENTS.values())
+        references[elements] = torch.tensor(QM9_ATOMS, dtype=torch.float64) * HARTREE
     return references
 
 
-def _qm9(folder, target):
-    """All molecules that are there, in the order of their numbers, as a MoleculeSet: of the
-    published gdb9.sdf (with gdb9.sdf.csv and uncharacterized.txt), else of qm9_subset.npz."""
-    places = [folder / "gdb9.sdf", folder / "raw" / "gdb9.sdf", folder / "qm9_subset.npz"]
-    path = next((place for place in places if place.exists()), None)
-    if path is None:
-        raise _absent("qm9", f"{places[0]} (with gdb9.sdf.csv, uncharacterized.txt)")
-    numbers, positions, sizes, columns = _read_qm9(path, path.stat().st_mtime_ns)
-    if lacking := {*QM9_TARGETS} - {*columns}:
-        raise _damaged("qm9", path, f"no targets {', '.join(sorted(lacking))}")
-    values = torch.from_numpy(np.ascontiguousarray(columns[target])) * QM9_TARGETS[target]
-    known = torch.tensor(list(QM9_ELEMENTS.values()))
-    if len(strange := numbers[torch.isin(numbers, known, invert=True)]):
-        raise _damaged("qm9", path, f"element {int(strange[0])}; QM9 has {', '.join(QM9_ELEMENTS)}")
-    if not (values.isfinite().all() and positions.isfinite().all()):
-        raise _damaged("qm9", path, "NaN or infinity among positions or targets")
-    return MoleculeSet("qm9", numbers, positions, sizes, values, atom_references(target))
-
-
 @lru_cache(maxsize=1)
-def _read_qm9(path, _):
-    """(atomic numbers int64 [A], positions float64 [A,3], sizes int64 [N], targets by name [N])."""
-    if path.suffix == ".sdf":
-        numbers, positions, sizes, columns = _read_sdf(path)
-    else:
-        names = ("N", "Z", "R", "targets", "target_names")
-        sizes, numbers, positions, targets, names = common.load_arrays(path, names).values()
-        columns, shape = dict(zip(names.tolist(), targets.T)), (int(sizes.sum()), 3)
-        if positions.shape != shape or numbers.shape != shape[:1] or (
-                targets.shape != (*sizes.shape, len(names))):
-            raise _damaged("qm9", path, f"Z {numbers.shape}, R {positions.shape}, targets "
-                                        f"{targets.shape} for {shape[0]} atoms of N")
-    return (torch.as_tensor(numbers).long(), torch.as_tensor(positions).double().view(-1, 3),
-            torch.as_tensor(sizes).long(), columns)
+def _qm9(path, target, _):
+    """The molecules of gdb9.sdf, in the order of their numbers, with a target of gdb9.sdf.csv.
 
-
-def _read_sdf(path):
-    """gdb9.sdf and gdb9.sdf.csv, as PyTorch Geometric reads them: without the molecules whose
-    numbers begin lines of uncharacterized.txt; coordinates have 4 digits."""
-    lines = _read_lines("qm9", path.with_name("uncharacterized.txt"))
-    omitted = {int(line.split()[0]) for line in lines if line.strip()[:1].isdecimal()}
-    table = path.with_name("gdb9.sdf.csv")
-    header, *rows = (line.split(",") for line in _read_lines("qm9", table))
-    blocks = _read_lines("qm9", path, end="$$$$\n")
-    kept = [row for row in range(len(rows)) if row + 1 not in omitted]
-    if len(blocks) != len(rows) or len(kept) > QM9_MOLECULES:
-        raise _damaged("qm9", path, f"{len(blocks)} molecules, {len(rows)} rows in {table.name}, "
-                                    f"{len(omitted)} in uncharacterized.txt")
-    numbers, positions, sizes, columns = [], [], [], []
-    for row in kept:
+    As in PyTorch Geometric, molecules whose numbers begin a line of uncharacterized.txt are
+    omitted. The last argument, the time of the last change, makes the cache forget.
+    """
+    omitted = set()
+    for line in _read_file("qm9", path.with_name("uncharacterized.txt")).split("\n"):
+        if line.strip()[:1].isdecimal():
+            omitted.add(int(line.split()[0]))
+    header, *rows = _read_file("qm9", path.with_name("gdb9.sdf.csv")).split("\n")
+    titles = header.split(",")
+    blocks = _read_file("qm9", path).split("$$$$\n")
+    if len(blocks) != len(rows) or target not in titles:
+        raise _absent("qm9", path, f"{len(blocks)} molecules, but {len(rows)} rows of {header} in "
+                                    "gdb9.sdf.csv")
+    numbers = []
+    positions = []
+    sizes = []
+    labels = []
+    for row, block in enumerate(blocks):
+        if row + 1 in omitted:
+            continue
         try:
-            lines = blocks[row].split("\n")
-            atoms = [lines[4 + k].split() for k in range(int(lines[3][:3]))]
-            numbers += [QM9_ELEMENTS[atom[3]] for atom in atoms]
-            positions += [float(x) for atom in atoms for x in atom[:3]]
-            sizes.append(len(atoms))
-            columns.append([float(value) for value in rows[row][1:]])
-            if len(columns[-1]) != len(header) - 1:
-                raise ValueError(f"{len(rows[row])} fields in {table.name}")
+            elements, places = _read_atoms(block)
+            fields = rows[row].split(",")
+            if len(fields) != len(titles):
+                raise ValueError(f"{len(fields)} fields in gdb9.sdf.csv")
+            labels.append(_number(fields[titles.index(target)]))
         except (ValueError, IndexError, KeyError) as error:
-            raise _damaged("qm9", path, f"molecule {row + 1}: {common.one_line(error)}") from None
-    return numbers, np.array(positions), sizes, dict(zip(header[1:], np.array(columns).T))
+            raise _absent("qm9", path, f"molecule {row + 1}: {common.one_line(error)}") from None
+        numbers += elements
+        positions += places
+        sizes.append(len(elements))
+    labels = torch.tensor(labels, dtype=torch.float64) * QM9_TARGETS[target]
+    return MoleculeSet("qm9", torch.tensor(numbers), torch.tensor(positions, dtype=torch.float64),
+                       torch.tensor(sizes), labels, atom_references(target), quantity=target)
 
 
-# atomic number: depth (eV), covalent radius (ångström), electronegativity
-PAIR_TERMS = {1: (3.2, 0.35, 2.2), 6: (3.9, 0.76, 2.55), 7: (3.2, 0.71, 3.04), 8: (3.0, 0.66, 3.44)}
+def _read_atoms(block):
+    """(atomic numbers, (x, y, z) in angstrom) of one molecule; a ValueError if it is none."""
+    lines = block.split("\n")
+    count = int(lines[3][:3])
+    if count < 1:
+        raise ValueError(f"{count} atoms")
+    elements = []
+    places = []
+    for atom in range(count):
+        x, y, z, symbol = lines[4 + atom].split()[:4]
+        elements.append(QM9_ELEMENTS[symbol])
+        places.append((_number(x), _number(y), _number(z)))
+    if len(set(places)) < count:
+        raise ValueError("two atoms at one place")
+    return elements, places
+
+
+def _number(text):
+    """A finite number; a ValueError for anything else."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
+
+
+# ---- Embedded molecules and texts ---------------------------------------------------------
+
+# covalent radii in angstrom, by atomic number; no atom has no well
+RADII = [-math.inf, 0.35, 0, 0, 0, 0, 0.76, 0.71, 0.66]
 
 
 def pair_energy(numbers, positions):
-    """Energy of molecules under the clusters' potential, eV, float64 [...].
+    """Energy of molecules in eV, float64 [...], under the potential of the clusters.
 
-    sum_i ref(Z_i) + sum_{i<j, d<5} D_ij (exp(-2a(d - r_ij)) - 2 exp(-a(d - r_ij))) cos^2(pi d/10)
+    sum_i ref(Z_i) + sum_{i<j} 3.5 (q_ij^2 - 2 q_ij),  q_ij = exp(-1.7 (d_ij - r_i - r_j)),
 
-    with the distance d in ångström, r_ij the sum of covalent radii, D_ij the geometric mean of the
-    elements' depths times 1 + 0.2 |difference of electronegativities|, and a = 1.7 / ångström.
+    with distances d and covalent radii r in angstrom: each pair has a well of 3.5 eV.
 
-    numbers    int64 [...,n]: 1, 6, 7, 8; 0 is no atom
-    positions  float64 [...,n,3], ångström
+    numbers    int64 [..., n]: 1, 6, 7 or 8; 0 is no atom
+    positions  float64 [..., n, 3], angstrom
     """
-    terms = torch.zeros(101, 3, dtype=torch.float64)
-    terms[list(PAIR_TERMS)] = torch.tensor(list(PAIR_TERMS.values()), dtype=torch.float64)
-    depth, radius, pull = terms[numbers].unbind(-1)
-    well = (depth[..., None] * depth[..., None, :]).sqrt()
-    well = well * (1 + 0.2 * (pull[..., None] - pull[..., None, :]).abs())
-    apart = positions[..., None, :] - positions[..., None, :, :]
-    d = apart.square().sum(-1).sqrt()
-    decay = torch.exp(-1.7 * (d - radius[..., None] - radius[..., None, :]))
-    energy = well * (decay.square() - 2 * decay) * torch.cos(math.pi * d / 10).square()
-    pairs = (d < 5).triu(1)
-    return atom_references()[numbers].sum(-1) + (energy * pairs).sum((-2, -1))
-
-
-# ---- Embedded texts and molecules ----------------------------------------------------------------
+    radius = torch.tensor(RADII, dtype=torch.float64)[numbers]         # [..., n]
+    contact = radius[..., None] + radius[..., None, :]                 # [..., n, n]
+    offset = positions[..., None, :] - positions[..., None, :, :]
+    q = torch.exp(-1.7 * (offset.square().sum(-1).sqrt() - contact))
+    pairs = 3.5 * (q.square() - 2 * q).triu(1)
+    return atom_references()[numbers].sum(-1) + pairs.sum((-2, -1))
 
 
 @lru_cache(maxsize=None)
-def _embedded_molecules(name):
-    """All 5,500 rows of clusters or clusters_large. Each atom is put near bond length from an
-    earlier one: at the first of `tries` random places no nearer to any than 0.85 of the sum of
-    radii, else at the widest."""
+def _clusters(name):
+    """All 5,500 molecules of clusters (4 to 10 atoms) or clusters_large (11 to 16).
+
+    Their atoms are random elements at random sites of a grid, from which they are displaced.
+    """
     smallest, largest = (4, 10) if name == "clusters" else (11, 16)
-    n, tries, generator = 5500, 12, _generator(2103, smallest)
+    n = 5500
+    generator = _generator(2103, smallest)
     sizes = torch.randint(smallest, largest + 1, (n,), generator=generator)
-    elements, shares = torch.tensor([1, 6, 7, 8]), torch.tensor([0.45, 0.3, 0.12, 0.13])
-    numbers = elements[shares.multinomial(n * largest, True, generator=generator)].view(n, -1)
-    radius = torch.tensor([PAIR_TERMS.get(z, (0, 0))[1] for z in range(9)], dtype=torch.float64)
-    radius, rows = radius[numbers], torch.arange(n)[:, None]
-    positions = torch.zeros(n, largest, 3, dtype=torch.float64)
-    for atom in range(1, largest):
-        parent = torch.randint(0, atom, (n, tries), generator=generator)
-        away = torch.randn(n, tries, 3, generator=generator, dtype=torch.float64)
-        bond = (radius[rows, parent] + radius[:, atom:atom + 1])[:, :, None]
-        bond = bond * (0.92 + 0.2 * torch.rand(n, tries, 1, generator=generator).double())
-        place = positions[rows, parent] + bond * F.normalize(away, dim=2)
-        apart = (place[:, :, None] - positions[:, None, :atom]).square().sum(3).sqrt()
-        room = (apart / (radius[:, None, :atom] + radius[:, None, atom:atom + 1])).amin(2)
-        best = torch.where((room >= 0.85).any(1), (room >= 0.85).byte().argmax(1), room.argmax(1))
-        positions[:, atom] = place[rows[:, 0], best]
-    real = torch.arange(largest) < sizes[:, None]
-    energies = pair_energy(numbers.where(real, 0), positions)
-    return MoleculeSet(name, numbers[real], positions[real], sizes, energies, atom_references())
+    elements = torch.tensor([1, 1, 1, 6, 6, 7, 8])
+    drawn = torch.randint(0, len(elements), (n, largest), generator=generator)
+    numbers = elements[drawn]
+    line = 1.3 * torch.arange(3, dtype=torch.float64)
+    grid = torch.cartesian_prod(line, line, line)                      # [27, 3]
+    sites = torch.rand(n, len(grid), generator=generator).argsort(1)[:, :largest]
+    shift = torch.randn(n, largest, 3, dtype=torch.float64, generator=generator)
+    positions = grid[sites] + 0.1 * shift                              # [n, largest, 3]
+    is_atom = torch.arange(largest) < sizes[:, None]
+    energies = pair_energy(numbers.where(is_atom, 0), positions)
+    return MoleculeSet(name, numbers[is_atom], positions[is_atom], sizes, energies,
+                       atom_references(), quantity="energy of a cluster")
 
 
-SUBJECTS = ("the film", "the movie", "the plot", "the acting", "the script", "this one",
-            "the dialogue", "the pacing", "this story", "the lead actor", "the ending",
-            "the director 's cut", "each scene", "the photography", "the score", "the first half",
-            "the premise")
-PRAISE = ("good great funny clever moving superb charming fresh smart brilliant warm gripping "
-          "sharp lovely honest witty tender wonderful vivid elegant rich daring graceful splendid "
-          "nimble sincere radiant poignant dazzling inventive delightful assured luminous spirited "
-          "subtle thrilling stirring deft refreshing sublime playful exquisite humane masterful "
-          "buoyant astute beguiling sumptuous riveting heartfelt").split()
-BLAME = ("bad dull boring awful silly weak flat terrible stale tedious clumsy cheap lazy horrible "
-         "bland messy hollow dreadful shallow sloppy tired grating forced abysmal vapid muddled "
-         "lifeless pointless contrived dismal insipid leaden trite wooden smug atrocious turgid "
-         "inept soulless plodding maudlin garbled stilted wretched banal strident joyless drab "
-         "excruciating witless").split()
-STRONG = set("great superb brilliant wonderful splendid dazzling sublime exquisite masterful awful "
-             "riveting terrible horrible dreadful abysmal atrocious wretched excruciating".split())
-DEGREES = {"": 1.0, "very": 1.5, "really": 1.4, "quite": 1.2, "somewhat": 0.6, "a little": 0.5,
-           "extremely": 2.0, "so": 1.5, "rather": 0.9, "utterly": 2.0, "a bit": 0.5}
-NEGATIONS = {"": 1.0, "not": -0.7, "never": -0.9, "hardly": -0.6, "far from": -1.0,
-             "anything but": -1.2}
-HEDGES = {"": 1.0, "perhaps": 0.7, "i think": 0.8, "to be fair ,": 0.8, "maybe": 0.6,
-          "in truth": 1.2}
-TAILS = ("", "at times", "from start to finish", "in the second half", "for two hours", "overall",
-         "by the end", "for its genre", "on a large screen")
-JOINS = {"": (1.0, 0.0), ", but": (0.2, 1.5), ", although": (1.5, 0.2), "and": (1.0, 1.0),
-         ", yet": (0.3, 1.4), "even though": (1.4, 0.3)}
-COMPANIES = ("the bank", "the carmaker", "the retailer", "an oil producer", "the chip maker",
-             "a drug firm", "the airline", "the insurer", "a steel group", "the software company",
-             "the utility", "a shipping line", "the miner", "the lender", "the telecoms operator")
-REPORTS = ("reports", "expects", "confirms", "publishes", "files", "discusses", "repeats")
-FIGURES = ("quarterly revenue", "annual results", "a dividend", "its tax rate", "a bond sale",
-           "second half sales", "capital spending", "a share issue", "its cash position",
-           "a merger filing", "operating costs", "the order book", "export volumes")
-CONTEXTS = ("", "as markets open", "ahead of the central bank meeting", "after the annual meeting",
-            "while bond yields hold", "in its filing to the exchange", "as oil trades in a range",
-            "before the inflation report", "as the dollar is unchanged", "in line with forecasts")
-TIMES = ("", "on monday", "on friday", "this quarter", "for the fiscal year", "in early trading",
-         "analysts say", "the company says", "at the close")
-
-
-def _choose(options, n, generator, first=None, decay=0.0):
-    """(texts [n], numbers [n]): entries of a tuple, or of {text: number}; the k-th with a weight of
-    (k + 1)^-decay, the first with probability `first`, if given."""
-    weights = (torch.arange(len(options)) + 1.0) ** -decay
-    if first is not None:
-        weights[0] = first / (1 - first) * weights[1:].sum()
-    index = weights.multinomial(n, True, generator=generator).tolist()
-    texts = list(options)
-    values = list(options.values()) if isinstance(options, dict) else [0] * len(options)
-    return [texts[i] for i in index], torch.tensor(values)[index]
-
-
-def _opinions(n, generator):
-    """(texts [n], scores [n]): clauses such as `the plot is not very good at times`. Words late in
-    PRAISE and BLAME are rare."""
-    parts = [(HEDGES, 0.8), (SUBJECTS,), (("is", "seems", "feels", "was"),), (NEGATIONS, 0.85),
-             (DEGREES, 0.5), (tuple(zip(PRAISE, BLAME)), None, 1.2), (TAILS, 0.5)]
-    texts, values = zip(*(_choose(options, n, generator, *how) for options, *how in parts))
-    blame = torch.randint(0, 2, (n,), generator=generator)
-    words = [pair[sign] for pair, sign in zip(texts[5], blame.tolist())]
-    strength = torch.tensor([2.0 if word in STRONG else 1.0 for word in words])
-    score = values[0] * values[3] * values[4] * strength * (1 - 2 * blame)
-    return (*texts[:5], words, texts[6]), score
-
-
-def _reviews(n, generator):
-    """[(sentence, label)], at most n: one or two opinions, of one sign around "and", and the sign
-    of their weighted sum, which is not within 0.3 of zero; no more than 30 words."""
-    (first, a), (second, b) = (_opinions(n, generator) for _ in range(2))
-    joins, weights = _choose(JOINS, n, generator, 0.5)
-    score = weights[:, 0] * a + weights[:, 1] * b
-    second = [[part if one else "" for part, one in zip(column, joins)] for column in second]
-    sentences = [" ".join(filter(None, row)) for row in zip(*first, joins, *second)]
-    clear = ((score.abs() >= 0.3) & ((weights[:, 0] != weights[:, 1]) | (a * b > 0))).tolist()
-    labels = (score > 0).long().tolist()
-    return [pair for pair, keep in zip(zip(sentences, labels), clear)
-            if keep and len(pair[0].split()) <= 30]
+# An empty entry leaves the slot of a sentence empty; the more of them, the more often.
+SUBJECTS = (
+    "the film, the movie, the plot, the acting, the script, this one, the dialogue, the pacing, "
+    "this story, the lead actor, the ending, the director 's cut, each scene, the photography, "
+    "the score, the first half, the premise").split(", ")
+NEGATIONS = (", " * 28 + "not, never, hardly, far from, anything but").split(", ")
+DEGREES = (", , , , , , very, really, quite, somewhat, a little, extremely, so, rather, utterly, "
+           "a bit").split(", ")
+TAILS = (", , , , at times, from start to finish, in the second half, for two hours, overall, "
+         "by the end, for its genre, on a large screen").split(", ")
+# Pairs of opposites; the later ones are rarer.
+PRAISE = (
+    "good great funny clever moving superb charming fresh smart brilliant warm gripping sharp "
+    "lovely honest witty tender wonderful vivid elegant rich daring graceful splendid nimble "
+    "sincere radiant poignant dazzling inventive delightful assured luminous spirited subtle "
+    "thrilling stirring deft refreshing sublime playful exquisite humane masterful buoyant "
+    "astute beguiling sumptuous riveting heartfelt").split()
+BLAME = (
+    "bad dull boring awful silly weak flat terrible stale tedious clumsy cheap lazy horrible "
+    "bland messy hollow dreadful shallow sloppy tired grating forced abysmal vapid muddled "
+    "lifeless pointless contrived dismal insipid leaden trite wooden smug atrocious turgid "
+    "inept soulless plodding maudlin garbled stilted wretched banal strident joyless drab "
+    "excruciating witless").split()
+COMPANIES = (
+    "the bank, the carmaker, the retailer, an oil producer, the chip maker, a drug firm, "
+    "the airline, the insurer, a steel group, the software company, the utility").split(", ")
+REPORTS = "reports, expects, confirms, publishes, files, discusses, repeats".split(", ")
+FIGURES = (
+    "quarterly revenue, annual results, a dividend, its tax rate, a bond sale, capital spending, "
+    "second half sales, a share issue, its cash position, operating costs").split(", ")
+CONTEXTS = (
+    ", as markets open, ahead of the central bank meeting, after the annual meeting, "
+    "while bond yields hold, in its filing to the exchange, in line with forecasts").split(", ")
+TIMES = ", on monday, on friday, this quarter, for the fiscal year, analysts say".split(", ")
 
 
 @lru_cache(maxsize=None)
-def _embedded_text(name, split):
-    """(sentences, labels int64): 6,000, 500 or 1,000 of 7,500 different rows."""
-    n, generator, part = 13000, _generator(2104, len(name)), SPLITS.index(split)
-    if name == "reviews":
-        rows = _reviews(n, generator)
-    else:
-        columns = [_choose(options, n, generator)[0]
-                   for options in (COMPANIES, REPORTS, FIGURES, CONTEXTS, TIMES)]
-        rows = [(" ".join(filter(None, row)), 0) for row in zip(*columns)]
-    first, last = (0, 6000, 6500, 7500)[part:part + 2]
-    sentences, labels = zip(*[*dict(rows).items()][first:last])
-    return sentences, torch.tensor(labels)
+def _embedded_texts(name, split):
+    """(sentences, labels int64): 6,000, 500 or 1,000 of 7,500 different sentences."""
+    generator = random.Random(2104)
+    make = _review if name == "reviews" else _finance_report
+    label_of = {}
+    while len(label_of) < 7500:
+        sentence, label = make(generator)
+        label_of[" ".join(sentence.split())] = label
+    rows = {"train": slice(6000), "val": slice(6000, 6500), "test": slice(6500, 7500)}[split]
+    return list(label_of)[rows], torch.tensor(list(label_of.values())[rows])
+
+
+def _review(generator):
+    """(sentence, label) of one opinion, or of two of which one outweighs the other."""
+    first, label = _opinion(generator)
+    second, other_label = _opinion(generator)
+    join = generator.choice(["", "", ", but", ", although"])
+    if join == "":
+        return first, label
+    # What follows "but" decides, or what precedes "although".
+    if join == ", but":
+        label = other_label
+    return f"{first} {join} {second}", label
+
+
+def _opinion(generator):
+    """(text, label) of a clause such as "the plot is not very good at times"."""
+    adjectives, label = generator.choice([(BLAME, 0), (PRAISE, 1)])
+    weights = [(rank + 1) ** -1.2 for rank in range(len(adjectives))]
+    adjective = generator.choices(adjectives, weights)[0]
+    negation = generator.choice(NEGATIONS)
+    if negation:
+        label = 1 - label
+    subject = generator.choice(SUBJECTS)
+    degree = generator.choice(DEGREES)
+    tail = generator.choice(TAILS)
+    return f"{subject} is {negation} {degree} {adjective} {tail}", label
+
+
+def _finance_report(generator):
+    """(sentence, 0) of a report such as "the bank files annual results on monday"."""
+    slots = [COMPANIES, REPORTS, FIGURES, CONTEXTS, TIMES]
+    return " ".join(generator.choice(slot) for slot in slots), 0
