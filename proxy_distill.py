@@ -1,62 +1,31 @@
-"""Ensemble distribution distillation with proxy-Dirichlet targets, at a thousand classes.
+"""Ensemble distribution distillation with proxy targets: one student for many classes.
 
 Ryabinin, Malinin, Gales, "Scaling Ensemble Distribution Distillation to Many Classes with Proxy
-Targets", NeurIPS 2021, arXiv:2105.06987. Method:
+Targets", NeurIPS 2021, arXiv:2105.06987. The method:
 
-  1. Train M networks; p_m are their predictions, pi = (1/M) sum_m p_m.
-  2. Their spread, RMI = (1/M) sum_m KL(pi || p_m), gives the precision of a Dirichlet with mean pi:
-     beta_0 = (K - 1) / (2 RMI), the proxy of the ensemble (Stirling's approximation).
-  3. A student with Dirichlet parameters alpha = exp(z) + 1 minimises the REVERSE Kullback-Leibler
-     divergence KL(Dir(alpha) || Dir(pi beta_0 + 1)), divided by beta_0: each class weighs as much
-     as the ensemble believes in it, so that a thousand unlikely classes do not drown one likely.
-  4. The student predicts softmax(z); alpha tells data uncertainty from the ensemble's disagreement.
+  1. Train M networks by cross entropy. Of their predictions p_m of an image, the mean is
+     pi = (1/M) sum_m p_m, and the spread is RMI = (1/M) sum_m KL(pi || p_m).
+  2. The proxy of the ensemble is the Dirichlet distribution with mean pi and precision (sum of
+     concentrations) beta_0 = (K - 1) / (2 RMI), for K classes.
+  3. A student with logits z stands for the Dirichlet with concentrations alpha = exp(z) + 1. It
+     minimises the REVERSE divergence KL(Dir(alpha) || Dir(pi beta_0 + 1)) / beta_0, in which a
+     class weighs as much as pi. In the forward divergence, and in the likelihood of EnD2, a
+     thousand unlikely classes outweigh the likely one.
+  4. The student predicts softmax(z); alpha tells epistemic from aleatoric uncertainty.
 
 Usage:
-  python proxy_distill.py                    # numbers (1000 classes), the whole story, two cores
-  torchrun --nproc_per_node 8 proxy_distill.py --dataset imagenet --method distill --members 10
-  python proxy_distill.py --eval             # the table again, from the checkpoints
-  python proxy_distill.py --dataset imagenet --eval --ensemble-paths seed0.ckpt seed1.ckpt \
-      --student-path student.ckpt            # the published checkpoints, as they are
+  python proxy_distill.py                        # numbers (1000 classes), offline, two CPU cores
+  torchrun --nproc_per_node 8 proxy_distill.py --dataset imagenet     # ten members, two students
+  python proxy_distill.py --dataset imagenet --members 1 --seed 3 --losses    # one member alone;
+      # --ensemble-paths FILE ... then takes the members from their files
+  python proxy_distill.py --dataset imagenet --eval --ensemble-paths seed0.ckpt seed1.ckpt \\
+      --student-path student.ckpt                # the published checkpoints
 
-Expected:
-  numbers under noise, the default with --seed 1, 6 and 11 (n = 3, mean +- standard error; 4.3 CPU
-    minutes each, one thread), accuracy, NLL: a single network 91.0 +- 0.5 %, 0.304 +- 0.008; the
-    ensemble of five 96.1 +- 0.1 %, 0.244 +- 0.004; students of EnD 92.8 +- 0.3 %, 0.290 +- 0.008,
-    of the reverse KL 92.2 +- 0.4 %, 0.347 +- 0.009 (AUROC of letters by epistemic uncertainty
-    0.995, as the ensemble's; rank correlation of precision 0.65), of EnD2 and the forward KL 0.1 %:
-    not trained.
-  cifar10, 10,000 images, ResNet-18 of width 0.125, 30 epochs (options in the README), n = 1,
-    accuracy and NLL: one network 65.8 %, 0.972; ensemble 68.6 %, 0.876; EnD 66.4 %, 0.923; reverse
-    KL 66.8 %, 0.935.
-  imagenet, ResNet-50, the published checkpoints: not measured.
+Expected (more in tests/RESULTS.md): to be measured.
 
-Differs from the published code (github.com/yandex-research/proxy-dirichlet-distillation):
-  - The default loss is the paper's, rkl_proxy. The published ImageNet command has --loss proxy, the
-    forward KL, whose gradient comes from the unlikely classes (K / 3 times the likely one's).
-  - Offsets are 1 by default (there: 0), and stored with the student; predictions never take them
-    (there: accuracy and calibration without, confidence with the offset of the command).
-  - The published reverse KL counts the target's smoothing twice: its optimum has precision beta_0 +
-    2 K. That is kept (--rkl-target published); --rkl-target paper has beta_0 + K.
-  - Values and gradients are right where the textbook form is noise; nothing is added inside
-    logarithms and gamma functions (there: 2^-23); nothing is changed in place (there: the precision
-    that is logged); teachers' statistics are float64 and RMI >= 0 (there, identical members give
-    negative precisions). --temperature is EnD2's; the published code has none.
-  - An ensemble's proxy is scored with the number of classes (there: the number of members), EPKL is
-    a mean over pairs (there: a sum), RMI = EPKL - MI (there: the sum less MI).
-  - A softmax network has no MI, EPKL, RMI (there: those of Dir(exp(z)), whose scale is arbitrary).
-  - PRR shares ties and is null without errors (there: order of rows, division by zero); ECE has 15
-    bins (a, b] (there: 10, [a, b)); metrics are over all processes, on all examples.
-  - One rule of learning rates: --lr 0.1 is per 256 images, as the published --learning_rate: the
-    rate is --lr x batch / 256, and is printed. Batches are global (there: a GPU's). Students have
-    no AdamW; --opt adam is Adam, with the schedule.
-  - Statistics of batch norm are of the global batch (there: of each GPU's 256 images).
-  - The step schedule has no milestone before the second epoch (there: one epoch is at 0.001 lr).
-  - Images are resized in proportion, by Pillow (--resize square: both sides to 256, as published
-    with OpenCV); those of ImageNet-C are enlarged and cropped again by --resize square alone. Means
-    over corruptions are ours (there: none); no PRR is of a set pooled with val (there: one each).
-  - Training is in float32, or with --amp in bfloat16 but for the head (there: float16).
-  - MIMO's members are averaged as probabilities (there: logits), and measured as an ensemble.
-  - The last network counts (there: the last one, or the best on a part of val).
+Differences from the published code (github.com/yandex-research/proxy-dirichlet-distillation):
+  - The default loss is the paper's, rkl_proxy; the published ImageNet command has the forward KL.
+  - Offsets are 1 by default (there: 0) and stored with the student.
 """
 
 import argparse
@@ -83,1036 +52,1359 @@ from common import UserError, at_least, between
 # ---- Arguments ----------------------------------------------------------------------------------
 
 LOSSES = ("forward_kl", "dirichlet_likelihood", "proxy", "rkl_proxy")
+# Not in the paper: its networks for small images, with the usual recipe.
+CIFAR = dict(model="resnet18", batch_size=128, lr=0.2, weight_decay=5e-4, shift="published")
 PRESETS = {
-    # published: ResNet-50, SGD 0.1 per 256 images, Nesterov 0.9, decay 1e-4, /10 at 30, 60, 80 of
-    # 90 epochs; 8 GPUs with 256 images each; members 120 epochs, students 90, MIMO 150 and 4,096
-    "": dict(model="resnet50", members=10, epochs=90, base_epochs=120, mimo_epochs=150, lr=0.1,
-             batch_size=2048, mimo_batch_size=4096, opt="sgd", weight_decay=1e-4, schedule="step",
-             warm_up=0.0, losses=["forward_kl", "rkl_proxy"], mimo=False, augment=True, noise=0,
-             cache_teachers=False, ood=[], shift="none", shift_examples=0),
-    "imagenet": dict(ood=["imagenet_o", "imagenet_a", "imagenet_r"], shift="published", mimo=True),
-    "tiny_imagenet": dict(model="resnet18", batch_size=256, mimo_batch_size=512, shift="published"),
-    **{name: dict(model="resnet18", batch_size=128, mimo_batch_size=256, lr=0.2, weight_decay=5e-4,
-                  ood=ood, shift="published")
-       for name, ood in (("cifar10", ["svhn", "cifar100"]), ("cifar100", ["svhn"]))},
-    "numbers": dict(model="convnet", width=0.25, members=5, epochs=8, other_epochs=2,
-                    base_epochs=5, mimo_epochs=8, batch_size=128, mimo_batch_size=256, lr=6e-3,
-                    opt="adam", schedule="cosine", warm_up=0.2, losses=list(LOSSES),
-                    augment=False, cache_teachers=True, noise=4, shift="computed",
+    # What the other presets do not say. The published recipe: ResNet-50, SGD at 0.1 per 256
+    # images, on eight GPUs with 256 images each.
+    "": dict(model="resnet50", members=10, epochs=90, member_epochs=120, mimo_epochs=150, lr=0.1,
+             batch_size=2048, opt="sgd", weight_decay=1e-4, schedule="step", augment=True,
+             losses=["forward_kl", "rkl_proxy"], mimo=0, noise=0, ood=[], shift="none",
+             shift_examples=0),
+    "imagenet": dict(ood=["imagenet_o", "imagenet_a", "imagenet_r"], shift="published"),
+    "tiny_imagenet": dict(model="resnet18", batch_size=256, shift="published"),
+    "cifar10": dict(CIFAR, ood=["svhn", "cifar100"]),
+    "cifar100": dict(CIFAR, ood=["svhn"]),
+    # Without noise these images are too easy for an ensemble to disagree.
+    "numbers": dict(model="convnet", width=0.25, members=5, epochs=8, member_epochs=5,
+                    mimo_epochs=8, batch_size=128, lr=6e-3, opt="adam", schedule="cosine",
+                    losses=list(LOSSES), augment=False, noise=4, shift="computed",
                     shift_examples=40, ood=["numbers_letters", "numbers_ambiguous"]),
+    # Your own images: small networks that train on two CPU cores in minutes.
+    "folder": dict(model="resnet18", width=0.25, members=5, epochs=20, member_epochs=20,
+                   mimo_epochs=20, batch_size=32, lr=0.2, schedule="cosine"),
 }
-
-# The groups of options that shape one kind of network; all kinds share data, network, training.
-OWN = {"base": "members", "mimo": "MIMO", "distill": "distillation"}
 
 
 def parse_args(argv=None):
     parser = common.Parser(__doc__, PRESETS, "numbers")
     flag = argparse.BooleanOptionalAction
-    add = parser.group("data")
-    add("--limit-train", type=at_least(1), metavar="N", help="train on N images, evenly spaced")
-    add("--noise", type=between(0, 5, int), metavar="SEVERITY", help="Gaussian noise of this "
-        "severity on all images, for sets in memory (numbers: 4, else it is too easy; paper: 0)")
-    add = parser.group("network")
-    add("--model", choices=["convnet", "resnet18", "resnet50"],
-        help="resnets have a 3x3 stem for images up to 64 pixels (paper: resnet50)")
-    add = parser.group("training")
-    add("--learning_rate", dest="lr", default=argparse.SUPPRESS, type=at_least(0, float),
-        help="--lr: per 256 images; the rate is --lr x batch size / 256 (published: 0.1)")
-    add("--opt", choices=["sgd", "adam"], help="sgd: Nesterov momentum 0.9 (published)")
-    add("--weight-decay", "--weight_decay", "--wd", type=at_least(0, float), help="on all but the "
-        "norms inside residual blocks (published: 1e-4)")
-    add("--schedule", choices=["step", "cosine"], help="step: /10 at 30, 60, 80 of 90 epochs")
-    add("--warm-up", type=between(0, 0.9), help="share of the steps with a rising learning rate")
-    add("--augment", action=flag, help="crop and flip (published: on; embedded sets: off)")
-    add("--label-smoothing", type=between(0, 0.999), default=0.0, help="of members and MIMO (0)")
-    add = parser.group("evaluation")
-    add("--method", choices=["all", "base", "mimo", "distill"], default="all",
-        help="all: members, students, table, what is done is kept; base: the member of --seed; "
-        "mimo: such a network; distill: a student of --loss, from members that exist")
-    add("--members", type=at_least(1), help="M, of seeds --seed, --seed + 1, ... (paper: 10)")
-    add("--losses", nargs="*", choices=LOSSES, help="students of --method all")
-    add("--loss", choices=LOSSES, default="rkl_proxy", help="of --method distill: forward_kl "
-        "(EnD), dirichlet_likelihood (EnD2), proxy (forward KL to it), rkl_proxy (the paper's)")
-    add("--mimo", action=flag, help="--method all: a MIMO network too")
+    add = parser.group("data").add_argument
+    add("--limit-train", type=at_least(2), metavar="N",
+        help="train on N images, evenly spaced in the training set")
+    add("--noise", type=between(0, 5, int), metavar="SEVERITY",
+        help="severity of Gaussian noise on all images, training images included (paper: 0)")
+
+    add = parser.group("network").add_argument
+    add("--model", help="convnet, resnet18 or resnet50, of members and students (paper: resnet50)")
+
+    add = parser.group("training").add_argument
+    add("--member-epochs", "--base-epochs", type=at_least(0),
+        help="number of epochs of a member; --epochs is that of a student (paper: 120 and 90)")
+    add("--mimo-epochs", type=at_least(0),
+        help="number of epochs of the MIMO network (published: 150)")
+    add("--opt", choices=["sgd", "adam"],
+        help="optimiser (paper: SGD with Nesterov momentum 0.9); its rate is --lr x batch / 256")
+    add("--weight-decay", "--weight_decay", "--wd", type=at_least(0, float),
+        help="weight decay, but for batch norm in residual blocks (published: 1e-4)")
+    add("--schedule", choices=["step", "cosine"],
+        help="'step' divides the learning rate by 10 after 30, 60 and 80 of 90 epochs (paper); "
+        "'cosine' is better for short runs")
+    add("--augment", action=flag, help="use random crops and flips (published)")
+
+    add = parser.group("method").add_argument
+    add("--members", type=at_least(1), metavar="M",
+        help="number of networks in the ensemble, with seeds --seed, --seed + 1, ... (paper: 10)")
     add("--ensemble-paths", "--ensemble_paths", nargs="+", default=[], metavar="FILE",
-        help="members from files: ours, torchvision's or the published Lightning checkpoints")
-    add("--student-path", metavar="FILE", help="with --eval: a student from such a file")
-    add("--mimo-path", metavar="FILE", help="with --eval: a MIMO network from such a file")
-    add("--logits", nargs="+", default=[], metavar="NPZ", help="evaluate saved logits, no network: "
-        "files of --predict, the first in-distribution, with labels; the others are OOD sets")
-    add("--ood", nargs="*", metavar="NAME", help="out-of-distribution sets, also folder:PATH")
-    add("--shift", choices=["none", "computed", "published"], help="also evaluate the corrupted "
-        "test set, by severity: computed, or the CIFAR-C or ImageNet-C files")
-    add("--shift-examples", type=at_least(0), metavar="N", help="test images a corruption; 0: all")
-    add("--resize", choices=["side", "square"], default="side", help="image files, but for "
-        "training: the shorter side to 256, or both (published); then the centre")
-    add = parser.group("members")
-    add("--base-epochs", type=at_least(0), help="of a member (paper: 120); --epochs: a student's, "
-        "or those of the one network that --method base or mimo trains, as --batch-size")
-    add = parser.group("distillation")
-    add("--other-epochs", type=at_least(0), help="of students by dirichlet_likelihood and proxy "
-        "(default: --epochs; numbers: 2, there they do not train)")
-    add("--student-width", type=at_least(0.01, float), help="--width of students (default: same)")
+        help="files of trained members: this script's member-*.pt, torchvision's, or the published "
+        "Lightning checkpoints")
+    add("--losses", nargs="*", choices=LOSSES, metavar="LOSS",
+        help="train a student by each: forward_kl (EnD), dirichlet_likelihood (EnD2), proxy "
+        "(forward KL to the proxy), rkl_proxy (reverse KL, the paper's); none: no student")
     add("--model-offset", "--model_offset", type=at_least(0, float), default=1.0,
-        help="alpha = exp(z) + this (paper: 1; the published code's default: 0)")
+        help="m in the concentrations exp(z) + m of a student (paper: 1)")
     add("--target-offset", "--target_offset", type=at_least(0, float), default=1.0,
-        help="added to the proxy's concentrations (paper: 1)")
-    add("--rkl-target", choices=["published", "paper"], default="published", help="precision of "
-        "the reverse KL's target: beta_0 + 2 K, or beta_0 + K (with --target-offset 1)")
-    add("--max-precision", type=at_least(1e-6, float), help="cap of beta_0 (1e4 to 1e6 keep the "
-        "scale of the logits near that of a classifier)")
-    add("--temperature", type=at_least(1, float), default=1.0, help="of dirichlet_likelihood, in "
-        "the first half of --anneal-epochs; then linear to 1")
-    add("--anneal-epochs", type=at_least(0), default=0, help="0: no annealing (EnD2: 60 of 90)")
-    add = parser.group("MIMO")
-    add("--mimo-epochs", type=at_least(0), help="(published: 150)")
-    add("--mimo-batch-size", type=at_least(1), help="rows a step, repetitions and members included "
-        "(published: 4096, of 1024 images)")
-    add("--mimo-members", "--ensemble_size", type=at_least(1), default=2, help="subnetworks")
-    add("--repetition-probability", "--repetition_probability", type=between(0, 1), default=0.6,
-        help="share of rows in which all subnetworks see one image (published: 0.6)")
-    add("--batch-repetitions", "--batch_repetitions", type=at_least(1), default=2, help="(2)")
-    add = parser.group("run")
-    add("--cache-teachers", action=flag, help="compute the members' statistics of every training "
-        "image once: for views that do not change (--no-augment)")
-    return check_args(parser, parser.parse(argv))
+        help="t in the concentrations of the proxy, pi beta_0 + t for the forward KL and "
+        "pi (beta_0 + K t) + 1 for the reverse KL (published: 1; the paper's equation: 0)")
+    add("--mimo", type=at_least(0), metavar="E",
+        help="also train a MIMO network of E subnetworks (published: 2); 0: none")
 
-
-def check_args(parser, args):
-    """Fill what depends on other options; refuse what cannot work, before anything is loaded."""
-    if args.ensemble_paths:
+    add = parser.group("evaluation").add_argument
+    add("--student-path", metavar="FILE",
+        help="with --eval: evaluate a student from such a file instead of training --losses")
+    add("--mimo-path", metavar="FILE",
+        help="with --eval: evaluate a MIMO network from such a file")
+    add("--ood", nargs="*", metavar="NAME",
+        help="out-of-distribution sets; folder:PATH is a folder of images")
+    add("--shift", choices=["none", "computed", "published"],
+        help="also evaluate the test set under corruptions: computed here, or the published files "
+        "of CIFAR-C, TinyImageNet-C and ImageNet-C")
+    add("--shift-examples", type=at_least(0), metavar="N",
+        help="number of test images under each corruption, evenly spaced; 0: all")
+    args = parser.parse(argv)
+    # The order of the files does not make another ensemble.
+    args.ensemble_paths = sorted(args.ensemble_paths)
+    if args.student_path or args.mimo_path:
+        use_files_alone(args)
+    elif args.ensemble_paths:
+        common.refuse(args, ["members", "member_epochs"], "with --ensemble-paths")
         args.members = len(args.ensemble_paths)
-    args.losses = [args.loss] if args.method == "distill" else args.losses
-    files = [*args.ensemble_paths, *filter(None, (args.student_path, args.mimo_path)), *args.logits]
-    missing = common.broadcast([path for path in files if not Path(path).is_file()])
-    refusals = {
-        f"no file {', '.join(missing[:1])}; check the paths": missing,
-        "--ensemble-paths is for --method all and distill, which use members; leave it out":
-            args.ensemble_paths and args.method in ("base", "mimo"),
-        "--student-path and --mimo-path are evaluated, not trained; add --eval":
-            (args.student_path or args.mimo_path) and not args.eval,
-        "--device mps has no float64, which the losses need; use --device cpu":
-            args.device.type == "mps",
-        f"--image-size {args.image_size}: convnet halves its sides three times; give at least 8":
-            args.model == "convnet" and (args.image_size or 8) < 8,
-        f"--members {args.members}: an ensemble has at least 2":
-            args.members < 2 and args.method in ("all", "distill") and not args.eval,
-        "--cache-teachers: augmented views change with every epoch; add --no-augment or "
-        "--no-cache-teachers": args.cache_teachers and args.augment and not args.eval,
-        "--logits are evaluated as they are; leave --predict out": args.logits and args.predict,
-        "--runs: files are of one run; leave it out":
-            args.runs > 1 and files and (args.eval or args.logits),
-        "--temperature goes with --anneal-epochs and --no-cache-teachers":
-            args.temperature > 1 and (args.cache_teachers or not args.anneal_epochs),
-        "--mimo-batch-size is below --mimo-members x --batch-repetitions":
-            args.mimo_batch_size < args.mimo_members * args.batch_repetitions}
-    for text, wrong in refusals.items():
-        if wrong:
-            parser.error(text)
+    check_options(args)
     return args
+
+
+def use_files_alone(args):
+    """With the file of a student or of a MIMO network, nothing is trained."""
+    if not args.eval:
+        raise UserError("--student-path and --mimo-path are evaluated, not trained; add --eval")
+    common.refuse(args, ["members", "losses", "mimo"], "with --student-path and --mimo-path")
+    args.members = len(args.ensemble_paths)
+    args.losses = []
+    args.mimo = 0
+
+
+def check_options(args):
+    """Refuse options that contradict each other, or that would have no effect."""
+    if args.losses and args.members < 2:
+        raise UserError(f"--members {args.members}: an ensemble has at least 2; train a single "
+                        "member with --losses and no name after it")
+    if args.runs > 1 and files_of(args):
+        raise UserError("--runs needs other members for each seed, but files are given; remove "
+                        "this option")
+    if args.mimo == 1:
+        raise UserError("--mimo 1: a MIMO network has at least 2 subnetworks; 0 trains none")
+    if args.mimo and args.batch_size < args.mimo * common.world_size():
+        raise UserError(f"--batch-size {args.batch_size}: --mimo {args.mimo} needs at least "
+                        f"{args.mimo * common.world_size()}")
+    if args.device.type == "mps":
+        raise UserError("--device mps has no float64, which the losses need; use --device cpu")
+    if not args.mimo:
+        common.refuse(args, ["mimo_epochs"], "without --mimo")
+    if not args.losses:
+        common.refuse(args, ["epochs", "target_offset"], "without --losses")
+    if args.shift == "none":
+        common.refuse(args, ["shift_examples"], "without --shift")
+
+
+def files_of(args):
+    """The files of networks that the options name."""
+    files = args.ensemble_paths + [args.student_path, args.mimo_path]
+    return [path for path in files if path]
 
 
 # ---- Model --------------------------------------------------------------------------------------
 
 
 class Head(nn.Linear):
-    """Logits [B, K]; with `mimo` E > 1 of E images stacked as channels, [B, E, K].
-
-    In float32 even under autocast: logits reach ln 8e9."""
-
-    def __init__(self, dim, num_classes, mimo):
-        super().__init__(dim, num_classes * mimo)
-        self.mimo = mimo
+    """Logits in float32 even under --amp bf16: those of a student reach ln 8e9 = 23."""
 
     def forward(self, x):
         with torch.autocast(x.device.type, enabled=False):
-            logits = super().forward(x.to(self.weight.dtype))
-        return logits if self.mimo == 1 else logits.unflatten(1, (self.mimo, -1))
+            return super().forward(x.to(self.weight.dtype))
 
 
-class Block(nn.Module):
-    """A residual block: basic (3x3, 3x3), or bottleneck (1x1, 3x3 with the stride, 1x1).
+def conv(c_in, c_out, kernel=3, stride=1):
+    return nn.Conv2d(c_in, c_out, kernel, stride, padding=kernel // 2, bias=False)
 
-    Named as torchvision's, whose state dicts fit; the last norm starts at zero (published).
-    """
 
-    def __init__(self, c_in, c, stride, bottleneck):
+def make_shortcut(c_in, c_out, stride):
+    """The shortcut of a residual block: the identity, or a 1x1 convolution."""
+    if stride == 1 and c_in == c_out:
+        return nn.Sequential()
+    # Subsample first: the strided 1x1 convolution of PyTorch 2.14 writes out of bounds on CPUs.
+    layers = {"subsample": nn.AvgPool2d(1, stride), "0": conv(c_in, c_out, kernel=1),
+              "1": nn.BatchNorm2d(c_out)}
+    return nn.Sequential(OrderedDict(layers))
+
+
+# Layers have torchvision's names, so that its state dicts and the published checkpoints fit.
+# published code: the last batch norm of a residual block starts at zero
+
+
+class BasicBlock(nn.Module):
+    expansion = 1
+
+    def __init__(self, c_in, c, stride):
         super().__init__()
-        c_out = 4 * c if bottleneck else c
-        shape = [(c_in, c, 1, 1), (c, c, 3, stride), (c, c_out, 1, 1)] if bottleneck else \
-                [(c_in, c, 3, stride), (c, c, 3, 1)]
-        for i, (a, b, kernel, step) in enumerate(shape, 1):
-            self.add_module(f"conv{i}", nn.Conv2d(a, b, kernel, step, kernel // 2, bias=False))
-            self.add_module(f"bn{i}", nn.BatchNorm2d(b))
-        self.depth, self.downsample = len(shape), nn.Sequential()
-        nn.init.zeros_(getattr(self, f"bn{self.depth}").weight)
-        if stride != 1 or c_in != c_out:
-            # subsampled, then 1x1: on CPUs PyTorch 2.14's strided 1x1, channels last, writes out of
-            # bounds in the backward pass
-            self.downsample = nn.Sequential(OrderedDict({
-                "subsample": nn.AvgPool2d(1, stride),
-                "0": nn.Conv2d(c_in, c_out, 1, bias=False), "1": nn.BatchNorm2d(c_out)}))
+        self.conv1 = conv(c_in, c, stride=stride)
+        self.bn1 = nn.BatchNorm2d(c)
+        self.conv2 = conv(c, c)
+        self.bn2 = nn.BatchNorm2d(c)
+        self.downsample = make_shortcut(c_in, c, stride)
+        nn.init.zeros_(self.bn2.weight)
 
     def forward(self, x):
-        h = x
-        for i in range(1, self.depth + 1):
-            h = getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(F.relu(h) if i > 1 else h))
+        h = F.relu(self.bn1(self.conv1(x)))
+        h = self.bn2(self.conv2(h))
         return F.relu(h + self.downsample(x))
 
 
-def convnet(channels, size, width):
-    """Three convolutions and a linear layer, without global pooling: positions are kept."""
-    c = max(1, round(32 * width))
-    layers = {f"stage{i}": nn.Sequential(nn.Conv2d(a, b, 3, 1, 1, bias=False), nn.BatchNorm2d(b),
-                                         nn.ReLU(), nn.MaxPool2d(2))
-              for i, (a, b) in enumerate(((channels, c), (c, 2 * c), (2 * c, 4 * c)), 1)}
-    return {**layers, "flatten": nn.Flatten()}, 4 * c * (size // 8) ** 2
+class Bottleneck(nn.Module):
+    expansion = 4
+
+    def __init__(self, c_in, c, stride):
+        super().__init__()
+        self.conv1 = conv(c_in, c, kernel=1)
+        self.bn1 = nn.BatchNorm2d(c)
+        self.conv2 = conv(c, c, stride=stride)
+        self.bn2 = nn.BatchNorm2d(c)
+        self.conv3 = conv(c, 4 * c, kernel=1)
+        self.bn3 = nn.BatchNorm2d(4 * c)
+        self.downsample = make_shortcut(c_in, 4 * c, stride)
+        nn.init.zeros_(self.bn3.weight)
+
+    def forward(self, x):
+        h = F.relu(self.bn1(self.conv1(x)))
+        h = F.relu(self.bn2(self.conv2(h)))
+        h = self.bn3(self.conv3(h))
+        return F.relu(h + self.downsample(x))
 
 
-def resnet(channels, size, width, bottleneck):
-    """ResNet-18 or -50; images of more than 64 pixels take ImageNet's stem (7x7, max pool)."""
-    c_in = c_stem = max(1, round(64 * width))
-    stem, pool = ((7, 2, 3), nn.MaxPool2d(3, 2, 1)) if size > 64 else ((3, 1, 1), nn.Identity())
-    layers = {"conv1": nn.Conv2d(channels, c_in, *stem, bias=False), "bn1": nn.BatchNorm2d(c_in),
-              "relu": nn.ReLU(), "maxpool": pool}
-    for group, count in enumerate((3, 4, 6, 3) if bottleneck else (2, 2, 2, 2)):
-        blocks, c = [], c_stem * 2**group
-        for i in range(count):
-            blocks.append(Block(c_in, c, 2 if group and not i else 1, bottleneck))
-            c_in = 4 * c if bottleneck else c
-        layers[f"layer{group + 1}"] = nn.Sequential(*blocks)
-    return {**layers, "avgpool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}, c_in
+# Each of the following functions builds the feature extractor of one network, for images of `shape`
+# (C, H, W): it returns its layers, as a list or by name, and the number of features.
 
 
-def make_network(model, num_classes, shape, width=1.0, mimo=1):
-    """A network for images of `shape` (C, H, W); `mimo` of them stacked."""
-    channels, size = shape[0] * mimo, shape[-1]
-    layers, dim = convnet(channels, size, width) if model == "convnet" else \
-        resnet(channels, size, width, model == "resnet50")
-    net = nn.Sequential(OrderedDict(layers, fc=Head(dim, num_classes, mimo)))
-    for module in net.modules() if model != "convnet" else ():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-    return net
+def convnet(args, shape):
+    """Three convolutions, without global pooling: the position of a digit matters."""
+    c_in, height, width = shape
+    layers = {}
+    for stage in range(3):
+        c_out = max(1, round(32 * args.width)) * 2**stage
+        layers[f"stage{stage + 1}"] = nn.Sequential(conv(c_in, c_out), nn.BatchNorm2d(c_out),
+                                                    nn.ReLU(), nn.MaxPool2d(2))
+        c_in = c_out
+    layers["flatten"] = nn.Flatten()
+    return layers, c_in * (height // 8) * (width // 8)
 
 
-# Lightning 1.5 keeps options in a dict of its own class; 1.4 has callbacks' classes as keys. An
-# ordinary dict stands for these names, and no other name of theirs is known.
-LIGHTNING = [(OrderedDict, f"pytorch_lightning.{name}") for name in (
-    "utilities.parsing.AttributeDict", "callbacks.model_checkpoint.ModelCheckpoint",
-    "callbacks.early_stopping.EarlyStopping", "callbacks.lr_monitor.LearningRateMonitor")]
+def resnet18(args, shape):
+    return resnet(args, shape, BasicBlock, depths=(2, 2, 2, 2))
 
 
-def load_weights(net, path) -> dict:
-    """Put a file's state dict (plain, ours, or a Lightning checkpoint's) into `net`; all that the
-    file holds: tensors and plain values, anything else is refused, not run."""
-    with torch.serialization.safe_globals(LIGHTNING):
-        found = state = common.load_checkpoint(path)
-    for key in ("state_dict", "net", "model"):
-        state = state[key] if isinstance(state.get(key), dict) else state
-    state = {k: v for k, v in state.items() if isinstance(k, str) and isinstance(v, Tensor)}
-    first = next(iter(net.state_dict()))
-    prefix = min((k.removesuffix(first) for k in state if k.endswith(first)), key=len, default="")
-    state = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-    try:
-        net.load_state_dict(state)
-    except RuntimeError as error:
-        raise UserError(f"{path} does not fit --model, --width and the classes "
-                        f"({common.one_line(error)})") from None
-    return found
+def resnet50(args, shape):
+    return resnet(args, shape, Bottleneck, depths=(3, 4, 6, 3))
+
+
+def resnet(args, shape, block, depths):
+    """A ResNet; images of more than 64 pixels per side get the stem for ImageNet."""
+    width = max(1, round(64 * args.width))  # channels of the stem, doubled in every stage
+    stem = conv(shape[0], width)
+    pool = nn.Identity()
+    if shape[-1] > 64:
+        stem = conv(shape[0], width, kernel=7, stride=2)
+        pool = nn.MaxPool2d(3, 2, 1)
+    layers = {"conv1": stem, "bn1": nn.BatchNorm2d(width), "relu": nn.ReLU(), "maxpool": pool}
+    c_in = width
+    for stage, depth in enumerate(depths):
+        blocks = []
+        for index in range(depth):
+            # Every stage but the first one starts by halving the resolution.
+            stride = 2 if stage > 0 and index == 0 else 1
+            blocks.append(block(c_in, width * 2**stage, stride))
+            c_in = block.expansion * width * 2**stage
+        layers[f"layer{stage + 1}"] = nn.Sequential(*blocks)
+    layers["avgpool"] = nn.AdaptiveAvgPool2d(1)
+    layers["flatten"] = nn.Flatten()
+    return layers, c_in
+
+
+# Your own network is one more entry, such a function by its name.
+NETWORKS = {"convnet": convnet, "resnet18": resnet18, "resnet50": resnet50}
+
+
+def make_network(args, num_classes, shape):
+    """The network --model for images of `shape` (C, H, W), on its device: logits [B, K]."""
+    if args.model not in NETWORKS:
+        raise UserError(f"--model {args.model}: choose one of {', '.join(NETWORKS)}")
+    layers, dim = NETWORKS[args.model](args, shape)
+    if isinstance(layers, list):
+        layers = {str(number): layer for number, layer in enumerate(layers)}
+    layers["fc"] = Head(dim, num_classes)
+    net = nn.Sequential(OrderedDict(layers))
+    if args.model.startswith("resnet"):
+        # as torchvision's ResNets
+        for module in net.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return net.to(args.device, memory_format=torch.channels_last)
+
+
+def make_mimo(args, num_classes, shape, subnetworks):
+    """The network --model with the inputs and outputs of several subnetworks."""
+    channels, height, width = shape
+    net = make_network(args, subnetworks * num_classes, (subnetworks * channels, height, width))
+    return MIMO(net, subnetworks)
 
 
 # ---- Method -------------------------------------------------------------------------------------
-# B rows, M members, K classes; z student logits [B, K]; all statistics and losses are float64.
+# To copy this section, copy these imports, too:
+#   from typing import NamedTuple
+#   import torch
+#   from torch import Tensor, nn
+# B images, M members, K classes; z are a student's logits [B, K]. All results are float64.
 
-EPS = 2.0**-23  # published code: in the precision, so that agreeing members have a finite one
-LARGE = 1e3     # from here on the asymptotic series are exact to float64
+EPS = 2.0**-23          # published code: keeps the precision of members that agree finite
+LARGEST_LOGIT = 30.0    # of a concentration: no proxy of fewer than a million classes asks for more
 
 
 class Ensemble(NamedTuple):
-    """What the losses and measures need of M predictions p_m [B, K]."""
+    """What losses and uncertainties need to know of the predictions p_m of M members."""
 
-    log_probs: Tensor  # [B, K] ln pi, pi = (1/M) sum_m p_m
-    mean_log: Tensor   # [B, K] (1/M) sum_m ln p_m
-    data: Tensor       # [B] (1/M) sum_m H(p_m), nats
-    rmi: Tensor        # [B] (1/M) sum_m KL(pi || p_m), nats
-
-
-def ensemble_statistics(logits_of_members, temperature=1.0) -> Ensemble:
-    """Statistics of members' finite logits [B, K], given as any iterable: one member in memory at a
-    time. No gradient reaches them."""
-    sums = None
-    for count, logits in enumerate(logits_of_members, 1):
-        log_p = (logits.detach().double() / temperature).log_softmax(-1)
-        p = log_p.exp()
-        own = p, log_p, -torch.linalg.vecdot(p, log_p)
-        sums = own if sums is None else [a + b for a, b in zip(sums, own)]
-    pi, mean_log, data_nats = (total / count for total in sums)
-    log_pi = pi.clamp_min(torch.finfo(torch.float64).tiny).log()
-    rmi = torch.linalg.vecdot(log_pi.exp(), log_pi - mean_log).clamp_min(0)
-    return Ensemble(log_pi, mean_log, data_nats, rmi)
+    log_probs: Tensor       # [B, K]  ln pi, with the mean prediction pi = (1/M) sum_m p_m
+    mean_log_probs: Tensor  # [B, K]  (1/M) sum_m ln p_m
+    aleatoric: Tensor       # [B]  (1/M) sum_m H(p_m), in nats
+    rmi: Tensor             # [B]  (1/M) sum_m KL(pi || p_m), in nats, at least 0
 
 
-def proxy_precision(ensemble, most=math.inf) -> Tensor:
-    """beta_0 = (K - 1) / (2 RMI) [B]: a Dirichlet of mean pi and large concentrations has the RMI
-    (K - 1) / (2 beta_0). Members that are certain of different classes are no such Dirichlet: five
-    of a thousand classes with MI 1.6 nats have a proxy with 0.08."""
-    k = ensemble.log_probs.shape[-1]
-    return ((k - 1) / (2 * ensemble.rmi + EPS)).clamp_max(most)
+def ensemble_statistics(logits_of_members):
+    """The Ensemble of the members' logits, each [B, K], which may come from a generator.
 
-
-def forward_kl_loss(logits, ensemble) -> Tensor:
-    """EnD: KL(pi || softmax(z)) [B], nats."""
-    log_q = logits.double().log_softmax(-1)
-    return (ensemble.log_probs.exp() * (ensemble.log_probs - log_q)).sum(-1)
-
-
-def dirichlet_likelihood_loss(logits, ensemble, offset=1.0, temperature=1.0) -> Tensor:
-    """EnD2: -(1/M) sum_m ln Dir(p_m; alpha) [B], alpha = exp(z / T) + offset, times T^2.
-
-    `ensemble`: of logits divided by T, too."""
-    alpha = (logits.double() / temperature).exp() + offset
-    value = torch.lgamma(alpha).sum(-1) - torch.lgamma(alpha.sum(-1)) \
-        - ((alpha - 1) * ensemble.mean_log).sum(-1)
-    return temperature**2 * value
-
-
-def annealed_temperature(epoch, start, epochs) -> float:
-    """EnD2's T: `start` for the first half of `epochs`, linear to 1 over the other half, then 1."""
-    half = epochs / 2
-    return start + (1 - start) * min(1.0, max(0.0, epoch / half - 1)) if half else 1.0
-
-
-def proxy_loss(logits, ensemble, precision, model_offset=1.0, target_offset=1.0) -> Tensor:
-    """KL(Dir(pi beta_0 + t) || Dir(exp(z) + m)) [B], the forward divergence (published command)."""
-    alpha = logits.double().exp() + model_offset
-    beta = ensemble.log_probs.exp() * precision[:, None] + target_offset
-    alpha_0, beta_0 = alpha.sum(-1), beta.sum(-1)
-    spread = torch.digamma(beta) - torch.digamma(beta_0)[:, None]
-    return torch.lgamma(beta_0) - torch.lgamma(beta).sum(-1) + torch.lgamma(alpha).sum(-1) \
-        - torch.lgamma(alpha_0) + ((beta - alpha) * spread).sum(-1)
-
-
-def rkl_proxy_loss(logits, ensemble, precision, model_offset=1.0, target_offset=1.0,
-                   target="published") -> Tensor:
-    """KL(Dir(exp(z) + m) || Dir(pi b + 1)) / b [B], up to a constant: the paper's loss,
-
-        L = -sum_k pi_k (psi(alpha_k) - psi(alpha_0)) - h(alpha) / b,    alpha = e + m, e = exp(z),
-
-    where h is the entropy of Dir(alpha). target "published": b = beta_0 + K t, which counts the
-    smoothing t twice; "paper": b = beta_0, whose target is the paper's pi beta_0 + 1, whatever t.
-    The gradient is the closed form (once differentiable),
-
-        dL/dz_k = e_k {[psi1(alpha_k) (alpha_k - 1) - psi1(alpha_0) (alpha_0 - K)] / b
-                       + psi1(alpha_0) - pi_k psi1(alpha_k)}.
-
-    What cancels for large alpha is left out of both; autograd of L is noise from z = 40 on.
+    One member at a time is in memory. No gradient reaches the members.
     """
-    with torch.no_grad():
-        e, pi, k = logits.double().exp(), ensemble.log_probs.exp(), logits.shape[-1]
-        b = (precision + (k * target_offset if target == "published" else 0))[:, None]
-        alpha = e + model_offset
-        entropy, log_means = dirichlet_entropy(alpha)
-        value = -torch.linalg.vecdot(pi, log_means) - entropy / b[:, 0]
-        psi1, rest = trigamma(alpha)
-        psi1_0, rest_0 = trigamma(alpha.sum(-1, keepdim=True))
-        gradient = e * ((rest - psi1 - rest_0 + k * psi1_0) / b + psi1_0 - pi * psi1)
-    z = logits.double()
-    return value + (gradient * (z - z.detach())).sum(-1)
+    count = 0
+    probs_sum = 0.0
+    log_probs_sum = 0.0
+    entropy_sum = 0.0
+    for logits in logits_of_members:
+        log_probs = logits.detach().double().log_softmax(-1)           # [B, K]  ln p_m
+        probs = log_probs.exp()
+        probs_sum = probs_sum + probs
+        log_probs_sum = log_probs_sum + log_probs
+        entropy_sum = entropy_sum - torch.linalg.vecdot(probs, log_probs)
+        count += 1
+    # A probability can underflow; that of a class that all members exclude counts as 1e-308.
+    log_pi = (probs_sum / count).clamp_min(torch.finfo(torch.float64).tiny).log()
+    mean_log_probs = log_probs_sum / count
+    rmi = torch.linalg.vecdot(log_pi.exp(), log_pi - mean_log_probs)   # [B]
+    return Ensemble(log_pi, mean_log_probs, entropy_sum / count, rmi.clamp_min(0))
 
 
-def trigamma(x) -> tuple[Tensor, Tensor]:
-    """(psi1(x), x psi1(x) - 1) for x > 0; the second is 1/2x + 1/6x^2 - ... where x is large."""
-    psi1, y = torch.polygamma(1, x), 1 / x
-    return psi1, torch.where(x > LARGE, y * (1 / 2 + y * (1 / 6 - y * y / 30)), x * psi1 - 1)
+def proxy_precision(ensemble):
+    """The precision beta_0 = (K - 1) / (2 RMI) of the ensemble's proxy [B].
+
+    A Dirichlet with mean pi and large concentrations has the RMI (K - 1) / (2 beta_0), by
+    Stirling's formula. It is a poor fit to members that are certain of different classes: five
+    members of 1000 classes with a mutual information of 1.6 nats get a proxy with 0.08.
+    """
+    num_classes = ensemble.log_probs.shape[-1]
+    return (num_classes - 1) / (2 * ensemble.rmi + EPS)
 
 
-def dirichlet_entropy(alpha) -> tuple[Tensor, Tensor]:
-    """(h(alpha) [B] = sum lnGamma(alpha_k) - lnGamma(alpha_0) - sum (alpha_k - 1)(psi(alpha_k) -
-    psi(alpha_0)), nats; E ln p_k = psi(alpha_k) - psi(alpha_0) [B, K]) of Dir(alpha).
-
-    From lnGamma(x) - (x - 1) psi(x) + x of each alpha_k and of alpha_0, by Stirling's series where
-    x is large: sum_k alpha_k = alpha_0 is left out of both sides."""
-    def part(x, psi):
-        y = 1 / x
-        series = (x.log() + 1 + math.log(2 * math.pi)) / 2 - y * (1 / 3 + y * (1 / 12 + y / 90))
-        return torch.where(x > LARGE, series, torch.lgamma(x) - (x - 1) * psi + x)
-
-    alpha_0 = alpha.sum(-1, keepdim=True)
-    psi, psi_0 = torch.digamma(alpha), torch.digamma(alpha_0)
-    entropy = part(alpha, psi).sum(-1) - part(alpha_0, psi_0)[:, 0]
-    return entropy - (alpha.shape[-1] - 1) * psi_0[:, 0], psi - psi_0
+def forward_kl_loss(logits, ensemble):
+    """EnD, plain distillation: KL(pi || softmax(z)) [B], in nats."""
+    log_probs = logits.double().log_softmax(-1)
+    pi = ensemble.log_probs.exp()
+    return (pi * (ensemble.log_probs - log_probs)).sum(-1)
 
 
-# Uncertainties [B], larger is more uncertain: 1 - max p; entropies and divergences in nats. The
-# epistemic one is the mutual information MI.
+def dirichlet_likelihood_loss(logits, ensemble, offset=1.0):
+    """EnD2: -(1/M) sum_m ln Dir(p_m; alpha) [B], with alpha = exp(z) + offset.
+
+    Its gradient with respect to the unlikely classes grows with their number.
+    """
+    alpha = logits.double().exp() + offset                             # [B, K]
+    log_norm = torch.lgamma(alpha).sum(-1) - torch.lgamma(alpha.sum(-1))
+    return log_norm - ((alpha - 1) * ensemble.mean_log_probs).sum(-1)
+
+
+def proxy_loss(logits, ensemble, model_offset=1.0, target_offset=1.0):
+    """The forward divergence KL(Dir(pi beta_0 + t) || Dir(exp(z) + m)) [B].
+
+    Its gradient with respect to the unlikely classes grows with their number.
+    """
+    alpha = logits.double().exp() + model_offset                       # [B, K]
+    precision = proxy_precision(ensemble)[:, None]
+    beta = ensemble.log_probs.exp() * precision + target_offset        # [B, K]
+    alpha_0 = alpha.sum(-1)
+    beta_0 = beta.sum(-1)
+    log_norm_alpha = torch.lgamma(alpha).sum(-1) - torch.lgamma(alpha_0)
+    log_norm_beta = torch.lgamma(beta).sum(-1) - torch.lgamma(beta_0)
+    log_means = torch.digamma(beta) - torch.digamma(beta_0)[:, None]   # E ln p_k under the target
+    return log_norm_alpha - log_norm_beta + ((beta - alpha) * log_means).sum(-1)
+
+
+def rkl_proxy_loss(logits, ensemble, model_offset=1.0, target_offset=1.0):
+    """The paper's loss KL(Dir(exp(z) + m) || Dir(pi b + 1)) / b [B], up to a constant.
+
+    published code: b = beta_0 + K t, so that the precision of the target is beta_0 + 2 K for
+    t = 1. With t = 0 the target is the paper's, pi beta_0 + 1. At the optimum for m = 1,
+    softmax(z) = pi and sum_k exp(z_k) = b.
+    """
+    b = proxy_precision(ensemble) + logits.shape[-1] * target_offset
+    return ReverseKL.apply(logits.double(), ensemble.log_probs.exp(), b[:, None], model_offset)
+
+
+class ReverseKL(torch.autograd.Function):
+    """L = KL(Dir(alpha) || Dir(pi b + 1)) / b + constant [B], with alpha = exp(z) + m:
+
+        w_k = (alpha_k - 1) / b - pi_k
+        L = sum_k w_k (psi(alpha_k) - psi(alpha_0)) - [sum_k lnGamma(alpha_k) - lnGamma(alpha_0)] / b
+        dL/dz_k = exp(z_k) [w_k psi'(alpha_k) - psi'(alpha_0) sum_j w_j]
+
+    z, pi [B, K] and b [B, 1] in float64; alpha_0 = sum_k alpha_k. The gradient in this closed form
+    costs less than autograd, which evaluates the digamma function psi again. It can be
+    differentiated once. A logit above LARGEST_LOGIT counts as that, with the gradient there.
+    """
+
+    @staticmethod
+    def forward(ctx, z, pi, b, offset):
+        exp_z = z.clamp_max(LARGEST_LOGIT).exp()
+        alpha = exp_z + offset                                         # [B, K]
+        alpha_0 = alpha.sum(-1, keepdim=True)                          # [B, 1]
+        w = (alpha - 1) / b - pi                                       # [B, K]
+        pull = torch.polygamma(1, alpha_0) * w.sum(-1, keepdim=True)   # [B, 1]
+        ctx.save_for_backward(exp_z * (w * torch.polygamma(1, alpha) - pull))
+        log_means = torch.digamma(alpha) - torch.digamma(alpha_0)      # [B, K]  E ln p_k
+        log_norm = torch.lgamma(alpha).sum(-1) - torch.lgamma(alpha_0)[:, 0]
+        return torch.linalg.vecdot(w, log_means) - log_norm / b[:, 0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        gradient, = ctx.saved_tensors
+        return grad[:, None] * gradient, None, None, None
+
+
+# Uncertainties [B], large where uncertain: 1 - max p; entropies and divergences in nats, of which
+# the epistemic one is the mutual information.
 MEASURES = ("confidence", "total", "aleatoric", "epistemic", "epkl", "rmi")
-# Of one network's logits: energy -ln sum exp z, and -max z; larger is more out-of-distribution. Of
-# a student with a precision they are that precision, a target; of a classifier they are free.
+# Scores of one network's logits, large where out-of-distribution: -ln sum_k exp(z_k) and -max_k z_k.
+# Of a student they measure the precision that it was trained for; of a classifier they are free.
 SCORES = ("energy", "max_logit")
 
 
 class Outputs(NamedTuple):
-    """What a model says about B inputs."""
+    """What a network or an ensemble says of B images."""
 
-    log_probs: Tensor      # [B, K] its prediction
-    measures: dict         # {name of MEASURES, SCORES: [B]}, those that the model has
-    log_precision: Tensor  # [B] ln alpha_0; ln beta_0 of an ensemble; of a softmax, ln sum exp(z)
+    log_probs: Tensor      # [B, K]  its prediction
+    measures: dict         # {name: [B]} of those MEASURES and SCORES that it has
+    log_precision: Tensor  # [B]  ln alpha_0; of an ensemble ln beta_0, of a softmax ln sum exp(z)
 
 
-def ensemble_outputs(ensemble) -> Outputs:
-    """MI = H(pi) - mean H(p_m); EPKL = mean over all ordered pairs KL(p_i || p_j) = MI + RMI."""
+def ensemble_outputs(ensemble):
+    """Outputs of an ensemble: epkl = (1/M^2) sum_ij KL(p_i || p_j) = epistemic + rmi."""
     log_pi = ensemble.log_probs
-    total = -torch.linalg.vecdot(log_pi.exp(), log_pi)
-    information = (total - ensemble.data).clamp_min(0)
-    values = (1 - log_pi.amax(-1).exp(), total, ensemble.data, information,
-              information + ensemble.rmi, ensemble.rmi)
-    return Outputs(log_pi, dict(zip(MEASURES, values)), proxy_precision(ensemble).log())
+    pi = log_pi.exp()
+    total = -torch.linalg.vecdot(pi, log_pi)
+    epistemic = (total - ensemble.aleatoric).clamp_min(0)
+    measures = {"confidence": 1 - pi.amax(-1), "total": total, "aleatoric": ensemble.aleatoric,
+                "epistemic": epistemic, "epkl": epistemic + ensemble.rmi, "rmi": ensemble.rmi}
+    return Outputs(log_pi, measures, proxy_precision(ensemble).log())
 
 
-def dirichlet_outputs(alpha, log_probs) -> Outputs:
-    """Measures of Dir(alpha) with mean p = alpha / alpha_0; predictions are `log_probs`:
+def dirichlet_outputs(alpha, log_probs):
+    """Outputs of Dir(alpha), alpha [B, K], for a prediction log_probs [B, K].
 
-    E H = -sum p (psi(alpha + 1) - psi(alpha_0 + 1)), MI = H(p) - E H, EPKL = (K - 1) / alpha_0,
-    RMI = EPKL - MI. The confidence is that of the prediction."""
-    alpha_0 = alpha.sum(-1)
-    p = alpha / alpha_0[:, None]
+    With p = alpha / alpha_0: total H(p); aleatoric -sum_k p_k (psi(alpha_k + 1) - psi(alpha_0 + 1));
+    epkl (K - 1) / alpha_0 = epistemic + rmi. The confidence is that of the prediction.
+    """
+    alpha_0 = alpha.sum(-1, keepdim=True)                              # [B, 1]
+    p = alpha / alpha_0
     total = torch.special.entr(p).sum(-1)
-    expected = -(p * (torch.digamma(alpha + 1) - torch.digamma(alpha_0 + 1)[:, None])).sum(-1)
-    information, epkl = (total - expected).clamp_min(0), (alpha.shape[-1] - 1) / alpha_0
-    values = (1 - log_probs.amax(-1).exp(), total, expected, information, epkl,
-              (epkl - information).clamp_min(0))
-    return Outputs(log_probs, dict(zip(MEASURES, values)), alpha_0.log())
+    aleatoric = -(p * (torch.digamma(alpha + 1) - torch.digamma(alpha_0 + 1))).sum(-1)
+    epistemic = (total - aleatoric).clamp_min(0)
+    epkl = (alpha.shape[-1] - 1) / alpha_0[:, 0]
+    measures = {"confidence": 1 - log_probs.amax(-1).exp(), "total": total, "aleatoric": aleatoric,
+                "epistemic": epistemic, "epkl": epkl, "rmi": (epkl - epistemic).clamp_min(0)}
+    return Outputs(log_probs, measures, alpha_0[:, 0].log())
 
 
-def softmax_outputs(logits) -> Outputs:
-    """One network: total uncertainty alone. The measures of a Dirichlet exp(z) would depend on the
-    logits' scale, which cross entropy leaves arbitrary; ln sum exp(z) is kept to be compared."""
+def softmax_outputs(logits):
+    """Outputs of one classifier with logits [B, K]: no epistemic uncertainty.
+
+    That of Dir(exp(z)) would depend on the scale of exp(z), which cross entropy leaves arbitrary.
+    """
     z = logits.double()
-    log_probs, log_sum, top = z.log_softmax(-1), z.logsumexp(-1), z.amax(-1)
-    total = torch.special.entr(log_probs.exp()).sum(-1)
-    values = (1 - (top - log_sum).exp(), total, -log_sum, -top)
-    return Outputs(log_probs, dict(zip((*MEASURES[:2], *SCORES), values)), log_sum)
+    log_probs = z.log_softmax(-1)
+    log_sum = z.logsumexp(-1)                                          # [B]
+    largest = z.amax(-1)                                               # [B]
+    measures = {"confidence": 1 - (largest - log_sum).exp(),
+                "total": torch.special.entr(log_probs.exp()).sum(-1),
+                "energy": -log_sum, "max_logit": -largest}
+    return Outputs(log_probs, measures, log_sum)
 
 
-def student_outputs(logits, offset=1.0) -> Outputs:
-    """softmax(z) predicts, without the offset; Dir(exp(z) + offset) measures (z at most 600)."""
+def student_outputs(logits, offset=1.0):
+    """Outputs of a student: softmax(z) predicts, without the offset; Dir(exp(z) + offset) measures."""
     plain = softmax_outputs(logits)
+    # exp overflows at 709; out-of-distribution inputs of large networks can reach that.
     alpha = logits.double().clamp_max(600).exp() + offset
     outputs = dirichlet_outputs(alpha, plain.log_probs)
     return outputs._replace(measures=plain.measures | outputs.measures)
 
 
-def proxy_outputs(ensemble, target_offset=0.0) -> Outputs:
-    """The ensemble's proxy Dir(pi beta_0 + t)."""
+def proxy_outputs(ensemble, target_offset=0.0):
+    """Outputs of the ensemble's proxy Dir(pi beta_0 + t)."""
     alpha = ensemble.log_probs.exp() * proxy_precision(ensemble)[:, None] + target_offset
     return dirichlet_outputs(alpha, ensemble.log_probs)
 
 
-def mimo_rows(n, repetitions, probability, members, generator) -> Tensor:
-    """Which of n images each of E subnetworks sees: [n r, E].
+class MIMO(nn.Module):
+    """E subnetworks in one network, which sees E images as channels and has E K outputs.
 
-    n r rows of images, permuted; of the first int(n r (1 - p)) rows each subnetwork has an order of
-    its own, in the others all see the same image.
+    images [B, E, C, H, W], or [B, C, H, W], which all subnetworks see; logits [B, E, K].
+    """
+
+    def __init__(self, net, subnetworks):
+        super().__init__()
+        self.net = net
+        self.subnetworks = subnetworks
+
+    def forward(self, images):
+        if images.ndim == 4:
+            images = images[:, None].expand(-1, self.subnetworks, -1, -1, -1)
+        logits = self.net(images.flatten(1, 2))                        # [B, E K]
+        return logits.unflatten(1, (self.subnetworks, -1))
+
+
+MIMO_REPETITIONS = 2  # published code: each subnetwork sees an image twice in a batch
+
+
+def mimo_rows(n, subnetworks, generator, repetitions=MIMO_REPETITIONS, shared=0.6):
+    """Which of the n images of a batch each of E subnetworks sees: [n repetitions, E].
+
+    In the fraction `shared` of the rows all subnetworks see the same image; in the others each
+    sees an image of its own.
     """
     rows = torch.arange(n).repeat(repetitions)
     rows = rows[torch.randperm(len(rows), generator=generator)]
-    own = int(len(rows) * (1 - probability))
-    columns = [torch.cat([rows[:own][torch.randperm(own, generator=generator)], rows[own:]])
-               for _ in range(members)]
+    count = int(len(rows) * (1 - shared))
+    columns = []
+    for _ in range(subnetworks):
+        order = torch.randperm(count, generator=generator)
+        columns.append(torch.cat([rows[:count][order], rows[count:]]))
     return torch.stack(columns, 1)
-
-
-def learning_rate(step, steps, epochs, schedule="step", warm_up=0.0) -> float:
-    """Share of the full rate at a step of all `epochs` of `steps` each.
-
-    step: a tenth at epochs floor(30 E / 90), floor(60 E / 90), floor(80 E / 90), as published, but
-    never in the first; cosine: down to zero. Both after a linear warm-up."""
-    warm = warm_up * epochs * steps
-    if step < warm:
-        return (step + 1) / (warm + 1)
-    if schedule == "step":
-        return 0.1 ** sum(step // steps >= max(1, e * epochs // 90) for e in (30, 60, 80))
-    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1.0, epochs * steps - warm)))
 
 
 # ---- Training -----------------------------------------------------------------------------------
 
 
-def make_loader(dataset, args, batch_size, train=False):
-    """Batches of this process (for MIMO of all), shuffled and augmented only where `train`."""
-    return data.Loader(dataset, batch_size, args.device, seed=args.seed, shuffle=train,
-                       augment="crop_flip" if train and args.augment else "none",
-                       workers=args.workers, channels_last=True,
-                       whole=train and args.kind == "mimo")
+class Plan(NamedTuple):
+    """How a network is trained, and the checkpoint that it is saved in."""
+
+    name: str         # of the checkpoint
+    identity: dict    # what the checkpoint is, and what it was made from
+    seed: int
+    epochs: int
+    batch_size: int   # images of a global batch
+    rate: float       # the highest learning rate
+    measure: str      # what the log calls the fraction of right predictions
 
 
-def autocast(args):
-    return torch.autocast(args.device.type, torch.bfloat16, enabled=args.amp == "bf16")
+# The first weights of a network are determined by its seed and this number.
+KINDS = {"member": 0, "mimo": 1, "student": 2}
+
+
+def learning_rate(step, steps_per_epoch, epochs, schedule):
+    """The learning rate at a step, counted from the start of training, as a fraction of --lr."""
+    if schedule == "step":
+        factor = 1.0
+        for milestone in (30, 60, 80):  # published code: of 90 epochs, rounded down for others
+            # A short run starts at the full rate: no milestone comes before its second epoch.
+            if step // steps_per_epoch >= max(1, milestone * epochs // 90):
+                factor *= 0.1
+        return factor
+    # cosine: a linear warm-up in the first fifth of the steps, then half a cosine to zero
+    total = epochs * steps_per_epoch
+    warm_up = 0.2 * total
+    if step < warm_up:
+        return (step + 1) / (warm_up + 1)
+    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (total - warm_up)))
 
 
 def make_optimiser(net, args):
-    """SGD with Nesterov momentum, or Adam; no decay of norms inside residual blocks (published)."""
-    free = {name for name, _ in net.named_parameters() if re.match(r"layer\d\.\d+\.bn\d", name)}
-    groups = [dict(params=[p for name, p in net.named_parameters() if (name in free) == exempt],
-                   weight_decay=0.0 if exempt else args.weight_decay) for exempt in (False, True)]
-    return torch.optim.Adam(groups) if args.opt == "adam" else \
-        torch.optim.SGD(groups, momentum=0.9, nesterov=True)
+    decayed = []
+    free = []
+    for name, parameter in net.named_parameters():
+        # published code: batch norm in residual blocks has no weight decay, that elsewhere has
+        if re.search(r"layer\d\.\d+\.bn\d", name):
+            free.append(parameter)
+        else:
+            decayed.append(parameter)
+    groups = [{"params": decayed, "weight_decay": args.weight_decay},
+              {"params": free, "weight_decay": 0.0}]
+    if args.opt == "adam":
+        return torch.optim.Adam(groups)
+    return torch.optim.SGD(groups, momentum=0.9, nesterov=True)
 
 
-def digest(values) -> str:
-    """A hash of tensors and plain values, in order."""
-    found = hashlib.sha256()
-    for value in values:
-        found.update(value.cpu().contiguous().numpy().tobytes() if isinstance(value, Tensor)
-                     else f"{value}\n".encode())
-    return found.hexdigest()
+def train(net, train_set, batch_loss, plan, args, run):
+    """Minimise a loss; training resumes from the last completed epoch of the checkpoint.
 
+    batch_loss(model, batch, epoch, step) returns the losses of the rows of this process [b],
+    whether each is predicted right [b], and the number of rows of the global batch.
+    """
+    optimiser = make_optimiser(net, args)
+    # The order and the augmentation of the images depend only on the seed and the epoch.
+    augment = "crop_flip" if args.augment else "none"
+    loader = data.Loader(train_set, plan.batch_size, args.device, seed=plan.seed, shuffle=True,
+                         augment=augment, workers=args.workers, channels_last=True)
+    steps = run.steps_per_epoch(loader)
+    model = common.data_parallel(net, args.device)  # DDP, with batch norm over all processes
+    if args.compile:
+        model = torch.compile(model)
 
-class Teachers:
-    """The members in eval mode; `cached`: their statistics of all training images, or None."""
-
-    def __init__(self, members, args):
-        self.members, self.args, self.cached = members, args, None
-        self.identity = digest(value for net in members for value in net.state_dict().values())
-
-    @torch.no_grad()
-    def statistics(self, batch, temperature=1.0) -> Ensemble:
-        if self.cached is None:
-            with autocast(self.args):
-                return ensemble_statistics((net(batch.images) for net in self.members), temperature)
-        log_probs, *rest = (column[batch.index].double() for column in self.cached)
-        return Ensemble(log_probs.log_softmax(-1), *rest)
-
-    def fill_cache(self, dataset, run):
-        """Compute, or read, the statistics of all training images, once for all students: in half
-        precision from a gigabyte on (ImageNet: 5 GB)."""
-        half = len(dataset) * dataset.num_classes > 1.25e8
-        config = {"ensemble": self.identity, "images": digest([len(dataset), *dataset.files])}
-        name = f"teachers-{self.identity[:12]}"
-        if (state := run.load(name, config)) is None:
-            parts = []
-            for batch in make_loader(dataset, self.args, 512).epoch():
-                parts.append([batch.index.cpu(), *(
-                    t.to(torch.float16 if half and t.ndim == 2 else torch.float32).cpu()
-                    for t in self.statistics(batch))])
-            rows = common.gather_rows(*map(torch.cat, zip(*parts)))
-            run.save(name, config, **dict(zip(Ensemble._fields, rows or ())))
-            state = run.load(name, config)
-        self.cached = [state[key].to(self.args.device) for key in Ensemble._fields]
-
-
-def distillation_loss(logits, ensemble, args, temperature=1.0) -> Tensor:
-    """The rows [B] of --loss."""
-    if args.loss == "forward_kl":
-        return forward_kl_loss(logits, ensemble)
-    if args.loss == "dirichlet_likelihood":
-        return dirichlet_likelihood_loss(logits, ensemble, args.model_offset, temperature)
-    precision = proxy_precision(ensemble, args.max_precision or math.inf)
-    offsets = args.model_offset, args.target_offset
-    if args.loss == "proxy":
-        return proxy_loss(logits, ensemble, precision, *offsets)
-    return rkl_proxy_loss(logits, ensemble, precision, *offsets, args.rkl_target)
-
-
-def batch_loss(model, batch, epoch, step, teachers, args):
-    """(losses of this process's rows; which of them are right: of a student, agree with the
-    ensemble; rows of the global batch)."""
-    images, labels, size = batch.images, batch.labels, batch.global_size
-    if args.kind == "mimo":
-        images, labels, size = mimo_batch(batch, epoch, step, args)
-    with autocast(args):
-        logits = model(images)
-    if args.kind == "distill":
-        temperature = annealed_temperature(epoch, args.temperature, args.anneal_epochs) \
-            if args.loss == "dirichlet_likelihood" else 1.0
-        ensemble = teachers.statistics(batch, temperature)
-        rows = distillation_loss(logits, ensemble, args, temperature)
-        return rows, logits.argmax(-1) == ensemble.log_probs.argmax(-1), size
-    logits, labels = logits.flatten(0, -2), labels.flatten()  # MIMO: rows and subnetworks
-    rows = F.cross_entropy(logits, labels, reduction="none", label_smoothing=args.label_smoothing)
-    return rows, logits.argmax(-1) == labels, size
-
-
-def mimo_batch(batch, epoch, step, args):
-    """(images [b, E C, H, W], labels [b, E], global rows x E): this process's rows of the global
-    batch, whose images all processes have."""
-    generator = torch.Generator().manual_seed(common.derive_seed(args.seed, epoch, step))
-    rows = mimo_rows(batch.global_size, args.batch_repetitions, args.repetition_probability,
-                     args.mimo_members, generator)
-    own = rows.tensor_split(common.world_size())[common.rank()].to(args.device, non_blocking=True)
-    return batch.images[own].flatten(1, 2), batch.labels[own], rows.numel()
-
-
-def train(net, train_set, args, run, teachers=None):
-    """A member, a MIMO network or a student, by `args.kind`; goes on after the last whole epoch."""
-    images, full = args.batch_size, args.lr * args.batch_size / 256
-    if args.kind == "mimo":  # published: rows, with repetitions and members
-        images //= args.batch_repetitions * args.mimo_members
-    optimiser, loader = make_optimiser(net, args), make_loader(train_set, args, images, train=True)
-    steps = min(len(loader), args.limit_steps or len(loader))
-    common.say(f"learning rate {full:g} = --lr {args.lr:g} x {args.batch_size} / 256")
-    model = common.data_parallel(net, args.device)
-    model = torch.compile(model) if args.compile else model
-    for epoch in run.epochs(args.epochs, name="network", net=net, optimiser=optimiser):
-        totals = torch.zeros(3, dtype=torch.float64, device=args.device)
+    # The loop starts at the first epoch that is left, and `run.end_epoch` saves and logs.
+    for epoch in run.epochs(plan.epochs, plan.name, plan.identity, net=net, optimiser=optimiser):
+        # Every epoch is seeded, so that a resumed run of a network with dropout repeats its masks.
+        common.seed_all(plan.seed, epoch, common.rank())
         model.train()
+        totals = torch.zeros(3, dtype=torch.float64, device=args.device)  # loss, right, rows
         for step, batch in run.steps(loader, epoch):
+            # A function of the step: a resumed run needs no state of a scheduler.
+            lr = plan.rate * learning_rate(epoch * steps + step, steps, plan.epochs, args.schedule)
             for group in optimiser.param_groups:
-                group["lr"] = full * learning_rate(epoch * steps + step, steps, args.epochs,
-                                                   args.schedule, args.warm_up)
-            rows, right, size = batch_loss(model, batch, epoch, step, teachers, args)
+                group["lr"] = lr
+            losses, right, global_rows = batch_loss(model, batch, epoch, step)
+
+            # DDP averages gradients over processes: this is the mean over the global batch.
+            mean_loss = losses.sum() * common.world_size() / global_rows
             optimiser.zero_grad()
-            # of the global mean: DDP divides by the number of processes
-            (rows.sum() * common.world_size() / size).backward()
+            mean_loss.backward()
             optimiser.step()
-            totals += torch.stack([rows.detach().double().sum(), right.sum().double(),
-                                   totals.new_full((), len(rows))])
-        loss, right, count = common.all_reduce(totals)
-        run.log(loss / count, accuracy=right / count, lr=optimiser.param_groups[0]["lr"],
-                examples=min(steps * images, len(train_set)))
+
+            totals[0] += losses.detach().sum()
+            totals[1] += right.sum()
+            totals[2] += len(losses)
+        loss, right, rows = common.all_reduce(totals).tolist()
+        examples = min(steps * plan.batch_size, len(train_set))
+        run.end_epoch(loss / rows, lr=lr, examples=examples, **{plan.measure: right / rows})
+    return net.eval().requires_grad_(False)
+
+
+def full_rate(batch_size, train_set, args):
+    """The learning rate for a batch: --lr is for 256 images (published)."""
+    return args.lr * min(batch_size, len(train_set)) / 256
+
+
+def train_member(train_set, args, run, seed):
+    """Step 1: train one member of the ensemble by cross entropy."""
+    def batch_loss(model, batch, epoch, step):
+        with common.autocast(args):
+            logits = model(batch.images)
+        losses = F.cross_entropy(logits, batch.labels, reduction="none")
+        return losses, logits.argmax(1) == batch.labels, batch.global_size
+
+    common.seed_all(seed, KINDS["member"])
+    net = make_network(args, train_set.num_classes, train_set.shape)
+    identity = {**run.config, "kind": "member", "seed": seed}
+    plan = Plan(f"member-seed{seed}", identity, seed, args.member_epochs, args.batch_size,
+                full_rate(args.batch_size, train_set, args), "accuracy")
+    return train(net, train_set, batch_loss, plan, args, run)
+
+
+CACHE_BYTES = 4e9  # of statistics that are kept instead of computed in every step
+
+
+class Teachers(NamedTuple):
+    """The members, as the students see them."""
+
+    members: list
+    cached: Ensemble | None  # float32 statistics of all N training images, if these never change
+
+
+def make_teachers(members, train_set, args):
+    """Step 2: the statistics of the members' predictions for the training images.
+
+    They are computed once for all students if the images are not augmented, and if 8 N K bytes
+    are not too many; else in every step.
+    """
+    n = len(train_set)
+    if args.eval or args.augment or 8 * n * train_set.num_classes > CACHE_BYTES:
+        return Teachers(members, None)
+    teachers = Teachers(members, None)
+    loader = evaluation_loader(train_set, args)
+    columns = None
+    for batch in loader.epoch():
+        statistics = teacher_statistics(teachers, batch, args)
+        if columns is None:
+            columns = [torch.zeros(n, *values.shape[1:], device=args.device)
+                       for values in statistics]
+        for column, values in zip(columns, statistics):
+            column[batch.index] = values.float()
+    # Each process has filled in its own rows.
+    for column in columns:
+        common.all_reduce(column)
+    return Teachers(members, Ensemble(*columns))
+
+
+@torch.no_grad()
+def teacher_statistics(teachers, batch, args):
+    """The Ensemble of the members for a batch."""
+    if teachers.cached is None:
+        with common.autocast(args):
+            return ensemble_statistics(net(batch.images) for net in teachers.members)
+    cached = Ensemble(*[column[batch.index].double() for column in teachers.cached])
+    # Probabilities that were rounded to float32 do not sum to 1.
+    return cached._replace(log_probs=cached.log_probs.log_softmax(-1))
+
+
+def distillation_loss(logits, ensemble, loss, args):
+    """The loss of each row of logits [B, K], by its name in LOSSES."""
+    if loss == "forward_kl":
+        return forward_kl_loss(logits, ensemble)
+    if loss == "dirichlet_likelihood":
+        return dirichlet_likelihood_loss(logits, ensemble, args.model_offset)
+    if loss == "proxy":
+        return proxy_loss(logits, ensemble, args.model_offset, args.target_offset)
+    return rkl_proxy_loss(logits, ensemble, args.model_offset, args.target_offset)
+
+
+def train_student(loss, teachers, train_set, args, run, seed):
+    """Step 3: train a student, a network like a member, from scratch; it sees no labels."""
+    def batch_loss(model, batch, epoch, step):
+        with common.autocast(args):
+            logits = model(batch.images)
+        ensemble = teacher_statistics(teachers, batch, args)
+        losses = distillation_loss(logits, ensemble, loss, args)
+        agrees = logits.argmax(1) == ensemble.log_probs.argmax(1)
+        return losses, agrees, batch.global_size
+
+    common.seed_all(seed, KINDS["student"])
+    net = make_network(args, train_set.num_classes, train_set.shape)
+    identity = {**run.config, "kind": f"student_{loss}", "seed": seed,
+                "teachers": [common.digest(member) for member in teachers.members]}
+    plan = Plan(f"student_{loss}-of{len(teachers.members)}-seed{seed}", identity, seed, args.epochs,
+                args.batch_size, full_rate(args.batch_size, train_set, args), "agreement")
+    return train(net, train_set, batch_loss, plan, args, run)
+
+
+def train_mimo(train_set, args, run, seed):
+    """Train a MIMO network; its batch has twice as many rows as that of a member (published)."""
+    def batch_loss(model, batch, epoch, step):
+        generator = torch.Generator().manual_seed(common.derive_seed(seed, epoch, step))
+        rows = mimo_rows(batch.global_size, args.mimo, generator)
+        images, labels = mimo_batch(batch, rows)
+        with common.autocast(args):
+            logits = model(images)
+        logits = logits.flatten(0, 1)                                  # [b E, K]
+        labels = labels.flatten()                                      # [b E]
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return losses, logits.argmax(1) == labels, rows.numel()
+
+    common.seed_all(seed, KINDS["mimo"])
+    net = make_mimo(args, train_set.num_classes, train_set.shape, args.mimo)
+    identity = {**run.config, "kind": "mimo", "mimo": args.mimo, "seed": seed}
+    # published code: these rows are those of all repetitions and all subnetworks
+    rows = 2 * args.batch_size
+    plan = Plan(f"mimo{args.mimo}-seed{seed}", identity, seed, args.mimo_epochs,
+                rows // (MIMO_REPETITIONS * args.mimo), full_rate(rows, train_set, args),
+                "accuracy")
+    return train(net, train_set, batch_loss, plan, args, run)
+
+
+def mimo_batch(batch, rows):
+    """This process's part of the rows [n r, E]: images [b, E, C, H, W] and labels [b, E].
+
+    Each process has loaded its share of the n images of the global batch, and sends it to all.
+    """
+    images = batch.images
+    labels = batch.labels
+    size = common.world_size()
+    if size > 1:
+        places = torch.arange(batch.global_size).tensor_split(size)[common.rank()]
+        places = places.to(images.device, non_blocking=True)
+        images = images.new_zeros(batch.global_size, *images.shape[1:])
+        images[places] = batch.images
+        common.all_reduce(images)
+        labels = labels.new_zeros(batch.global_size)
+        labels[places] = batch.labels
+        common.all_reduce(labels)
+    own = rows.tensor_split(size)[common.rank()].to(images.device, non_blocking=True)
+    return images[own], labels[own]
+
+
+# Lightning 1.5 keeps options in a dictionary of its own class; 1.4 has the classes of callbacks as
+# keys. An ordinary dictionary stands for these names; no other name of theirs is known.
+LIGHTNING_NAMES = ("utilities.parsing.AttributeDict", "callbacks.model_checkpoint.ModelCheckpoint",
+                   "callbacks.early_stopping.EarlyStopping",
+                   "callbacks.lr_monitor.LearningRateMonitor")
+LIGHTNING = [(OrderedDict, f"pytorch_lightning.{name}") for name in LIGHTNING_NAMES]
+OPTION_OF = {"member": "--ensemble-paths", "student": "--student-path", "mimo": "--mimo-path"}
+
+
+class File(NamedTuple):
+    """The content of a file of a network: this script's, torchvision's or a Lightning checkpoint."""
+
+    weights: dict      # a state dict, with torchvision's names
+    options: dict      # that the network was trained with, as far as the file tells
+    kind: str | None   # "member", "student_<loss>" or "mimo", if the file tells
+
+
+def read_file(path):
+    """The File at a path; nothing but tensors and plain values is read, and nothing is run."""
+    with torch.serialization.safe_globals(LIGHTNING):
+        state = common.load_checkpoint(path)
+    identity = state.get("identity")
+    options = identity or state.get("hyper_parameters") or {}
+    kind = options.get("kind")
+    # Of the published networks, students alone have a loss among their options.
+    loss = options.get("loss_type", options.get("loss"))
+    if kind is None and loss in LOSSES:
+        kind = f"student_{loss}"
+    weights = state
+    for key in ("state_dict", "net"):
+        if isinstance(state.get(key), dict):
+            weights = state[key]
+    # Lightning's names begin with "model.", those of MIMO's network with "net.".
+    prefix = ""
+    for name in weights:
+        if str(name).endswith("fc.weight"):
+            prefix = name.removesuffix("fc.weight")
+    weights = {name.removeprefix(prefix): value for name, value in weights.items()
+               if isinstance(name, str) and isinstance(value, Tensor)}
+    return File(weights, dict(options), kind)
+
+
+def read_network(path, kind, like, args):
+    """A network of a kind of OPTION_OF from a file, and its File; `like` is the test set."""
+    file = read_file(path)
+    if file.kind is not None and not file.kind.startswith(kind):
+        found = file.kind.split("_")[0]
+        raise UserError(f"{path} is a {found}, not a {kind}; give it with {OPTION_OF[found]}")
+    if kind == "mimo":
+        subnetworks = max(1, len(file.weights.get("fc.bias", ())) // like.num_classes)
+        whole = make_mimo(args, like.num_classes, like.shape, subnetworks)
+        net = whole.net
+    else:
+        whole = make_network(args, like.num_classes, like.shape)
+        net = whole
+    try:
+        net.load_state_dict(file.weights)
+    except RuntimeError as error:
+        raise UserError(f"{path} does not fit --model {args.model} --width {args.width:g} and "
+                        f"{like.num_classes} classes ({common.one_line(error)})") from None
+    return whole.eval().requires_grad_(False), file
+
+
+def make_members(sets, args, run, seed):
+    """Step 1: the members, trained or from --ensemble-paths."""
+    members = []
+    for path in args.ensemble_paths:
+        net, _ = read_network(path, "member", sets.test, args)
+        members.append(net)
+    if not args.ensemble_paths:
+        for member in range(args.members):
+            members.append(train_member(sets.train, args, run, seed + member))
+    return members
+
+
+def read_student(path, like, args):
+    """The student in a file: its name, its network, and the offset of its concentrations."""
+    net, file = read_network(path, "student", like, args)
+    name = file.kind or "student_rkl_proxy"
+    return name, net, float(file.options.get("model_offset", args.model_offset))
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
 
+# The rows of the table, from the least to the best.
 ROWS = {"single": "single network", "ensemble": "ensemble", "ensemble_proxy": "its proxy",
         "ensemble_proxy_t1": "its proxy + 1", "student_forward_kl": "EnD (forward KL)",
         "student_dirichlet_likelihood": "EnD2 (likelihood)", "student_proxy": "proxy, forward KL",
         "student_rkl_proxy": "proxy, reverse KL", "mimo": "MIMO"}
 
 
-class Models(NamedTuple):
-    """What is evaluated together: the members' forward passes serve four rows of the table."""
+class Networks(NamedTuple):
+    """What is evaluated together: one pass of the members serves four rows of the table."""
 
-    members: list = []
-    others: dict = {}       # {"student_<loss>", "mimo": network}
-    offset: float = 1.0     # of the students
+    members: list
+    students: dict       # {"student_<loss>": network}
+    mimo: MIMO | None
+    offset: float        # m in the concentrations of the students
 
 
-class SavedSet(NamedTuple):
-    """What --predict saved of a set: `passes`'s logits [N, ...] by name."""
-
-    name: str
-    labels: Tensor
-    logits: dict
-    offset: float
+def evaluation_loader(dataset, args):
+    """Batches of a set in its order, not augmented."""
+    return data.Loader(dataset, args.batch_size, args.device, workers=args.workers,
+                       channels_last=True)
 
 
 @torch.no_grad()
-def passes(models, dataset, args):
-    """Yield (index [b], {"members" [b, M, K], "student_<loss>" [b, K], "mimo" [b, E, K]: logits},
-    labels [b]) of this process's part of a set, un-augmented; the networks are in eval mode."""
-    if isinstance(dataset, SavedSet):
-        own = torch.arange(len(dataset.labels)).tensor_split(common.world_size())[common.rank()]
-        for rows in own.split(512):
-            yield rows, {k: z[rows] for k, z in dataset.logits.items()}, dataset.labels[rows]
-        return
-    for batch in make_loader(dataset, args, max(512, args.batch_size)).epoch():
-        x, found = batch.images, {}
-        with autocast(args):
-            if models.members:
-                found["members"] = torch.stack([net(x) for net in models.members], 1)
-            for name, net in models.others.items():
-                found[name] = net(x if net.fc.mimo == 1 else x.repeat(1, net.fc.mimo, 1, 1))
-        yield batch.index, found, batch.labels
+def all_logits(networks, images, args):
+    """{"members": [b, M, K], "student_<loss>": [b, K], "mimo": [b, E, K]}."""
+    logits = {}
+    with common.autocast(args):
+        if networks.members:
+            logits["members"] = torch.stack([net(images) for net in networks.members], 1)
+        for name, net in networks.students.items():
+            logits[name] = net(images)
+        if networks.mimo is not None:
+            logits["mimo"] = networks.mimo(images)
+    return logits
 
 
-def outputs_of(logits, offset, classes=None) -> dict:
-    """{row of the table: Outputs} of `passes`'s logits, predicting among `classes` [n], or all.
-
-    paper: each member's logits are restricted to the classes before its softmax, then averaged."""
+def all_outputs(logits, offset):
+    """The Outputs of each row of the table, {row: Outputs}, from `all_logits`."""
     found = {}
     for name, z in logits.items():
         if name == "members":
             found["single"] = softmax_outputs(z[:, 0])
-            if z.shape[1] > 1:
-                own = ensemble_statistics(z.unbind(1))
-                found |= {"ensemble": ensemble_outputs(own), "ensemble_proxy": proxy_outputs(own),
-                          "ensemble_proxy_t1": proxy_outputs(own, 1.0)}
         elif name == "mimo":
-            found[name] = ensemble_outputs(ensemble_statistics(z.unbind(1) if z.ndim == 3 else [z]))
+            found["mimo"] = ensemble_outputs(ensemble_statistics(z.unbind(1)))
+        elif name == "student_forward_kl":
+            found[name] = softmax_outputs(z)
         else:
-            found[name] = softmax_outputs(z) if name == "student_forward_kl" else \
-                student_outputs(z, offset)
-    found = {row: found[row] for row in ROWS if row in found}
-    if classes is None:
-        return found
-    some = outputs_of({name: z[..., classes] for name, z in logits.items()}, offset)
-    return {row: outputs._replace(log_probs=some[row].log_probs) for row, outputs in found.items()}
+            found[name] = student_outputs(z, offset)
+    if "members" in logits and logits["members"].shape[1] > 1:
+        ensemble = ensemble_statistics(logits["members"].unbind(1))
+        found["ensemble"] = ensemble_outputs(ensemble)
+        found["ensemble_proxy"] = proxy_outputs(ensemble)
+        found["ensemble_proxy_t1"] = proxy_outputs(ensemble, 1.0)
+    return {row: found[row] for row in ROWS if row in found}
 
 
-def columns_of(outputs, labels) -> dict:
-    """{name: [B]}: what the metrics need. `labels` [B] number the classes predicted from; where
-    they are not among these only the measures and the precision (its ln) have a meaning."""
-    log_probs = outputs.log_probs
-    probs, own = log_probs.exp(), labels.clamp(0, log_probs.shape[1] - 1)[:, None]
-    log_prob = log_probs.gather(1, own)[:, 0]
-    top = log_probs.topk(min(5, log_probs.shape[1])).indices == labels[:, None]
-    first = log_probs.argmax(1) == labels
-    return {"log_prob": log_prob, "correct": first.double(), "top5": top.any(1).double(),
-            "brier": probs.square().sum(1) - 2 * log_prob.exp() + 1, "top_prob": probs.amax(1),
-            "precision": outputs.log_precision, **outputs.measures}
+def columns_of(log_probs, outputs, labels):
+    """What the metrics need to know of each example, {name: [b]}.
+
+    The labels are those of the columns of log_probs. Where a set has other classes, only the
+    uncertainties and the precision have a meaning.
+    """
+    known = labels.clamp(0, log_probs.shape[1] - 1)
+    log_prob = log_probs.gather(1, known[:, None])[:, 0]               # [b]  ln p(label)
+    probs = log_probs.exp()
+    top5 = log_probs.topk(min(5, log_probs.shape[1])).indices          # [b, 5]
+    columns = {
+        "log_prob": log_prob,
+        "correct": (log_probs.argmax(1) == labels).double(),
+        "top5": (top5 == labels[:, None]).any(1).double(),
+        "brier": probs.square().sum(1) - 2 * log_prob.exp() + 1,
+        "max_prob": probs.amax(1),
+        "precision": outputs.log_precision,
+    }
+    return columns | outputs.measures
 
 
-def score(models, dataset, args, classes=None) -> dict:
-    """{row of the table: {name: column [N]}} of a set, in its order, on the main process; empty on
-    the others."""
-    rows, names, index = {}, {}, []
-    for at, logits, labels in passes(models, dataset, args):
-        for row, outputs in outputs_of(logits, models.offset, classes).items():
-            own = columns_of(outputs, labels)
-            names[row] = [*own]
-            rows.setdefault(row, []).append(torch.stack([*own.values()], 1).cpu())
-        index.append(at.cpu())
-    gathered = common.gather_rows(torch.cat(index), *map(torch.cat, rows.values()))
-    found = {row: dict(zip(names[row], own.T)) for row, own in zip(rows, gathered or ())}
-    if lost := [ROWS[row] for row, own in found.items() if own["log_prob"].isnan().any()]:
-        raise UserError(f"{lost[0]}: logits on {dataset.name} are not finite, it has diverged; "
-                        "train it again with a lower --lr")
-    return found
+def score(networks, dataset, args, classes=None):
+    """The columns of a set, {row: {name: [N]}}; on processes other than the main one {row: {}}.
+
+    With classes [n] of the training set, which a set has alone, predictions are among these: the
+    logits of each member are restricted to them before its softmax (published). Uncertainties are
+    always those of all classes.
+    """
+    batches = {}
+    for batch in evaluation_loader(dataset, args).epoch():
+        logits = all_logits(networks, batch.images, args)
+        outputs = all_outputs(logits, networks.offset)
+        predictions = outputs
+        if classes is not None:
+            restricted = {name: z[..., classes] for name, z in logits.items()}
+            predictions = all_outputs(restricted, networks.offset)
+        for row in outputs:
+            columns = columns_of(predictions[row].log_probs, outputs[row], batch.labels)
+            batches.setdefault(row, []).append({"index": batch.index, **columns})
+    return {row: common.gather_rows(own) for row, own in batches.items()}
 
 
-def predictive_metrics(own) -> dict:
-    """Accuracy, NLL, calibration (15 bins), Brier, PRR by measure, of one row's columns."""
-    bars = common.reliability(own["top_prob"], own["correct"], 15)
-    gap = np.abs(bars.accuracy - bars.confidence)
-    means = {name: column.mean().item() for name, column in own.items()}
-    return {"accuracy": means["correct"], "top5_accuracy": means["top5"],
-            "nll": -means["log_prob"], "brier": means["brier"],
-            "ece15": float(bars.counts @ gap / bars.counts.sum()), "mce15": float(gap.max()),
-            **{f"prr_{m}": common.prediction_rejection_ratio(own[m], own["correct"])
-               for m in MEASURES if m in own}}
+def prediction_metrics(own):
+    """Accuracy, NLL, Brier score, calibration (15 bins) and rejection, from the columns of a row."""
+    bars = common.reliability(own["max_prob"], own["correct"])
+    gaps = np.abs(bars.accuracy - bars.confidence)
+    metrics = {
+        "accuracy": own["correct"].mean().item(),
+        "top5_accuracy": own["top5"].mean().item(),
+        "nll": -own["log_prob"].mean().item(),
+        "brier": own["brier"].mean().item(),
+        "ece15": float((bars.counts * gaps).sum() / bars.counts.sum()),
+        "mce15": float(gaps.max()),
+    }
+    for measure in MEASURES:
+        if measure in own:
+            ratio = common.prediction_rejection_ratio(own[measure], own["correct"])
+            metrics[f"prr_{measure}"] = ratio
+    return metrics
 
 
-def detection_metrics(inside, outside) -> dict:
-    """AUROC and FPR95 by measure and score, OOD positive, of two sets' columns."""
-    values = {}
-    for measure in (*MEASURES, *SCORES):
-        if measure in inside:
-            scored = common.ood_metrics(inside[measure], outside[measure], larger_means="ood")
-            values |= {f"{key}_{measure}": scored[key] for key in ("auroc", "fpr95")}
-    return values
+def detection_metrics(inside, outside):
+    """AUROC and FPR at 95 % TPR of each uncertainty and score, from the columns of two sets."""
+    metrics = {}
+    for name in MEASURES + SCORES:
+        if name in inside:
+            found = common.ood_metrics(inside[name], outside[name], larger_means="ood")
+            metrics[f"auroc_{name}"] = found["auroc"]
+            metrics[f"fpr95_{name}"] = found["fpr95"]
+    return metrics
 
 
-def rank_correlations(student, ensemble) -> dict:
-    """Spearman correlation of a student's uncertainties with the ensemble's, example by example:
-    whether the distribution was distilled."""
-    return {f"spearman_{name}": float(stats.spearmanr(student[name], ensemble[name]).statistic)
-            for name in (*MEASURES[1:], "precision") if name in student and name in ensemble
-            and student[name].std() > 0 and ensemble[name].std() > 0}
+def rank_correlations(student, ensemble):
+    """Spearman correlations of a student's uncertainties with the ensemble's, image by image.
+
+    They measure whether the distribution of the ensemble was distilled.
+    """
+    metrics = {}
+    for name in MEASURES[1:] + ("precision",):
+        if name not in student or name not in ensemble:
+            continue
+        values = [student[name].numpy(), ensemble[name].numpy()]
+        # A constant has no rank correlation.
+        if all(len(np.unique(column)) > 1 for column in values):
+            metrics[f"spearman_{name}"] = float(stats.spearmanr(*values).statistic)
+    return metrics
 
 
 @torch.no_grad()
-def milliseconds(models, dataset, args) -> dict:
-    """Time of a prediction by row of the table, ms an example, in batches; the shortest of five."""
-    nets = {"single": models.members[:1], "ensemble": models.members,
-            **{name: [net] for name, net in models.others.items()}}
+def milliseconds(networks, like, args):
+    """The time of a prediction in ms per example, {row: ms}; the shortest of five batches."""
+    nets = {name: [net] for name, net in networks.students.items()}
+    if networks.members:
+        nets["single"] = networks.members[:1]
+        nets["ensemble"] = networks.members
+    if networks.mimo is not None:
+        nets["mimo"] = [networks.mimo]
+    n = min(256, len(like))
     found = {}
     for row, own in nets.items():
-        for _ in range(5 if own else 0):
-            n, (channels, *size) = min(256, len(dataset)), dataset.shape
-            x = torch.zeros(n, channels * own[0].fc.mimo, *size, device=args.device)
-            x = x.to(own[0].fc.weight.dtype, memory_format=torch.channels_last)
+        dtype = next(own[0].parameters()).dtype
+        images = torch.zeros(n, *like.shape, device=args.device, dtype=dtype)
+        images = images.contiguous(memory_format=torch.channels_last)
+        found[row] = math.inf
+        for _ in range(5):
             start = time.perf_counter()
-            with autocast(args):
-                torch.stack([net(x) for net in own]).sum().item()  # waits for the device
+            with common.autocast(args):
+                total = sum(net(images).sum() for net in own)
+            total.item()  # waits for the device
             seconds = time.perf_counter() - start
-            found[row] = min(found.get(row, math.inf), 1e3 * seconds / n)
+            found[row] = min(found[row], 1e3 * seconds / n)
     return found
 
 
-def evaluate(models, sets, args):
-    """(rows of the report, {row of the table: columns} of the test set): each model on the test
-    set, against each OOD set (and on it, where its labels mean something), on corrupted sets."""
-    seconds, test = milliseconds(models, sets.test, args), score(models, sets.test, args)
-    rows, name, n = [], sets.test.name, len(sets.test.labels)
-    for row, own in test.items():
-        values = predictive_metrics(own) | {"ms_per_example": seconds.get(row)}
-        if row.startswith("student") and "ensemble" in test:
-            values |= rank_correlations(own, test["ensemble"])
-        rows.append({"method": row, "set": name, "n": n, **values})
-    for other, (dataset, classes) in sets.ood.items():
-        same = torch.isin(sets.test.labels, torch.tensor([]) if classes is None else classes)
-        # ImageNet-O's folders are named after classes that its images are not of
-        labelled = classes is not None and other != "imagenet_o" or \
-            getattr(dataset, "label_probs", None) is not None
-        for row, own in score(models, dataset, args, classes).items():
-            if labelled:
-                rows.append({"method": row, "set": other, "n": len(dataset.labels),
-                             **predictive_metrics(own)})
-            rows.append({"method": row, "set": name, "against": other, "n": n,
-                         **detection_metrics(test[row], own)})
-            if same.any():  # published: "masked"
-                inside = {key: column[same] for key, column in test[row].items()}
-                rows.append({"method": row, "set": f"{name}, its classes", "against": other,
-                             "n": int(same.sum()), **detection_metrics(inside, own)})
-    return rows + shift_rows(models, sets, args), test
+class Scores(NamedTuple):
+    """The columns {row: {name: [N]}} of all sets."""
+
+    test: dict
+    ood: dict        # {name of the set: columns}
+    corrupted: dict  # {(kind, severity): columns}
 
 
-def shift_rows(models, sets, args) -> list:
-    """Rows of each corruption and severity, and means over the kinds at each severity and over all;
-    of the 15 kinds that published tables average, too."""
-    rows, (name, kinds), few = [], sets.shift, args.shift_examples or None
-    for kind, severity in itertools.product(kinds, data.SEVERITIES):
-        if args.shift == "computed":
-            dataset = data.corrupted(data.evenly(sets.test, few), kind, severity)
-        else:
-            dataset = data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir)
-            dataset = prepared(data.match(data.evenly(dataset, few), sets.test), args, 1)
-        for row, own in score(models, dataset, args).items():
-            rows.append({"method": row, "set": f"{name} {kind} {severity}",
-                         "n": len(dataset.labels), **predictive_metrics(own)})
-    standard = [kind for kind in kinds if kind in data.CIFAR_C_KINDS[:15]]
-    groups = [kinds] + [standard] * (15 == len(standard) < len(kinds))
-    severities = [*((severity,) for severity in data.SEVERITIES), data.SEVERITIES]
-    methods = dict.fromkeys(row["method"] for row in rows)
-    for method, group, some in itertools.product(methods, groups, severities):
-        names = {f"{name} {kind} {severity}" for kind in group for severity in some}
-        own = [row for row in rows if row["method"] == method and row["set"] in names]
-        rows.append({"method": method, "set": f"{name} mean of {len(group)} kinds"
-                     + f" {some[0]}" * (len(some) == 1),
-                     **{key: float(np.mean([row[key] for row in own]))
-                        for key in ("accuracy", "nll", "ece15", "brier")}})
+def score_all(networks, sets, corruptions, args):
+    """The Scores of all sets."""
+    test = score(networks, sets.test, args)
+    ood = {}
+    for name, dataset in sets.ood.items():
+        ood[name] = score(networks, dataset, args, known_classes(dataset, sets.test))
+    corrupted = {}
+    for kind, severity in itertools.product(corruptions.kinds, data.SEVERITIES):
+        dataset = corrupted_set(sets.test, kind, severity, args)
+        corrupted[kind, severity] = score(networks, dataset, args)
+    return Scores(test, ood, corrupted)
+
+
+def known_classes(dataset, test):
+    """The classes [n] of the test set that an OOD set has, or None if it has others, too."""
+    if not dataset.classes or not set(dataset.classes) <= set(test.classes):
+        return None
+    return torch.tensor([test.classes.index(name) for name in dataset.classes])
+
+
+def corrupted_set(test, kind, severity, args):
+    """The test set under one corruption, or --shift-examples of it."""
+    limit = args.shift_examples or None
+    if args.shift == "computed":
+        return data.corrupted(data.evenly(test, limit), kind, severity)
+    dataset = data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir)
+    dataset = data.match(data.evenly(dataset, limit), test)
+    return with_noise(dataset, args.noise, 1)
+
+
+def result_rows(scores, sets, corruptions):
+    """The rows of the report, on the main process."""
+    for row, own in scores.test.items():
+        if not own["log_prob"].isfinite().all():
+            raise UserError(f"{ROWS[row]}: its logits on {sets.test.name} are not finite; train it "
+                            "again with a lower --lr")
+    rows = set_rows(sets.test.name, scores.test)
+    for name, columns in scores.ood.items():
+        dataset = sets.ood[name]
+        classes = known_classes(dataset, sets.test)
+        # The folders of ImageNet-O are named after classes that its images do not belong to.
+        has_labels = classes is not None and name != "imagenet_o"
+        if has_labels or getattr(dataset, "label_probs", None) is not None:
+            rows += set_rows(name, columns)
+        rows += pair_rows(sets.test.name, scores.test, name, columns)
+        if classes is None:
+            continue
+        # published: also against the test images of the same classes alone
+        same = torch.isin(sets.test.labels, classes)
+        if same.any():
+            rows += pair_rows(f"{sets.test.name}, its classes", scores.test, name, columns, same)
+    return rows + corruption_rows(scores.corrupted, corruptions)
+
+
+def set_rows(name, columns):
+    """A row of metrics for each row of the table, on one set."""
+    rows = []
+    for row, own in columns.items():
+        rows.append({"method": row, "set": name, "n": len(own["correct"]),
+                     **prediction_metrics(own)})
     return rows
+
+
+def pair_rows(name, inside, other, outside, selected=slice(None)):
+    """A row of detection metrics for each row of the table: a set, or rows of it, against another."""
+    rows = []
+    for row, columns in inside.items():
+        own = {key: column[selected] for key, column in columns.items()}
+        rows.append({"method": row, "set": name, "against": other, "n": len(own["correct"]),
+                     **detection_metrics(own, outside[row])})
+    return rows
+
+
+def corruption_rows(corrupted, corruptions):
+    """Rows of each corruption and severity, then means over kinds at each severity, and over all."""
+    rows = []
+    found = {}
+    for (kind, severity), columns in corrupted.items():
+        for row in set_rows(f"{corruptions.name} {kind} {severity}", columns):
+            found.setdefault(row["method"], {})[kind, severity] = row
+            rows.append(row)
+    groups = [corruptions.kinds]
+    # Published tables average 15 kinds where there are more.
+    standard = [kind for kind in corruptions.kinds if kind in data.CIFAR_C_KINDS[:15]]
+    if len(standard) == 15 and len(corruptions.kinds) > 15:
+        groups.append(standard)
+    for row, by_set in found.items():
+        for kinds in groups:
+            title = f"{corruptions.name} mean of {len(kinds)} kinds"
+            for severity in data.SEVERITIES:
+                own = [by_set[kind, severity] for kind in kinds]
+                rows.append(mean_row(row, f"{title} {severity}", own))
+            own = [by_set[key] for key in itertools.product(kinds, data.SEVERITIES)]
+            rows.append(mean_row(row, title, own))
+    return rows
+
+
+def mean_row(method, name, rows):
+    """The means of some metrics over rows."""
+    found = {"method": method, "set": name, "n": rows[0]["n"]}
+    for metric in ("accuracy", "nll", "ece15", "brier"):
+        found[metric] = float(np.mean([row[metric] for row in rows]))
+    return found
+
+
+def evaluate(networks, sets, corruptions, seed, args, run):
+    """The rows of one run, and the picture and the predictions of the first one."""
+    scores = score_all(networks, sets, corruptions, args)
+    predicted = None
+    if seed == args.seed and sets.predict is not None:
+        predicted = predict(networks, sets.predict, args)
+
+    def on_main():
+        rows = result_rows(scores, sets, corruptions)
+        seconds = milliseconds(networks, sets.test, args)
+        for row in rows:
+            method = row["method"]
+            if row["set"] == sets.test.name and "against" not in row:
+                if method in seconds:
+                    row["ms_per_example"] = seconds[method]
+                if method.startswith("student") and "ensemble" in scores.test:
+                    row |= rank_correlations(scores.test[method], scores.test["ensemble"])
+            row["method"] = ROWS[method]
+            row["seed"] = seed
+        if predicted is not None:
+            write_predictions(predicted, sets.predict, sets.train.classes, run)
+        if seed == args.seed and args.plot:
+            plot_rejection(scores.test, run)
+        return rows
+
+    return common.on_main(on_main)
+
+
+def predict(networks, dataset, args):
+    """Log probabilities and uncertainties of a set, {name: [N, ...]}, from the best row there is."""
+    batches = []
+    for batch in evaluation_loader(dataset, args).epoch():
+        outputs = all_outputs(all_logits(networks, batch.images, args), networks.offset)
+        mimo = outputs.pop("mimo", None)
+        best = mimo
+        for row in outputs.values():
+            best = row
+        batches.append({"index": batch.index, "log_probs": best.log_probs, **best.measures})
+    return common.gather_rows(batches)
+
+
+def write_predictions(columns, dataset, classes, run):
+    """--predict: predictions.csv; a softmax has no epistemic uncertainty, so that it is 0."""
+    table = common.prediction_columns(dataset, columns.pop("log_probs"), classes)
+    del columns["confidence"]  # the table has that of the prediction, 1 - this
+    run.write_csv("predictions.csv", table | columns)
 
 
 # ---- Plots --------------------------------------------------------------------------------------
 
-COLOURS = ["#4477AA", "#EE6677", "#228833", "#BBBBBB", "#CCBB44", "#AA3377", "#66CCEE", "#000000",
-           "#999933"]
-DASHES = ["-", (0, (5, 2)), (0, (1, 1.5)), (0, (4, 1, 1, 1))]  # curves that coincide show through
+DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (4, 1, 1, 1)))  # for curves that coincide
 
 
-def plot_story(plt, path, columns):
-    """Rejection curves by total uncertainty; precision of the students against the ensemble's."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 4.4), constrained_layout=True)
-    ensemble = columns.get("ensemble")
-    for i, (row, own) in enumerate(columns.items()):
+def plot_rejection(test, run):
+    """Rejection curves of the test set, and the precision of the students against the ensemble's."""
+    figure, (left, right) = common.make_figure(1, 2, figsize=(11.5, 4.4))
+    colours = common.colours(len(test))
+    for number, (row, own) in enumerate(test.items()):
         if row == "ensemble_proxy_t1":
-            continue
+            continue  # nearly the same curve as that of the other proxy
         rejected, error = common.rejection_curve(own["total"], own["correct"])
-        left.plot(100 * rejected, 100 * error, color=COLOURS[i], ls=DASHES[i % 4],
-                  lw=3.2 - 0.3 * i, label=ROWS[row])
-        if ensemble and row.startswith("student") and row != "student_forward_kl":
-            right.plot(ensemble["precision"], own["precision"], ".", ms=2, color=COLOURS[i])
-    left.set(xlabel="rejected as most uncertain, %", ylabel="errors left, % of all",
+        left.plot(100 * rejected, 100 * error, color=colours[number], ls=DASHES[number % 4],
+                  lw=3.2 - 0.3 * number, label=ROWS[row])
+    left.set(xlabel="rejected as most uncertain (%)", ylabel="remaining errors (% of all)",
              xlim=(0, 100), yscale="log", ylim=(50 / (len(error) - 1), 130))
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    if ensemble:
-        ends = np.quantile(ensemble["precision"], [0.001, 0.999])
+    if "ensemble" in test:
+        target = test["ensemble"]["precision"].numpy()
+        for number, (row, own) in enumerate(test.items()):
+            if row.startswith("student") and row != "student_forward_kl":
+                right.plot(target, own["precision"].numpy(), ".", ms=2, color=colours[number])
+        ends = np.quantile(target, [0.001, 0.999])
         right.plot(ends, ends, "k--", lw=1, label="equal")
-        right.set(xlabel="ln precision of the ensemble's proxy", ylabel="ln precision of a student")
+        right.set(xlabel="log precision of the ensemble's proxy", ylabel="log precision of a student")
         right.legend(loc="lower right")
     else:
         right.remove()
-    common.save_figure(plt, figure, path)
+    run.save_figure(figure, "rejection.png")
 
 
 # ---- Main ---------------------------------------------------------------------------------------
 
 
-class Sets(NamedTuple):
-    """All sets of a run, loaded before anything is trained."""
+def with_noise(dataset, severity, seed):
+    """A set under Gaussian noise; it keeps its name."""
+    if severity == 0 or dataset is None:
+        return dataset
+    if isinstance(dataset, data.StreamedSet):
+        raise UserError(f"--noise {severity}: {dataset.name} is not in memory; use --noise 0")
+    noisy = data.corrupted(dataset, "gaussian_noise", severity, seed)
+    return replace(noisy, name=dataset.name)
 
-    train: object = None      # not with --eval
-    test: object = None
-    ood: dict = {}            # {name: (set, the test set's classes [n] that its folders name)}
-    predicted: object = None  # of --predict
-    shift: tuple = ("", ())   # name of the corrupted test set, its kinds
 
-
-def load_sets(args) -> Sets:
-    """Refuses what could not be evaluated."""
-    if args.logits:
-        test, *ood = saved = [*map(saved_set, args.logits)]
-        if test.labels.min() < 0:
-            raise UserError(f"{args.logits[0]}: the first file is to have labels; give another")
-        if len({own.name for own in saved}) < len(saved):
-            raise UserError("--logits: two files have the same name; rename one")
-        shapes = [{name: z.shape[1:] for name, z in own.logits.items()} for own in saved]
-        if shapes != shapes[:1] * len(saved):
-            raise UserError("--logits: the files hold logits of different networks; predict again")
-        return Sets(test=test, ood={own.name: (own, None) for own in ood})
-    options = dict(data_dir=args.data_dir, val_fraction=0.0, image_size=args.image_size)
-    train = None if args.eval else data.load(args.dataset, "train", **options,
-                                             limit=args.limit_train)
-    test = data.load(args.dataset, "test", **options)
-    like, (name, kinds) = train or test, (f"{args.dataset}_c", [])
-    if args.shift == "computed" and isinstance(test, data.StreamedSet):
-        raise UserError("--shift computed is for sets in memory; use --shift none or published")
-    if args.shift == "computed":
-        name, kinds = f"{test.name}_computed", [*data.CORRUPTIONS]
-    elif args.shift == "published" and name in data.CORRUPTED:
-        kinds = data.corruption_kinds(name, args.data_dir)
-        name = data.corrupted_name(name, kinds)
-    if "shift" in args.explicit and args.shift != "none" and not kinds:
-        raise UserError(f"--shift published: {name} is not there; use --shift none or computed")
-    if args.cache_teachers and train and (gb := 4e-9 * len(train) * train.num_classes) > 6:
-        raise UserError(f"--cache-teachers: {gb:.1f} GB; add --no-cache-teachers")
+def load_sets(args):
+    """All sets, with --noise; no validation set is needed."""
+    sets = data.load_sets(args.dataset, args.data_dir, val_fraction=0, image_size=args.image_size,
+                          limit_train=args.limit_train, ood=args.ood,
+                          ood_required="ood" in args.explicit, predict=args.predict)
     ood = {}
-    for i, (other, own) in enumerate(data.ood_sets(args, like).items(), 2):
-        classes = [like.classes.index(c) for c in own.classes if c in like.classes]
-        whole = classes and len(classes) == len(own.classes)
-        ood[other] = prepared(own, args, i), torch.tensor(classes) if whole else None
-    predicted = args.predict and prepared(data.predict_set(args, like), args, 1)
-    data.check_shares(train, test, predicted, *(own for own, _ in ood.values()))
-    data.check_shares(test, limit=kinds and args.shift_examples or math.inf)
-    return Sets(train and prepared(train, args, 0), prepared(data.match(test, like), args, 1), ood,
-                predicted, (name, kinds))
+    for seed, (name, dataset) in enumerate(sets.ood.items(), 2):
+        ood[name] = with_noise(dataset, args.noise, seed)
+    return sets._replace(train=with_noise(sets.train, args.noise, 0),
+                         test=with_noise(sets.test, args.noise, 1), ood=ood,
+                         predict=with_noise(sets.predict, args.noise, 1))
 
 
-def prepared(dataset, args, seed):
-    """A set under --noise; of files, under --resize."""
-    streamed = isinstance(dataset, data.StreamedSet)
-    if args.noise and streamed:
-        raise UserError(f"--noise: {dataset.name} is streamed; use --noise 0")
-    if args.noise:
-        noisy = data.corrupted(dataset, "gaussian_noise", args.noise, seed)
-        return replace(noisy, name=dataset.name)
-    if streamed and args.resize == "square" and seed:
-        return replace(dataset, resize=[round(dataset.shape[-1] * 256 / 224)] * 2)
-    return dataset
+class Corruptions(NamedTuple):
+    """Under which corruptions the test set is evaluated."""
+
+    name: str    # of the corrupted sets
+    kinds: list
 
 
-def saved_set(path) -> SavedSet:
-    """A file of --predict."""
-    head = common.load_arrays(path, ("names", "labels", "offset"))
-    logits = common.load_arrays(path, head["names"].tolist())
-    if any(len(z) != len(head["labels"]) or not np.isfinite(z).all() for z in logits.values()):
-        raise UserError(f"{path}: logits must be finite, a row for each of the labels")
-    logits = {name: torch.as_tensor(z) for name, z in logits.items()}
-    return SavedSet(Path(path).stem.removeprefix("logits_"), torch.as_tensor(head["labels"]),
-                    logits, float(head["offset"]))
+def find_corruptions(test, args):
+    """The Corruptions of --shift; those whose published files are missing are skipped."""
+    if args.shift_examples:
+        data.check_sizes(test, limit=args.shift_examples)
+    if args.shift == "computed":
+        if isinstance(test, data.StreamedSet):
+            raise UserError(f"--shift computed: {test.name} is not in memory; use --shift none or "
+                            "published")
+        return Corruptions(f"{test.name}_computed", list(data.CORRUPTIONS))
+    name = f"{args.dataset}_c"
+    kinds = []
+    if args.shift == "published" and name in data.CORRUPTED:
+        kinds = data.corruption_kinds(name, args.data_dir)
+    if kinds:
+        return Corruptions(data.corrupted_name(name, kinds), kinds)
+    if args.shift == "published" and "shift" in args.explicit:
+        raise UserError(f"--shift published: {name} not found; use --shift none or computed")
+    return Corruptions(name, [])
 
 
-def run_name(args) -> str:
-    width = f"-w{args.width:g}" * (args.width != 1)
-    return args.name or f"{data.set_name(args.dataset)}-{args.model}{width}"
+def check_network(train_set, args):
+    """Refuse, before training, a network that fails on the smallest batch."""
+    smallest = len(train_set) % args.batch_size or args.batch_size
+    # Two images show what more would; MIMO sees each image twice.
+    images = torch.zeros(min(smallest, 2), *train_set.shape, device=args.device)
+    nets = []
+    if args.losses or not args.ensemble_paths:
+        nets.append(make_network(args, train_set.num_classes, train_set.shape))
+    if args.mimo:
+        nets.append(make_mimo(args, train_set.num_classes, train_set.shape, args.mimo))
+        images = torch.cat([images, images])
+    try:
+        for net in nets:
+            net.train()(images)
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"--model {args.model} fails on {smallest} images {train_set.shape}: "
+                        f"{common.one_line(error)}; use another --model, --image-size or "
+                        "--batch-size") from None
 
 
-def network_args(args, kind, seed, **more):
-    """The options that shape one network of `kind`, with --epochs and --batch-size its own."""
-    others = {title for other, title in OWN.items() if other != kind}
-    own = {k: v for k, v in vars(args).items() if args.groups.get(k) not in others}
-    for key in ("epochs", "batch_size"):
-        value, alone = own.pop(f"{kind}_{key}", None), kind == args.method and key in args.explicit
-        own[key] = own[key] if value is None or alone else value
-    if kind == "distill":
-        own["width"], other = own.pop("student_width") or args.width, own.pop("other_epochs")
-        if more["loss"] in ("dirichlet_likelihood", "proxy") and other is not None:
-            own["epochs"] = other
-    more |= {"kind": kind}
-    groups = {**args.groups, **dict.fromkeys(more, "network")}  # they identify it
-    return argparse.Namespace(**{**own, **more, "seed": seed, "groups": groups, "name": None})
+# These options choose networks, each of which is a file of its own. Another value of them needs no
+# other run directory.
+CHOICES = ("members", "losses", "mimo", "ensemble_paths")
+# What identifies a directory for networks from files, of which none is trained.
+OF_FILES = ["dataset", "image_size", "noise", "model", "width", "files"]
 
 
-def network(args, sets, kind, seed, path=None, teachers=None, **more):
-    """(network, its options): read from `path` (ours, torchvision's, Lightning's); trained, where
-    its last epoch is not there yet; or, with --eval, and as a teacher of --method distill, one that
-    its own run has completed."""
-    own = network_args(args, kind, seed, **more)
-    common.seed_all(seed, [*OWN].index(kind))
-    net = make_network(args.model, sets.test.num_classes, sets.test.shape, own.width,
-                       args.mimo_members if kind == "mimo" else 1)
-    net = net.to(args.device, memory_format=torch.channels_last)
-    name = f"{run_name(args)}-{f'student_{own.loss}' if kind == 'distill' else kind}-seed{seed}"
-    if not (path or args.eval or (args.method, kind) == ("distill", "base")):
-        own.name = name
-        train(net, sets.train, own, common.Run(own, "proxy_distill", name), teachers)
-        return net.eval().requires_grad_(False), vars(own)
-    finished = Path(args.out_dir, "proxy_distill", name, "network.pt")
-    if not path and not common.broadcast(finished.is_file()):
-        first = "the same command without --eval" if args.eval else f"--method base --seed {seed}"
-        raise UserError(f"no {finished}; train first: {first}")
-    found = load_weights(net, path or finished)
-    config = found.get("hyper_parameters", found.get("config", {}))
-    if not path:  # how it was trained is its own affair: another batch size changes nothing here
-        here = common.plain(common.options(own, without=("training", "evaluation", "run")))
-        common.check_same({k: config.get(k) for k in here}, here, finished, evaluating=False)
-        if found["epoch"] < own.epochs:
-            raise UserError(f"{finished} has {found['epoch']} of {own.epochs} epochs; first finish "
-                            "it, or give the epochs that it was trained for")
-    return net.eval().requires_grad_(False), config
+def open_run(args):
+    """The run directory, with all networks of the study as files.
+
+    If networks come from files, a digest of their content is part of its name: other files never
+    replace these results.
+    """
+    name = [data.set_name(args.dataset), args.model]
+    if args.width != 1:
+        name.append(f"w{args.width:g}")
+    files = files_of(args)
+    if not files:
+        identity = [option for option in args.identity if option not in CHOICES]
+        return common.Run(args, "proxy_distill", common.join_name(*name, f"seed{args.seed}"),
+                          identity)
+    digest = common.on_main(digest_of_files, files)
+    args = common.with_options(args, files=digest)
+    if args.losses or args.mimo:
+        identity = [option for option in args.identity if option not in CHOICES] + ["files"]
+        name += [f"of_{digest}", f"seed{args.seed}"]
+    else:
+        # Nothing is trained: there is no finished run to find, with --eval or without.
+        identity = OF_FILES
+        args = common.with_options(args, eval=False)
+        name.append(f"files_{digest}")
+    return common.Run(args, "proxy_distill", common.join_name(*name), identity)
 
 
-def networks_of(args, sets, run) -> Models:
-    """The networks of --method and this seed, trained or read; with --eval those of files alone, if
-    there are any."""
-    if args.logits:
-        return Models(offset=sets.test.offset)
-    files = args.eval and any((args.ensemble_paths, args.student_path, args.mimo_path))
-    members, others, offset = [], {}, args.model_offset
-    if args.ensemble_paths or args.method != "mimo" and not files:
-        seeds = range(args.seed, args.seed + (1 if args.method == "base" else args.members))
-        paths = args.ensemble_paths or [None] * len(seeds)
-        members = [network(args, sets, "base", *own)[0] for own in zip(seeds, paths)]
-    if args.student_path:
-        net, own = network(args, sets, "distill", args.seed, args.student_path, loss=args.loss)
-        others[f"student_{own.get('loss_type', own.get('loss', args.loss))}"] = net
-        offset = float(own.get("model_offset", offset))
-    elif args.method in ("all", "distill") and not files:  # all students have the same teachers
-        teachers = Teachers(members, args)
-        if args.cache_teachers and args.losses and not args.eval:
-            teachers.fill_cache(sets.train, run)
-        for loss in args.losses:
-            others[f"student_{loss}"], _ = network(args, sets, "distill", args.seed, None, teachers,
-                                                   loss=loss, ensemble=teachers.identity)
-    if args.mimo_path or not files and args.method in ("mimo", *["all"] * args.mimo):
-        others["mimo"], _ = network(args, sets, "mimo", args.seed, args.mimo_path)
-    return Models(members, others, offset)
+def digest_of_files(paths):
+    """Eight hexadecimal digits from the content of files, whatever their names and their order."""
+    digests = []
+    for path in paths:
+        try:
+            digests.append(hashlib.sha256(Path(path).read_bytes()).hexdigest())
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}); check the path") from None
+    return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()[:8]
 
 
-def predict(models, dataset, run, args):
-    """predictions.csv of the best model there is, and all logits in logits_<set>.npz."""
-    rows = []
-    for index, logits, labels in passes(models, dataset, args):
-        found = outputs_of(logits, models.offset)
-        best = [row for row in ("single", "mimo", "ensemble", *(f"student_{x}" for x in LOSSES))
-                if row in found][-1]
-        measures = {k: v for k, v in found[best].measures.items() if k != "confidence"}
-        rows.append([t.cpu() for t in (index, labels, found[best].log_probs, *measures.values(),
-                                       *logits.values())])
-    rows = common.gather_rows(*map(torch.cat, zip(*rows)))
-    if rows is not None:
-        labels, log_probs, *rest = rows
-        common.write_predictions(run.dir / "predictions.csv", dataset, log_probs,
-                                 **dict(zip(measures, rest)))
-        common.save_arrays(run.dir / f"logits_{dataset.name}.npz", names=[*logits], labels=labels,
-                           offset=models.offset, **dict(zip(logits, rest[len(measures):])))
+COLUMNS = ["accuracy", "nll", "ece15", "prr_total", "spearman_precision", "ms_per_example",
+           "auroc_epistemic", "auroc_total"]
 
 
-def main(argv=None) -> list:
+def main(argv=None):
+    """Run the script; returns the rows of its report."""
     args = parse_args(argv)
+    # Nothing is written before the first checkpoint: a refused start leaves no directory.
+    run = open_run(args)
     sets = load_sets(args)
-    what = f"student_{args.loss}" if args.method == "distill" else args.method
-    name = f"{run_name(args)}-results-{'logits' if args.logits else what}-seed{args.seed}"
-    name = args.name if args.name and args.method == "all" else name
-    # --eval: networks may be there, trained one by one, where this directory is not yet
-    exists = common.broadcast(Path(args.out_dir, "proxy_distill", name).is_dir())
-    step = args.members if args.method in ("all", "distill") else 1
-    seeds = range(args.seed, args.seed + args.runs * step, step)
-    # refuse networks that are not there before the directory has its options
-    for seed in seeds if args.eval and not exists or args.method == "distill" else ():
-        own = common.with_options(args, seed=seed, losses=args.losses if args.eval else [])
-        networks_of(own, sets, None)
-    run = common.Run(common.with_options(args, name=name, eval=args.eval and exists),
-                     "proxy_distill", name)
+    corruptions = find_corruptions(sets.test, args)
+    check_network(sets.train, args)
     rows = []
-    for seed in seeds:
-        own = common.with_options(args, seed=seed)
-        models = networks_of(own, sets, run)
-        with run.clock("evaluate"):
-            found, columns = evaluate(models, sets, own)
-        rows += [{"method": ROWS[row.pop("method")], "seed": seed, **row} for row in found]
-        if seed == args.seed and sets.predicted:
-            predict(models, sets.predicted, run, own)
-        if seed == args.seed and columns and args.plot and (plt := common.pyplot()):
-            plot_story(plt, run.dir / "story.png", columns)
-    columns = ["accuracy", "nll", "spearman_precision", "auroc_epistemic", "auroc_total"]
-    columns += ["ece15", "prr_total", "ms_per_example"] * (args.runs == 1)  # in 120 characters
+    for number in range(args.runs):
+        # Each run has members of its own.
+        seed = args.seed + number * args.members
+        members = make_members(sets, args, run, seed)
+        students = {}
+        offset = args.model_offset
+        if args.losses:
+            teachers = make_teachers(members, sets.train, args)
+        for loss in args.losses:
+            students[f"student_{loss}"] = train_student(loss, teachers, sets.train, args, run, seed)
+        if args.student_path:
+            name, net, offset = read_student(args.student_path, sets.test, args)
+            students[name] = net
+        mimo = None
+        if args.mimo:
+            mimo = train_mimo(sets.train, args, run, seed)
+        if args.mimo_path:
+            mimo, _ = read_network(args.mimo_path, "mimo", sets.test, args)
+        networks = Networks(members, students, mimo, offset)
+        rows += evaluate(networks, sets, corruptions, seed, args, run)
+    # The table shows the test set; results.csv has all rows.
     shown = [row for row in rows if row["set"] == sets.test.name]
-    return run.report(rows, columns, shown)
+    return run.report(rows, COLUMNS, shown)
 
 
 if __name__ == "__main__":
