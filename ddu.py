@@ -1215,7 +1215,7 @@ def evaluate(members, sets, seed, args, run):
     members: data.Sets of Outputs, of each network
     """
     fitted = fit_outputs(members[0], sets.train.num_classes, args)
-    names = [sets.test.name] + list(PARTS.get(sets.test.name, []))
+    names = [sets.test.name] + list(PARTS.get(args.dataset, []))
     outputs = [by_set(of_network, names) for of_network in members]
     scores = {name: all_scores(out, fitted) for name, out in outputs[0].items()}
     rows = network_rows(names, outputs[0], scores, fitted, args, seed)
