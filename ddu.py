@@ -137,15 +137,15 @@ def parse_args(argv=None):
         help="other inputs are ambiguous if their softmax entropy is above this, in nats")
     add("--ensemble", type=at_least(1), default=1, metavar="M",
         help="number of networks in an ensemble (paper: 5)")
+    add("--active-learning", nargs="+", choices=ACQUISITIONS, metavar="NAME",
+        help="label a pool step by step, and compare acquisition functions: density, entropy, pe "
+        "and mi (predictive entropy and mutual information of an ensemble), random")
 
     add = parser.group("method").add_argument
     add("--features", metavar="NPZ", help="fit the Gaussians to your own features: a file with "
         "'features' [N, D] and 'labels' [N], a tenth of which is held out")
     add("--score", nargs="+", default=[], metavar="NPZ",
         help="files to score with --features; the first one is in-distribution")
-    add("--active-learning", nargs="+", choices=ACQUISITIONS, metavar="NAME",
-        help="label a pool step by step, and compare acquisition functions: density, entropy, pe "
-        "and mi (predictive entropy and mutual information of an ensemble), random")
     add("--num-initial-samples", type=at_least(2), default=20,
         help="active learning: number of labels at the start (published code: 20)")
     add("--max-training-samples", type=at_least(2), default=300,
@@ -1162,10 +1162,7 @@ def label_step_by_step(acquisition, pool, sizes, seed, args, run):
     Returns the labelled rows in their order, and the test accuracies at the `sizes`.
     """
     name = f"{acquisition}-seed{seed}"
-    identity = {**run.config, "ensemble": args.ensemble, "shrinkage": args.shrinkage}
-    # The acquisition functions that are compared with this one do not matter.
-    del identity["active_learning"]
-    state = run.load(name, identity) or {"labelled": pool.start, "accuracies": []}
+    state = run.load(name) or {"labelled": pool.start, "accuracies": []}
     labelled = state["labelled"]
     accuracies = state["accuracies"]
     for size in sizes[len(accuracies):]:
@@ -1178,14 +1175,16 @@ def label_step_by_step(acquisition, pool, sizes, seed, args, run):
         ranking = score.sort(descending=True, stable=True).indices
         new = ranking[:args.acquisition_batch_size]
         labelled = torch.cat([labelled, new])[:sizes[-1]]
-        run.save(name, identity, labelled=labelled, accuracies=accuracies)
+        run.save(name, labelled=labelled, accuracies=accuracies)
         print(f"{name}: {size} labels, test accuracy {accuracy:.4f}", flush=True)
     return labelled, accuracies
 
 
 def run_active_learning(args):
     """--active-learning: compare acquisition functions on the same pools."""
-    run = common.Run(args, "ddu", run_name(args))
+    # These options, too, change what is labelled.
+    identity = args.identity + ["ensemble", "shrinkage"]
+    run = common.Run(args, "ddu", run_name(args), identity)
     last = args.max_training_samples
     sizes = list(range(args.num_initial_samples, last, args.acquisition_batch_size)) + [last]
     rows = []
