@@ -458,16 +458,13 @@ class ReverseKL(torch.autograd.Function):
 # Uncertainties [B], large where uncertain: 1 - max p; entropies and divergences in nats, of which
 # the epistemic one is the mutual information.
 MEASURES = ("confidence", "total", "aleatoric", "epistemic", "epkl", "rmi")
-# Scores of one network's logits, large where out-of-distribution: -ln sum_k exp(z_k) and -max_k z_k.
-# Of a student they measure the precision that it was trained for; of a classifier they are free.
-SCORES = ("energy", "max_logit")
 
 
 class Outputs(NamedTuple):
     """What a network or an ensemble says of B images."""
 
     log_probs: Tensor      # [B, K]  its prediction
-    measures: dict         # {name: [B]} of those MEASURES and SCORES that it has
+    measures: dict         # {name: [B]} of those MEASURES that it has
     log_precision: Tensor  # [B]  ln alpha_0; of an ensemble ln beta_0, of a softmax ln sum exp(z)
 
 
@@ -506,26 +503,21 @@ def softmax_outputs(logits):
     """
     z = logits.double()
     log_probs = z.log_softmax(-1)
-    log_sum = z.logsumexp(-1)                                          # [B]
-    largest = z.amax(-1)                                               # [B]
-    measures = {"confidence": 1 - (largest - log_sum).exp(),
-                "total": torch.special.entr(log_probs.exp()).sum(-1),
-                "energy": -log_sum, "max_logit": -largest}
-    return Outputs(log_probs, measures, log_sum)
+    probs = log_probs.exp()
+    measures = {"confidence": 1 - probs.amax(-1), "total": torch.special.entr(probs).sum(-1)}
+    return Outputs(log_probs, measures, z.logsumexp(-1))
 
 
 def student_outputs(logits, offset=1.0):
     """Outputs of a student: softmax(z) predicts, without the offset; Dir(exp(z) + offset) measures."""
-    plain = softmax_outputs(logits)
     # exp overflows at 709; out-of-distribution inputs of large networks can reach that.
     alpha = logits.double().clamp_max(600).exp() + offset
-    outputs = dirichlet_outputs(alpha, plain.log_probs)
-    return outputs._replace(measures=plain.measures | outputs.measures)
+    return dirichlet_outputs(alpha, logits.double().log_softmax(-1))
 
 
-def proxy_outputs(ensemble, target_offset=0.0):
-    """Outputs of the ensemble's proxy Dir(pi beta_0 + t)."""
-    alpha = ensemble.log_probs.exp() * proxy_precision(ensemble)[:, None] + target_offset
+def proxy_outputs(ensemble):
+    """Outputs of the ensemble's proxy Dir(pi beta_0)."""
+    alpha = ensemble.log_probs.exp() * proxy_precision(ensemble)[:, None]
     return dirichlet_outputs(alpha, ensemble.log_probs)
 
 
@@ -662,11 +654,6 @@ def train(net, train_set, batch_loss, plan, args, run):
     return net.eval().requires_grad_(False)
 
 
-def full_rate(batch_size, train_set, args):
-    """The learning rate for a batch: --lr is for 256 images (published)."""
-    return args.lr * min(batch_size, len(train_set)) / 256
-
-
 def train_member(train_set, args, run, seed):
     """Step 1: train one member of the ensemble by cross entropy."""
     def batch_loss(model, batch, epoch, step):
@@ -679,7 +666,7 @@ def train_member(train_set, args, run, seed):
     net = make_network(args, train_set.num_classes, train_set.shape)
     identity = {**run.config, "kind": "member", "seed": seed}
     plan = Plan(f"member-seed{seed}", identity, seed, args.member_epochs, args.batch_size,
-                full_rate(args.batch_size, train_set, args), "accuracy")
+                args.lr * args.batch_size / 256, "accuracy")
     return train(net, train_set, batch_loss, plan, args, run)
 
 
@@ -699,23 +686,21 @@ def make_teachers(members, train_set, args):
     They are computed once for all students if the images are not augmented, and if 8 N K bytes
     are not too many; else in every step.
     """
-    n = len(train_set)
-    if args.eval or args.augment or 8 * n * train_set.num_classes > CACHE_BYTES:
-        return Teachers(members, None)
     teachers = Teachers(members, None)
-    loader = evaluation_loader(train_set, args)
-    columns = None
-    for batch in loader.epoch():
+    n = len(train_set)
+    num_classes = train_set.num_classes
+    if args.eval or args.augment or 8 * n * num_classes > CACHE_BYTES:
+        return teachers
+    shapes = [(n, num_classes), (n, num_classes), (n,), (n,)]
+    cached = Ensemble(*[torch.zeros(shape, device=args.device) for shape in shapes])
+    for batch in evaluation_loader(train_set, args).epoch():
         statistics = teacher_statistics(teachers, batch, args)
-        if columns is None:
-            columns = [torch.zeros(n, *values.shape[1:], device=args.device)
-                       for values in statistics]
-        for column, values in zip(columns, statistics):
+        for column, values in zip(cached, statistics):
             column[batch.index] = values.float()
     # Each process has filled in its own rows.
-    for column in columns:
+    for column in cached:
         common.all_reduce(column)
-    return Teachers(members, Ensemble(*columns))
+    return Teachers(members, cached)
 
 
 @torch.no_grad()
@@ -755,7 +740,7 @@ def train_student(loss, teachers, train_set, args, run, seed):
     identity = {**run.config, "kind": f"student_{loss}", "seed": seed,
                 "teachers": [common.digest(member) for member in teachers.members]}
     plan = Plan(f"student_{loss}-of{len(teachers.members)}-seed{seed}", identity, seed, args.epochs,
-                args.batch_size, full_rate(args.batch_size, train_set, args), "agreement")
+                args.batch_size, args.lr * args.batch_size / 256, "agreement")
     return train(net, train_set, batch_loss, plan, args, run)
 
 
@@ -778,8 +763,7 @@ def train_mimo(train_set, args, run, seed):
     # published code: these rows are those of all repetitions and all subnetworks
     rows = 2 * args.batch_size
     plan = Plan(f"mimo{args.mimo}-seed{seed}", identity, seed, args.mimo_epochs,
-                rows // (MIMO_REPETITIONS * args.mimo), full_rate(rows, train_set, args),
-                "accuracy")
+                rows // (MIMO_REPETITIONS * args.mimo), args.lr * rows / 256, "accuracy")
     return train(net, train_set, batch_loss, plan, args, run)
 
 
@@ -890,7 +874,7 @@ def read_student(path, like, args):
 
 # The rows of the table, from the least to the best.
 ROWS = {"single": "single network", "ensemble": "ensemble", "ensemble_proxy": "its proxy",
-        "ensemble_proxy_t1": "its proxy + 1", "student_forward_kl": "EnD (forward KL)",
+        "student_forward_kl": "EnD (forward KL)",
         "student_dirichlet_likelihood": "EnD2 (likelihood)", "student_proxy": "proxy, forward KL",
         "student_rkl_proxy": "proxy, reverse KL", "mimo": "MIMO"}
 
@@ -940,7 +924,6 @@ def all_outputs(logits, offset):
         ensemble = ensemble_statistics(logits["members"].unbind(1))
         found["ensemble"] = ensemble_outputs(ensemble)
         found["ensemble_proxy"] = proxy_outputs(ensemble)
-        found["ensemble_proxy_t1"] = proxy_outputs(ensemble, 1.0)
     return {row: found[row] for row in ROWS if row in found}
 
 
@@ -996,7 +979,6 @@ def prediction_metrics(own):
         "nll": -own["log_prob"].mean().item(),
         "brier": own["brier"].mean().item(),
         "ece15": float((bars.counts * gaps).sum() / bars.counts.sum()),
-        "mce15": float(gaps.max()),
     }
     for measure in MEASURES:
         if measure in own:
@@ -1006,9 +988,9 @@ def prediction_metrics(own):
 
 
 def detection_metrics(inside, outside):
-    """AUROC and FPR at 95 % TPR of each uncertainty and score, from the columns of two sets."""
+    """AUROC and FPR at 95 % TPR of each uncertainty, from the columns of two sets."""
     metrics = {}
-    for name in MEASURES + SCORES:
+    for name in MEASURES:
         if name in inside:
             found = common.ood_metrics(inside[name], outside[name], larger_means="ood")
             metrics[f"auroc_{name}"] = found["auroc"]
@@ -1032,30 +1014,28 @@ def rank_correlations(student, ensemble):
     return metrics
 
 
-@torch.no_grad()
-def milliseconds(networks, like, args):
-    """The time of a prediction in ms per example, {row: ms}; the shortest of five batches."""
-    nets = {name: [net] for name, net in networks.students.items()}
+def networks_by_row(networks):
+    """{row: the networks that its prediction takes}."""
+    found = {name: [net] for name, net in networks.students.items()}
     if networks.members:
-        nets["single"] = networks.members[:1]
-        nets["ensemble"] = networks.members
+        found["single"] = networks.members[:1]
+        found["ensemble"] = networks.members
     if networks.mimo is not None:
-        nets["mimo"] = [networks.mimo]
-    n = min(256, len(like))
-    found = {}
-    for row, own in nets.items():
-        dtype = next(own[0].parameters()).dtype
-        images = torch.zeros(n, *like.shape, device=args.device, dtype=dtype)
-        images = images.contiguous(memory_format=torch.channels_last)
-        found[row] = math.inf
-        for _ in range(5):
-            start = time.perf_counter()
-            with common.autocast(args):
-                total = sum(net(images).sum() for net in own)
-            total.item()  # waits for the device
-            seconds = time.perf_counter() - start
-            found[row] = min(found[row], 1e3 * seconds / n)
+        found["mimo"] = [networks.mimo]
     return found
+
+
+@torch.no_grad()
+def milliseconds(nets, images, args):
+    """The time of a prediction by all of these networks in ms per image; the shortest of five."""
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        with common.autocast(args):
+            total = sum(net(images).sum() for net in nets)
+        total.item()  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    return 1e3 * min(seconds) / len(images)
 
 
 class Scores(NamedTuple):
@@ -1096,13 +1076,9 @@ def corrupted_set(test, kind, severity, args):
     return with_noise(dataset, args.noise, 1)
 
 
-def result_rows(scores, sets, corruptions):
-    """The rows of the report, on the main process."""
-    for row, own in scores.test.items():
-        if not own["log_prob"].isfinite().all():
-            raise UserError(f"{ROWS[row]}: its logits on {sets.test.name} are not finite; train it "
-                            "again with a lower --lr")
-    rows = set_rows(sets.test.name, scores.test)
+def result_rows(scores, times, sets, corruptions):
+    """The rows of the report."""
+    rows = test_rows(sets.test.name, scores.test, times)
     for name, columns in scores.ood.items():
         dataset = sets.ood[name]
         classes = known_classes(dataset, sets.test)
@@ -1118,6 +1094,21 @@ def result_rows(scores, sets, corruptions):
         if same.any():
             rows += pair_rows(f"{sets.test.name}, its classes", scores.test, name, columns, same)
     return rows + corruption_rows(scores.corrupted, corruptions)
+
+
+def test_rows(name, test, times):
+    """The rows of the test set: metrics, time, and what a student has in common with its teacher."""
+    for row, own in test.items():
+        if not own["log_prob"].isfinite().all():
+            raise UserError(f"{ROWS[row]}: its logits on {name} are not finite; train it again "
+                            "with a lower --lr")
+    rows = set_rows(name, test)
+    for row in rows:
+        method = row["method"]
+        row["ms_per_example"] = times.get(method)
+        if method.startswith("student") and "ensemble" in test:
+            row |= rank_correlations(test[method], test["ensemble"])
+    return rows
 
 
 def set_rows(name, columns):
@@ -1174,80 +1165,58 @@ def mean_row(method, name, rows):
 def evaluate(networks, sets, corruptions, seed, args, run):
     """The rows of one run, and the picture and the predictions of the first one."""
     scores = score_all(networks, sets, corruptions, args)
-    predicted = None
+    batch = next(iter(evaluation_loader(sets.test, args).epoch()))
+    times = {row: milliseconds(nets, batch.images, args)
+             for row, nets in networks_by_row(networks).items()}
+    rows = common.on_main(result_rows, scores, times, sets, corruptions)
     if seed == args.seed and sets.predict is not None:
-        predicted = predict(networks, sets.predict, args)
+        columns = predict(networks, sets.predict, args)
+        common.on_main(write_predictions, columns, sets, run)
+    if seed == args.seed and args.plot and len(networks.members) > 1:
+        common.on_main(plot_rejection, scores.test, run)
+    return [{**row, "method": ROWS[row["method"]], "seed": seed} for row in rows]
 
-    def on_main():
-        rows = result_rows(scores, sets, corruptions)
-        seconds = milliseconds(networks, sets.test, args)
-        for row in rows:
-            method = row["method"]
-            if row["set"] == sets.test.name and "against" not in row:
-                if method in seconds:
-                    row["ms_per_example"] = seconds[method]
-                if method.startswith("student") and "ensemble" in scores.test:
-                    row |= rank_correlations(scores.test[method], scores.test["ensemble"])
-            row["method"] = ROWS[method]
-            row["seed"] = seed
-        if predicted is not None:
-            write_predictions(predicted, sets.predict, sets.train.classes, run)
-        if seed == args.seed and args.plot:
-            plot_rejection(scores.test, run)
-        return rows
 
-    return common.on_main(on_main)
+# Whose predictions --predict writes: the last of these that there is.
+BEST = ["single", "mimo", "ensemble"] + [f"student_{loss}" for loss in LOSSES]
 
 
 def predict(networks, dataset, args):
-    """Log probabilities and uncertainties of a set, {name: [N, ...]}, from the best row there is."""
+    """Log probabilities [N, K] and uncertainties [N] of a set, {name: values}, by one of BEST."""
+    best = [row for row in BEST if row in networks_by_row(networks)][-1]
     batches = []
     for batch in evaluation_loader(dataset, args).epoch():
-        outputs = all_outputs(all_logits(networks, batch.images, args), networks.offset)
-        mimo = outputs.pop("mimo", None)
-        best = mimo
-        for row in outputs.values():
-            best = row
-        batches.append({"index": batch.index, "log_probs": best.log_probs, **best.measures})
+        outputs = all_outputs(all_logits(networks, batch.images, args), networks.offset)[best]
+        batches.append({"index": batch.index, "log_probs": outputs.log_probs, **outputs.measures})
     return common.gather_rows(batches)
 
 
-def write_predictions(columns, dataset, classes, run):
-    """--predict: predictions.csv; a softmax has no epistemic uncertainty, so that it is 0."""
-    table = common.prediction_columns(dataset, columns.pop("log_probs"), classes)
-    del columns["confidence"]  # the table has that of the prediction, 1 - this
+def write_predictions(columns, sets, run):
+    """--predict: predictions.csv, where the epistemic uncertainty of a softmax is 0."""
+    log_probs = columns.pop("log_probs")
+    table = common.prediction_columns(sets.predict, log_probs, sets.train.classes)
+    del columns["confidence"]  # 1 - that of the table
     run.write_csv("predictions.csv", table | columns)
 
 
 # ---- Plots --------------------------------------------------------------------------------------
 
-DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (4, 1, 1, 1)))  # for curves that coincide
-
-
 def plot_rejection(test, run):
     """Rejection curves of the test set, and the precision of the students against the ensemble's."""
     figure, (left, right) = common.make_figure(1, 2, figsize=(11.5, 4.4))
-    colours = common.colours(len(test))
-    for number, (row, own) in enumerate(test.items()):
-        if row == "ensemble_proxy_t1":
-            continue  # nearly the same curve as that of the other proxy
+    target = test["ensemble"]["precision"].numpy()
+    for (row, own), colour in zip(test.items(), common.colours(len(test))):
         rejected, error = common.rejection_curve(own["total"], own["correct"])
-        left.plot(100 * rejected, 100 * error, color=colours[number], ls=DASHES[number % 4],
-                  lw=3.2 - 0.3 * number, label=ROWS[row])
+        left.plot(100 * rejected, 100 * error, color=colour, label=ROWS[row])
+        if row.startswith("student") and row != "student_forward_kl":
+            right.plot(target, own["precision"].numpy(), ".", ms=2, color=colour)
     left.set(xlabel="rejected as most uncertain (%)", ylabel="remaining errors (% of all)",
-             xlim=(0, 100), yscale="log", ylim=(50 / (len(error) - 1), 130))
+             xlim=(0, 100), yscale="log", ylim=(0.01, 130))
+    ends = np.quantile(target, [0.001, 0.999])
+    right.plot(ends, ends, "k--", lw=1, label="equal")
+    right.set(xlabel="log precision of the ensemble's proxy", ylabel="log precision of a student")
+    right.legend(loc="lower right")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    if "ensemble" in test:
-        target = test["ensemble"]["precision"].numpy()
-        for number, (row, own) in enumerate(test.items()):
-            if row.startswith("student") and row != "student_forward_kl":
-                right.plot(target, own["precision"].numpy(), ".", ms=2, color=colours[number])
-        ends = np.quantile(target, [0.001, 0.999])
-        right.plot(ends, ends, "k--", lw=1, label="equal")
-        right.set(xlabel="log precision of the ensemble's proxy", ylabel="log precision of a student")
-        right.legend(loc="lower right")
-    else:
-        right.remove()
     run.save_figure(figure, "rejection.png")
 
 
@@ -1379,6 +1348,8 @@ def main(argv=None):
     # Nothing is written before the first checkpoint: a refused start leaves no directory.
     run = open_run(args)
     sets = load_sets(args)
+    # The learning rate is proportional to the number of images that a batch can have.
+    args = common.with_options(args, batch_size=min(args.batch_size, len(sets.train)))
     corruptions = find_corruptions(sets.test, args)
     check_network(sets.train, args)
     rows = []
