@@ -137,6 +137,8 @@ def parse_args(argv=None):
         help="other inputs are ambiguous if their softmax entropy is above this, in nats")
     add("--ensemble", type=at_least(1), default=1, metavar="M",
         help="number of networks in an ensemble (paper: 5)")
+    add("--score", nargs="+", default=[], metavar="NPZ",
+        help="files to score with --features; the first one is in-distribution")
     add("--active-learning", nargs="+", choices=ACQUISITIONS, metavar="NAME",
         help="label a pool step by step, and compare acquisition functions: density, entropy, pe "
         "and mi (predictive entropy and mutual information of an ensemble), random")
@@ -144,8 +146,6 @@ def parse_args(argv=None):
     add = parser.group("method").add_argument
     add("--features", metavar="NPZ", help="fit the Gaussians to your own features: a file with "
         "'features' [N, D] and 'labels' [N], a tenth of which is held out")
-    add("--score", nargs="+", default=[], metavar="NPZ",
-        help="files to score with --features; the first one is in-distribution")
     add("--num-initial-samples", type=at_least(2), default=20,
         help="active learning: number of labels at the start (published code: 20)")
     add("--max-training-samples", type=at_least(2), default=300,
