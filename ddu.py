@@ -162,12 +162,16 @@ def check_options(args):
     if bool(args.features) != bool(args.score):
         raise UserError("--features TRAIN.npz and --score FILE.npz ... must be used together")
     if args.features:
-        common.refuse(args, ["dataset", "preset", "image_size", "model", "weights", "width", "sn",
-                             "coeff", "mod", "ood", "predict", "ensemble", "runs",
-                             "active_learning", "eval"], "with --features")
+        unused = [name for name in args.identity if name not in ("features", "seed")]
+        unused += ["active_learning", "ensemble", "eval", "ood", "predict", "runs"]
+        common.refuse(args, unused, "with --features")
     if args.active_learning:
         common.refuse(args, ["ood", "predict", "density_quantile", "entropy_threshold"],
                       "with --active-learning")
+        if "density" not in args.active_learning:
+            common.refuse(args, ["shrinkage"], "without --active-learning density")
+        if not {"pe", "mi"} & set(args.active_learning):
+            common.refuse(args, ["ensemble"], "without --active-learning pe or mi")
     else:
         common.refuse(args, ["num_initial_samples", "max_training_samples",
                              "acquisition_batch_size"], "without --active-learning")
@@ -180,9 +184,11 @@ def check_options(args):
     pretrained = args.model.startswith("torchvision/")
     if not pretrained:
         common.refuse(args, ["weights"], "without --model torchvision/NAME")
-    if (args.sn or args.mod) and (pretrained or args.model == "lenet"):
-        raise UserError(f"--model {args.model} has neither spectral normalisation nor -mod; add "
-                        "--no-sn --no-mod")
+    if pretrained or args.model == "lenet":
+        common.refuse(args, ["width"], f"with --model {args.model}")
+        if args.sn or args.mod:
+            raise UserError(f"--model {args.model} has neither spectral normalisation nor -mod; "
+                            "add --no-sn --no-mod")
     if not args.sn:
         common.refuse(args, ["coeff"], "without --sn")
 
