@@ -158,6 +158,10 @@ def _absent(name, path, reason="not found"):
     return Absent(f"{name}: {path}: {reason}; get it from {SOURCES[name].site}")
 
 
+def _unreadable(path, error):
+    return UserError(f"{path}: unreadable ({common.one_line(error)}); replace the file")
+
+
 def _choose_from(what, value, choices):
     if value not in choices:
         raise UserError(f"{what} {value!r} is unknown; choose from {', '.join(map(str, choices))}")
@@ -258,8 +262,7 @@ class StreamedSet:
                     raise ValueError(f"pixels of mode {file.mode}, expected 8 bits per channel")
                 image = file.convert("RGB")
         except Exception as error:  # Pillow's readers raise many undocumented types
-            raise UserError(f"{path}: unreadable ({common.one_line(error)}); replace the "
-                            "file") from None
+            raise _unreadable(path, error) from None
         if self.key is None:
             image = TF.center_crop(TF.resize(image, self.resize), self.shape[-1])
         else:
@@ -419,10 +422,10 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
          image_size=None, limit=None):
     """A set of DATASETS as an ImageSet or a StreamedSet, downloaded where that is possible.
 
-    split            "train" and "val" are parts of the published training set (of a folder
-                     with a part val, the two parts); "test"; "ood" is test, but of a folder
-                     all images at any depth, as one class
-    val_fraction     share of the training set that is "val", in [0, 1); chosen by `seed`. With
+    split            "train" and "val": parts of the training set, or, of a folder that has both,
+                     its own parts; "test"; "ood": the test set, or all images at any depth of a
+                     folder, as one class
+    val_fraction     share of the training set that is "val", in [0, 1), chosen by `seed`; with
                      0, the rows of "train" are in the order of the files
     published_split  "forde" takes an equal share of each class, see stratified_split
     image_size       side of the square images that are read from files (folders: 32)
@@ -691,27 +694,32 @@ def _has_own_val(name):
 def _own_folder(name, split, size):
     """A part of a folder of the user; "val" is "train" if there is no folder val."""
     root = _folder_path(name)
-    source = SOURCES["imagenet"]
     if not root.is_dir():
         raise Absent(f"folder {root} not found; write folder: and the path of a folder")
     if split == "ood":
-        files = _images_among(_files_below(root))
-        if not files:
-            raise UserError(f"folder {root}: no images ({' '.join(SUFFIXES)}) in it")
-        _say_skipped(root, files)
-        labels = [0 for _ in files]
-        return _streamed(set_name(name), root, files, labels, (), source, size)
+        return _all_images(name, root, size)
     classes = _folders_in(root / "train")
     if len(classes) < 2 or not _folders_in(root / "test"):
         raise UserError(f"folder {root}: expected {root}/train/<class>/* with two classes or more "
                         f"and {root}/test/<class>/*; {root}/val/<class>/* is for validation. "
                         "A test set is never the training set")
     part = "train" if split == "val" and not _has_own_val(name) else split
+    source = SOURCES["imagenet"]
     dataset = _class_folders(set_name(name), root / part, classes, source, size)
     # What is skipped in train is said when train is read, not once more for its part val.
     if part == split:
         _say_skipped(root / part, dataset.files)
     return dataset
+
+
+def _all_images(name, root, size):
+    """All images below a folder of the user, as one class."""
+    files = _images_among(_files_below(root))
+    if not files:
+        raise UserError(f"folder {root}: no images ({' '.join(SUFFIXES)}) in it")
+    _say_skipped(root, files)
+    labels = [0 for _ in files]
+    return _streamed(set_name(name), root, files, labels, (), SOURCES["imagenet"], size)
 
 
 def _say_skipped(root, used):
@@ -794,6 +802,7 @@ def corruption_kinds(name, data_dir="data"):
 
     They are in the order of CIFAR_C_KINDS. One line is printed on what is missing.
     """
+    _choose_from("corrupted set", name, CORRUPTED)
     return common.on_main(_find_kinds, name, Path(data_dir))
 
 
@@ -843,6 +852,7 @@ def load_corrupted(name, kind, severity, data_dir="data"):
     imagenet-c/<kind>/<severity>/<class>/* (or imagenet-c-<kind>-<severity>/<class>/*), or from
     Tiny-ImageNet-C/<kind>/<severity>/<class>/*.
     """
+    _choose_from("corrupted set", name, CORRUPTED)
     data_dir = Path(data_dir)
     title = f"{name}_{kind}_s{severity}"
     path = _corrupted_path(name, kind, severity, data_dir)
@@ -851,11 +861,12 @@ def load_corrupted(name, kind, severity, data_dir="data"):
     if name.startswith("cifar"):
         clean = SOURCES[name.removesuffix("_c")]
         rows = slice(severity * 10000 - 10000, severity * 10000)
-        images = _read_npy(name, path, (50000, 32, 32, 3))[rows].transpose(0, 3, 1, 2)
+        images = _read_npy(name, path, (50000, 32, 32, 3))[rows]
+        images = np.ascontiguousarray(images.transpose(0, 3, 1, 2), np.uint8)
         labels = _read_npy(name, path.with_name("labels.npy"), (50000,))[rows]
-        return ImageSet(title, torch.from_numpy(images.astype(np.uint8)),
-                        torch.from_numpy(labels.astype(np.int64)), clean.num_classes,
-                        clean.mean, clean.std)
+        labels = torch.from_numpy(labels.astype(np.int64))
+        return ImageSet(title, torch.from_numpy(images), labels, clean.num_classes, clean.mean,
+                        clean.std)
     if name == "tiny_imagenet_c":
         return _class_folders(title, path, _wnids(data_dir), SOURCES[name], 64).in_memory()
     # The copy must have all classes of the clean set, if that is there.
@@ -1130,7 +1141,7 @@ def predict_set(name, like, data_dir="data"):
         try:
             labels = _read_labels(name, len(dataset))
         except UserError:
-            return dataset
+            labels = torch.full((len(dataset),), -1)
         return replace(dataset, labels=labels.where(labels < like.num_classes, -1))
     if isinstance(dataset, MoleculeSet):
         if dataset.quantity == like.quantity:
@@ -1201,12 +1212,12 @@ def feature_set(path, like=None):
 
 
 def _features_like(path, like):
-    """The features of a file, normalised like the feature set `like`, without labels."""
+    """The features of a file, normalised like the feature set `like`, all of class 0."""
     if not isinstance(like, ImageSet) or not like.is_features:
         raise UserError(f"{path}: features cannot be compared with {like.name}, which has none")
     images = read_features(path, like.shape[0]).float()[:, :, None, None]
-    unknown = torch.full((len(images),), -1)
-    return replace(like, name=set_name(str(path)), images=images, labels=unknown)
+    labels = torch.zeros(len(images), dtype=torch.int64)
+    return replace(like, name=set_name(str(path)), images=images, labels=labels)
 
 
 def gaussian_ring(n_per_class, seed=42):
@@ -1337,7 +1348,7 @@ class Loader(_Batches):
         # The whole epoch goes to the device at once, so that no batch waits for it.
         order = order.to(self.device)
         dy, dx = corners.to(self.device)
-        flips = flips.bool().to(self.device)[:, None, None, None]
+        flips = flips.to(self.device)
         # A view of all crops, [N, C, 9, 9, H, W], which takes no memory.
         _, height, width = self.dataset.shape
         crops = self.images.unfold(2, height, 1).unfold(3, width, 1)
@@ -1345,7 +1356,9 @@ class Loader(_Batches):
             at = self._piece(batch)
             rows = order[at]
             x = crops[rows, :, dy[at], dx[at]]                         # [b, C, H, W]
-            x = torch.where(flips[at], x.flip(3), x)
+            # index_select copies whole images; torch.where, byte by byte, takes five times as long.
+            chosen = torch.arange(len(rows), device=self.device) + len(rows) * flips[at]
+            x = torch.cat([x, x.flip(3)]).index_select(0, chosen)
             yield Batch(self._normalise(x), self.labels[rows], rows, len(batch))
 
     def _stream(self, order, generator, epoch):
@@ -1463,7 +1476,7 @@ def find_edges(dataset, cutoff=5.0):
 
 
 class Style(NamedTuple):
-    """How far texts are warped at most; lengths are in half sides of the image."""
+    """The largest distortions of a text; lengths are in half sides of the image."""
 
     tilt: float             # degrees; small, lest a 6 becomes a 9
     shear: float
@@ -1692,7 +1705,7 @@ def _read_file(name, path):
     except FileNotFoundError:
         raise _absent(name, path) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise _absent(name, path, common.one_line(error)) from None
+        raise _unreadable(path, error) from None
     # Split at "\n" only: splitlines also cuts at characters that occur within lines.
     return text.replace("\r\n", "\n").removesuffix("\n")
 
@@ -1914,7 +1927,7 @@ def _number(text):
 
 # ---- Embedded molecules and texts ---------------------------------------------------------
 
-# covalent radii in angstrom, by atomic number; no atom has no well
+# Covalent radii in angstrom, by atomic number; with that of no atom, 0, all q_ij are 0.
 RADII = [-math.inf, 0.35, 0, 0, 0, 0, 0.76, 0.71, 0.66]
 
 

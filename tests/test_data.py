@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import os
 import pickle
 import urllib.request
 from dataclasses import replace
@@ -276,6 +275,8 @@ def test_absent_sets_name_the_path_and_the_site(tmp_path, monkeypatch, name, pat
     (lambda: load("mnist", "test", image_size=32), "--image-size has no effect on .*mnist"),
     (lambda: load_sets("glyphs", image_size=28), "--image-size has no effect on glyphs, .*remove"),
     (lambda: data.load_corrupted("cifar10_c", "occlusion", 1), "occlusion.npy: not found"),
+    (lambda: data.load_corrupted("cifar_c", "fog", 1), "'cifar_c' is unknown"),
+    (lambda: data.corruption_kinds("cifar10"), "'cifar10' is unknown.*imagenet_c"),
     (lambda: data.corrupted(toy(3, (2, 1, 1)), "jpeg", 1), "only be computed for images in mem"),
     (lambda: data.load_text("sst", "train"), "'sst' is unknown.*reviews.*sst2"),
     (lambda: data.load_molecules("qm8", "train"), "'qm8' is unknown.*clusters.*qm9"),
@@ -952,7 +953,7 @@ def test_features_as_ood_may_have_other_classes(tmp_path):
         save_features(tmp_path / f"{name}.npz", np.ones((3, 2)), labels)
     sets = data.ood_sets([f"{tmp_path}/b.npz", f"{tmp_path}/c.npz"], train)
     assert list(sets) == ["b", "c"]
-    assert sets["b"].labels.tolist() == [-1, -1, -1]
+    assert sets["b"].labels.tolist() == [0, 0, 0]
     assert (sets["c"].mean, sets["c"].num_classes) == (train.mean, 3)
     for name, labels in (("b", [0, -1, -1]), ("c", [-1] * 3), ("d", [0, 2, -1])):
         own = data.predict_set(f"{tmp_path}/{name}.npz", train)

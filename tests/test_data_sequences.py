@@ -237,7 +237,7 @@ def test_vocabulary_file(tmp_path):
         file.write_text(text, encoding="utf-8")
         refuses("vocab.txt: expected BERT's", load_text, "sst2", "train", tmp_path, vocab_file=file)
     file.write_bytes(b"\xff\xfe")
-    refuses("vocab.txt: .*decode", data.read_vocabulary, file)
+    refuses("vocab.txt: unreadable", data.read_vocabulary, file)
     refuses("none.txt: expected BERT's", data.read_vocabulary, tmp_path / "none.txt")
 
 
