@@ -1,60 +1,48 @@
 """First-order repulsive deep ensembles (FoRDE): members that repel in input-gradient space.
 
 Trinh, Heinonen, Acerbi, Kaski, "Input-gradient space particle inference for neural network
-ensembles", ICLR 2024, arXiv:2306.02775. Method (Algorithm 1, with the corrections listed below):
+ensembles", ICLR 2024, arXiv:2306.02775. Algorithm 1, for M members on the same batches:
 
-  1. All M members see the same batch. g_ib is the gradient of the true class's logit of member i
-     with respect to input b, in training mode (batch norm's cross-sample terms included).
-  2. s_ib = g_ib / |g_ib|, rotated by the eigenvectors U of the training images and scaled by the
-     square roots of their eigenvalues: distances are (u - u')^T U Lambda U^T (u - u').
-  3. k_ijb = exp(-|s_ib - s_jb|^2 / h_jb), h_jb = med_i |s_ib - s_jb|^2 / ln M: no gradient through
-     s_jb and h_jb.
-  4. Minimise sum_i CE_i + R, R = (1/B) sum_i log[(1/B) sum_b sum_j k_ijb]: Wasserstein gradient
-     descent on the posterior. Predict with the mean of the members' probabilities.
+  1. g_ib is the gradient of the true class's logit of member i with respect to input b.
+  2. s_ib = A^T g_ib / |g_ib|. For FoRDE-PCA, A = U Lambda^(1/2) has the eigenvectors U and the
+     eigenvalues Lambda of the training images; for FoRDE-identity, A = I.
+  3. k_ijb = exp(-|s_ib - s_jb|^2 / h_jb), h_jb = med_i |s_ib - s_jb|^2 / ln M; s_jb and h_jb are
+     constants.
+  4. Minimise sum_i CE_i + R, R = (1/B) sum_i log[(1/B) sum_b sum_j k_ijb]. This is Wasserstein
+     gradient descent on the posterior. Predict with the mean of the members' probabilities.
 
 Usage:
-  python forde.py                                          # glyphs, three methods, two cores
+  python forde.py                                          # glyphs, three methods, two CPU cores
   torchrun --nproc_per_node 8 forde.py --dataset cifar100  # the paper's row: 10 members, 300 epochs
-  python forde.py --eval                                   # the table again, from the checkpoints
-  torchrun --nnodes 2 --nproc_per_node 8 --node_rank R --master_addr HOST --master_port 29500 \
-      forde.py --dataset cifar100                          # two machines, R = 0 and 1
+  python forde.py --eval --predict glyphs_letters          # evaluate again, predict another set
+  python forde.py --dataset features --features train.npz test.npz    # on your own features
 
-Expected:
-  glyphs, mean +- standard error of n = 10 seeds (1-5, on whose first the setting was chosen, and
-    6-10 to confirm), 40-50 s a seed with one thread on two CPU cores; the differences are paired:
-    NLL under corruption 0.637 +- 0.008 nats (deep ensemble), FoRDE-PCA 0.026 +- 0.003 and
-    FoRDE-identity 0.029 +- 0.002 lower (seeds 6-10 alone: 0.020 +- 0.003, 0.029 +- 0.003); its ECE
-    5.3 +- 0.2 %, 1.3 +- 0.1 and 0.7 +- 0.1 lower. AUROC of letters by epistemic entropy 0.817 +-
-    0.004, 0.016 +- 0.002 and 0.012 +- 0.002 higher. Accuracy 95.95 +- 0.18, 96.08, 96.10 %.
-  cifar10, 5,000 images, four small ResNet-9, ten epochs (options in the README), n = 2, NLL under
-    corruption: deep ensemble 1.680 +- 0.022, FoRDE-PCA 0.004 +- 0.033 higher: does not show.
-  cifar100: not measured. The paper has, for ten members: NLL 0.70, 0.71, 0.70 nats, accuracy 81.8,
-    81.4, 82.1 %, accuracy under corruption 54.3, 56.1, 54.1 %.
+Expected (more in tests/RESULTS.md): seeds 1 to 10, 45 seconds per seed on two CPU cores: NLL under
+  corruption 0.637 +- 0.008 (deep ensemble); FoRDE-PCA 0.026 +- 0.003 and FoRDE-identity 0.029 +-
+  0.002 lower (paired difference, mean +- standard error, n = 10).
 
-Differs from the published code (github.com/AaltoPML/FoRDE, commit e8f9d74; JAX and Haiku):
-  - It also does what the code leaves out: tuned lengthscales, the repulsions the paper compares,
-    one member (ln 1 = 0 makes it NaN there), resuming, missing corruption sets, any device count.
-  - A gradient row of (nearly) zero length is a constant: there its Jacobian is about 1e10.
-  - The paper's Algorithm 1 has twice the exponent and one bandwidth for all pairs of a sample; the
-    code, whose results were published, has the form above. So do we.
-  - The basis is that of the second moments of the images trained on, centred by channel and not by
-    pixel, as published; there it takes images held out for validation too (none by default).
-  - Validation images are drawn at random by the seed; --published-split takes as many of each
-    class, by scikit-learn's seed 88.
-  - Corruption metrics pool all kinds of a severity, as published; those of each kind are extra.
-  - TinyImageNet is scaled to [0, 1] (there 0 to 255, with the statistics of that scale).
-  - Nesterov momentum has no flag (the published one is ignored); no warm-up (off there).
-  - Feature repulsion projects on the largest directions of the likelihood gradients, by a singular
-    value decomposition (its published code: on the smallest eigenvectors of their Gram matrix, and
-    with squared distances squared again in the bandwidth).
-  - nll_miss is None where the ensemble makes no error (there NaN).
+Differences from the published code (github.com/AaltoPML/FoRDE, commit e8f9d74; JAX and Haiku):
+  - The paper's Algorithm 1 doubles the exponent and has one bandwidth per example; the published
+    code, which made the paper's results, has the form above. So does this script.
+  - The basis is that of the images trained on; there, it includes held-out validation images (by
+    default there are none).
+  - The running variances of batch norm are unbiased, as in PyTorch (there biased: 0.05 % lower in
+    the last layers of ResNet-18).
+  - An input gradient of zero length is a constant; there, its derivative is about 1e10.
+  - TinyImageNet is scaled to [0, 1] (there 0 to 255, with statistics of that scale).
+  - Validation images are drawn by the seed; --published-split draws equal shares of the classes
+    by scikit-learn's seed 88.
+  - Nesterov momentum is always on (as there, where its flag is ignored); no warm-up (off there).
+  - nll_miss is None where the ensemble makes no error (there NaN); a single member has no R (NaN).
+  - New: tuned lengthscales and the methods that the paper compares, --chunk, --repulse-every.
 """
 
 import argparse
-import dataclasses
-import hashlib
+import itertools
 import math
-from pathlib import Path
+import time
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -67,605 +55,299 @@ from common import UserError, at_least, between
 
 # ---- Arguments ----------------------------------------------------------------------------------
 
-# name: what repels, and for FoRDE the alpha of its metric (None: --alpha)
-METHODS = {"deep_ensemble": ("none", 0), "forde_pca": ("input_gradient", 1),
-           "forde_identity": ("input_gradient", 0), "forde_tuned": ("input_gradient", None),
-           "weight_rde": ("weight", 0), "function_rde": ("function", 0),
-           "feature_rde": ("feature", 0), "lit": ("lit", 0)}
-TOYS = ("toy_regression", "toy_classification")
+# method: what of its members repels, and for FoRDE the alpha of its metric
+METHODS = {
+    "deep_ensemble": dict(repulsion="none"),
+    "forde_pca": dict(repulsion="input_gradient", alpha=1.0),
+    "forde_identity": dict(repulsion="input_gradient", alpha=0.0),
+    "forde_tuned": dict(repulsion="input_gradient"),  # --alpha
+    "weight_rde": dict(repulsion="weight"),
+    "function_rde": dict(repulsion="function"),
+    "lit": dict(repulsion="lit"),
+}
+GLYPHS = dict(methods=["deep_ensemble", "forde_pca", "forde_identity"], members=8, model="mlp",
+              hidden=[128, 128], limit_train=1000, epochs=16, batch_size=32, schedule="one_cycle",
+              augment=False, shift="computed", shift_examples=200, ood=["glyphs_letters"])
 PRESETS = {
-    # paper: 10 members, batch 128, SGD with Nesterov momentum 0.9, decay 5e-4 on everything,
-    # learning rate 0.1, from the middle to 90 % of the epochs linearly to 0.001
-    "": dict(methods=["forde_pca"], members=10, model="resnet18", epochs=300, batch_size=128,
-             lr=0.1, lr_ratio=0.01, weight_decay=5e-4, schedule="published", alpha=0.4,
-             width=1.0, limit_train=None, hidden=[256, 256, 256], norm=True, augment=True,
-             shift="published", ood=[], shift_examples=0),
+    # What the other presets do not say: the paper's recipe.
+    "": dict(methods=["forde_pca"], members=10, model="resnet18", hidden=[256, 256, 256],
+             epochs=300, batch_size=128, lr=0.1, lr_ratio=0.01, weight_decay=5e-4,
+             schedule="published", alpha=0.4, augment=True, shift="published", ood=[]),
     "cifar10": dict(alpha=0.2, ood=["svhn", "cifar100"]),
     "cifar100": dict(ood=["svhn", "cifar10"]),
-    # published command: ends at 0.0001; the paper's text says 0.001 (--lr-ratio 0.01)
+    # published command: the learning rate ends at 0.0001; the paper's text says 0.001
     "tiny_imagenet": dict(model="preact_resnet18", epochs=150, lr_ratio=0.001, ood=["svhn"]),
-    "mnist": dict(ood=["fashion_mnist"], shift="computed", augment=False),
-    "fashion_mnist": dict(ood=["mnist"], shift="computed", augment=False),
+    "mnist": dict(augment=False, shift="computed", ood=["fashion_mnist"]),
+    "fashion_mnist": dict(augment=False, shift="computed", ood=["mnist"]),
     # paper: features of a frozen ViT, three hidden layers with batch norm
-    "features": dict(model="mlp", batch_size=256, lr=0.2, epochs=100, shift="none", augment=False),
-    **dict.fromkeys(("glyphs", "dirty_glyphs"), dict(
-        methods=["deep_ensemble", "forde_pca", "forde_identity"], members=8, model="mlp",
-        hidden=[128, 128], limit_train=1000, epochs=16, batch_size=32, schedule="one_cycle",
-        shift="computed", ood=["glyphs_letters"], shift_examples=200, augment=False)),
+    "features": dict(model="mlp", batch_size=256, lr=0.2, epochs=100, augment=False, shift="none"),
+    "glyphs": GLYPHS,
+    "dirty_glyphs": GLYPHS,
     "numbers": dict(members=4, model="resnet9", width=0.25, epochs=8, schedule="one_cycle",
-                    shift="none", ood=["glyphs_letters"], augment=False),
-    **{toy: dict(methods=["deep_ensemble", "forde_identity"], members=16, model="mlp",
-                 hidden=[64, 64], norm=False, weight_decay=0.0, schedule="one_cycle",
-                 shift="none", augment=False, **own)
-       for toy, own in zip(TOYS, (dict(epochs=60, batch_size=60, lr=2e-4),
-                                  dict(epochs=20, batch_size=200, lr=0.02)))},
+                    augment=False, shift="none", ood=["glyphs_letters"]),
+    # five Gaussians in the plane
+    "toy_classification": dict(
+        methods=["deep_ensemble", "forde_identity"], members=16, model="plain_mlp",
+        hidden=[64, 64], weight_decay=0.0, epochs=20, batch_size=200, lr=0.02,
+        schedule="one_cycle", augment=False, shift="none"),
+    # Your own images: small networks that train on two CPU cores in minutes.
+    "folder": dict(methods=["deep_ensemble", "forde_pca"], members=4, model="resnet9", width=0.25,
+                   epochs=20, batch_size=32, schedule="one_cycle", shift="computed",
+                   shift_examples=200),
 }
 
 
 def parse_args(argv=None):
     parser = common.Parser(__doc__, PRESETS, "glyphs")
     flag = argparse.BooleanOptionalAction
-    add = parser.group("data")
-    add("--features", nargs=2, metavar=("TRAIN", "TEST"), help="of --dataset features: .npz files "
-        "with 'features' [N, D] and 'labels' [N]; --ood then takes such files too")
-    add("--augment", action=flag, help="random crop and flip (paper: on)")
-    add("--val-fraction", type=between(0, 0.9), default=0.0, help="for a temperature and "
-        "--eval-every (published: 0)")
-    add("--published-split", action=flag, default=False, help="of validation: as many of each "
-        "class, by the published seed, instead of at random by --seed")
-    add("--limit-train", type=at_least(1), metavar="N", help="train on N images, evenly spaced")
-    add = parser.group("network")
-    add("--members", "-m", type=at_least(1), help="ensemble members M (paper: 10)")
-    add("--model", choices=[*RESNETS, "mlp"], help="paper: resnet18; TinyImageNet: preact_resnet18")
-    add("--hidden", type=at_least(1), nargs="+", metavar="N", help="widths of mlp (paper: three)")
-    add("--norm", action=flag, help="batch norm in mlp")
-    add = parser.group("training")
-    add("--momentum", type=between(0, 0.999), default=0.9, help="Nesterov's (paper: 0.9)")
-    add("--weight-decay", type=at_least(0, float), help="on ALL parameters (paper: 5e-4)")
-    add("--label-smoothing", type=between(0, 0.999), default=0.0, help="of CE alone (paper: 0)")
-    add("--schedule", choices=["published", "one_cycle"], help="published: constant, linear from "
-        "50 to 90 %% of the epochs, constant; one_cycle: better in few epochs")
-    add("--lr-ratio", type=between(0, 1), help="final over initial learning rate (0.01)")
-    add("--prior", choices=["isotropic", "empcov"], default="isotropic", help="on the first "
-        "layer: weight decay, or N(0, aC + eI) with the covariance C of what it sees")
-    add = parser.group("method")
-    add("--alpha", type=between(0, 1), help="of forde_tuned: 0 identity, 1 PCA (paper: 0.4 "
-        "on CIFAR-100, 0.2 on CIFAR-10, chosen from 0, .1, .2, .4, .8, 1)")
+    add = parser.group("data").add_argument
+    add("--features", nargs=2, metavar="NPZ", help="training and test file of --dataset features, "
+        "with 'features' [N, D] and 'labels' [N]; --ood and --predict then take such files, too")
+    add("--augment", action=flag, help="use random crops and flips (paper: on)")
+    add("--val-fraction", type=between(0, 0.9), default=0.0,
+        help="fraction of the training set that is held out to fit a temperature (paper: 0)")
+    add("--published-split", action=flag, default=False,
+        help="hold out equal fractions of all classes, by the published seed")
+    add("--limit-train", type=at_least(1), metavar="N",
+        help="number of training images, evenly spaced")
+
+    add = parser.group("network").add_argument
+    add("--model", choices=list(NETWORKS),
+        help="architecture of a member (paper: resnet18, for TinyImageNet preact_resnet18)")
+    add("--members", "-m", type=at_least(1), help="number of ensemble members M (paper: 10)")
+    add("--hidden", type=at_least(1), nargs="+", metavar="N",
+        help="numbers of hidden units of mlp and plain_mlp (paper: three layers)")
+
+    add = parser.group("training").add_argument
+    add("--weight-decay", type=at_least(0, float),
+        help="weight decay of all parameters (paper: 5e-4)")
+    add("--schedule", choices=["published", "one_cycle"],
+        help="'published' decreases the learning rate linearly from 50 to 90 %% of the epochs; "
+        "'one_cycle' is better for short runs")
+    add("--lr-ratio", type=between(0, 1),
+        help="final over initial learning rate of the published schedule (paper: 0.01)")
+
+    add = parser.group("method").add_argument
+    add("--alpha", type=between(0, 1),
+        help="metric of forde_tuned, from 0 (identity) to 1 (PCA) (paper: 0.4 on CIFAR-100, 0.2 on "
+        "CIFAR-10)")
     add("--grad-of", choices=["logit", "logprob"], default="logit",
-        help="f_y: the raw logit of the true class (published), or its log-probability")
-    add("--eps", type=between(0, 1), default=1e-24, help="added to |g|^2 (paper: 1e-12 squared)")
-    add("--repulsion-coef", type=at_least(0, float), default=1.0, help="multiplies the repulsion "
-        "(paper: 1); of lit: the penalty's weight, which is not published")
-    add("--repulse-every", type=at_least(1), default=1, help="steps between repulsions (paper: 1)")
-    add("--cauchy", type=at_least(0, float), help="c of the prior sum ln(1 + c z^2) on features or "
-        "logits (published: features 1e-3 on CIFAR-10, else 5e-3; logits 1e-6)")
-    add("--pca", metavar="FILE", help="basis of the inputs made by another run (default: computed "
-        "on first use and kept beside the runs)")
-    add("--pca-components", type=at_least(0), default=0, metavar="R", help="how many; 0: all")
-    add = parser.group("evaluation")
-    add("--methods", nargs="+", choices=METHODS, metavar="METHOD", help="trained with the same "
-        f"initial members and batches, and compared: {', '.join(METHODS)}")
-    add("--ood", nargs="*", metavar="NAME", help="out-of-distribution sets, also folder:PATH, and "
-        "FILE.npz for features")
-    add("--shift", choices=["none", "computed", "published"], help="also evaluate the test set "
-        "corrupted: computed on the fly, or the published -C files (left out if absent)")
-    add("--shift-examples", type=at_least(0), metavar="N", help="test images a corruption; 0: all")
-    add("--diversity-examples", type=at_least(1), default=1000, metavar="N",
-        help="test images for the input gradients' diversity, at each severity")
-    add("--eval-every", type=at_least(0), default=0, metavar="E", help="validate every E epochs")
-    parser.group("run")("--chunk", type=at_least(0), default=0, metavar="C", help="members whose "
-        "activations are in memory at once, a divisor of M; 0: all")
+        help="input gradients of the true class's logit (paper) or log probability")
+    add("--repulsion-coef", type=at_least(0, float), default=1.0,
+        help="factor on the repulsion (paper: 1; not published for lit)")
+    add("--repulse-every", type=at_least(1), default=1,
+        help="number of steps from one repulsion to the next (paper: 1)")
+
+    add = parser.group("evaluation").add_argument
+    add("--methods", nargs="+", choices=list(METHODS), metavar="METHOD",
+        help=f"methods to compare, from the same initial weights: {', '.join(METHODS)}")
+    add("--ood", nargs="*", metavar="NAME",
+        help="out-of-distribution sets; folder:PATH is a folder of images")
+    add("--shift", choices=["none", "computed", "published"],
+        help="corrupted test sets: computed in the script, or the published -C files")
+    add("--shift-examples", type=at_least(0), default=0, metavar="N",
+        help="number of test images under each corruption; 0 is all")
+    parser.group("run").add_argument(
+        "--chunk", type=at_least(0), default=0, metavar="C",
+        help="number of members whose activations are in memory at a time; 0 is all. Less memory, "
+        "but one more forward pass per step")
     args = parser.parse(argv)
     args.methods = list(dict.fromkeys(args.methods))
-    plain, own = args.dataset in (*TOYS, "features"), args.dataset.startswith("folder:")
-    if own and args.shift == "published" and "shift" not in args.explicit:
-        args.shift = "computed"
-    for wrong, message in (
-            (args.compile, "--compile: a compiled network cannot be differentiated twice"),
-            (args.members % (args.chunk or 1), f"--chunk {args.chunk} does not divide --members "
-             f"{args.members}; use a divisor, or 0 for all members at once"),
-            ((args.dataset == "features") != bool(args.features), "--dataset features and "
-             "--features TRAIN.npz TEST.npz go together"),
-            (plain and (args.model, args.val_fraction, args.shift, args.augment) != (
-                "mlp", 0, "none", False), f"--model {args.model}, --val-fraction, --shift "
-             f"{args.shift}, --augment: {args.dataset} has no images; it takes --model mlp, "
-             "--val-fraction 0, --shift none and --no-augment"),
-            (args.eval_every and not args.val_fraction, "--eval-every needs a validation set; add "
-             "--val-fraction 0.1"),
-            (args.shift == "published" and f"{args.dataset}_c" not in data.CORRUPTED,
-             f"--shift published is not for {args.dataset}; use computed or none"),
-            (args.dataset in TOYS and (args.ood or args.predict), "--ood and --predict are not for "
-             f"{args.dataset}; leave them out"),
-            (args.dataset == "toy_regression" and "feature_rde" in args.methods, "feature_rde "
-             "repels along the likelihood's gradients of classes; toy_regression has none")):
-        if wrong:
-            parser.error(message)
+    check_options(args)
     return args
 
 
+def check_options(args):
+    """Refuse options that contradict each other, or that would have no effect."""
+    if args.compile:
+        raise UserError("--compile: a compiled network cannot be differentiated twice")
+    if args.chunk and args.members % args.chunk:
+        raise UserError(f"--chunk {args.chunk} must divide --members {args.members}; or use 0 for "
+                        "all members at once")
+    if (args.dataset == "features") != bool(args.features):
+        raise UserError("--dataset features and --features TRAIN.npz TEST.npz must be used "
+                        "together")
+    if args.dataset in ("features", "toy_classification"):
+        if args.model not in ("mlp", "plain_mlp") or args.augment or args.shift != "none":
+            raise UserError(f"--dataset {args.dataset} has no images; it needs --model mlp or "
+                            "plain_mlp, --no-augment and --shift none")
+        common.refuse(args, ["val_fraction", "published_split", "image_size"],
+                      f"with --dataset {args.dataset}")
+    if args.dataset == "toy_classification":
+        common.refuse(args, ["limit_train", "ood", "predict", "data_dir", "workers"],
+                      "with --dataset toy_classification")
+    if args.shift == "published" and f"{args.dataset}_c" not in data.CORRUPTED:
+        raise UserError(f"--shift published: not available for {args.dataset}; use --shift "
+                        "computed or none")
+    repulsions = {METHODS[method]["repulsion"] for method in args.methods}
+    if args.shift == "none":
+        common.refuse(args, ["shift_examples"], "without corrupted test sets (--shift)")
+    if not args.val_fraction:
+        common.refuse(args, ["published_split"], "without --val-fraction")
+    if args.model not in ("mlp", "plain_mlp"):
+        common.refuse(args, ["hidden"], f"with --model {args.model}")
+    if args.schedule != "published":
+        common.refuse(args, ["lr_ratio"], f"with --schedule {args.schedule}")
+    if "forde_tuned" not in args.methods:
+        common.refuse(args, ["alpha"], "without --methods forde_tuned")
+    if repulsions == {"none"} or args.members == 1:
+        common.refuse(args, ["repulsion_coef", "repulse_every"], "where no members repel")
+
+
 # ---- Model --------------------------------------------------------------------------------------
-# Every layer is twice differentiable: FoRDE trains through the gradient by the input.
+# Every layer must be differentiable twice: FoRDE trains through the gradient by the input.
 
 
-class Conv2d(nn.Conv2d):
-    """A convolution without bias, padded like XLA's SAME: a 3x3 of stride 2 on an even map by 0
-    before and 1 after. A strided 1x1 is written as subsampling: on CPUs PyTorch 2.14's own writes
-    out of bounds in the backward pass."""
+class SameConv2d(nn.Conv2d):
+    """A 3x3 convolution without bias, padded to ceil(size / stride) outputs."""
 
-    def __init__(self, c_in, c_out, kernel=3, stride=1):
-        super().__init__(c_in, c_out, kernel, stride, kernel // 2, bias=False)
-
-    def forward(self, x):
-        (stride, _), (height, width) = self.stride, x.shape[2:]
-        if self.kernel_size == (1, 1):
-            return F.conv2d(x[..., ::stride, ::stride], self.weight)
-        if stride == 1:
-            return super().forward(x)
-        return F.conv2d(F.pad(x, (width % 2, 1, height % 2, 1)), self.weight, stride=stride)
-
-
-class BatchNorm(nn.BatchNorm2d):
-    """Batch norm of [B, C] or [B, C, H, W] with the statistics of the global batch.
-
-    published code: running statistics of the biased variance, debiased: average_t = hidden_t / (1 -
-    0.9^t). They move in a training forward whose weights have a gradient.
-    """
+    def __init__(self, c_in, c_out, stride=1):
+        padding = 1 if stride == 1 else 0
+        super().__init__(c_in, c_out, 3, stride, padding, bias=False)
 
     def forward(self, x):
-        maps = x if x.ndim == 4 else x[:, :, None, None]
-        if not self.training:
-            return super().forward(maps).view(x.shape)
-        if common.world_size() == 1:
-            y, mean, inverse_std = torch.native_batch_norm(
-                maps, self.weight, self.bias, None, None, True, 0.0, self.eps)
-            var = inverse_std.pow(-2) - self.eps
-        else:
-            count = self.weight.new_full((1,), maps.numel() / maps.shape[1])
-            sums = torch.cat([maps.sum((0, 2, 3), dtype=count.dtype), count])
-            mean, count = common.all_reduce_sum(sums).split([maps.shape[1], 1])
-            mean = mean / count
-            centred = maps - mean[:, None, None]  # two passes: no cancellation
-            var = common.all_reduce_sum(centred.square().sum((0, 2, 3))) / count
-            scale = self.weight * torch.rsqrt(var + self.eps)
-            y = (centred * scale[:, None, None] + self.bias[:, None, None]).to(x.dtype)
-        if self.weight.requires_grad:
-            with torch.no_grad():
-                self.num_batches_tracked += 1
-                steps = self.num_batches_tracked.to(mean.dtype)
-                weight = self.momentum / (1 - (1 - self.momentum) ** steps)
-                self.running_mean.lerp_(mean.to(self.running_mean), weight)
-                self.running_var.lerp_(var.to(self.running_var), weight)
-        return y.view(x.shape)
+        if self.stride == (2, 2):
+            # published code: JAX pads even sizes only at the end
+            height, width = x.shape[2:]
+            x = F.pad(x, (width % 2, 1, height % 2, 1))
+        return super().forward(x)
 
 
-class Residual(nn.Module):
-    """conv-BN-ReLU-conv-BN plus shortcut, ReLU; or BN-ReLU-conv-BN-ReLU-conv plus shortcut: x, or
-    where the shape changes a 1x1 projection, with BN, or of the first pre-activation."""
+def projection(c_in, c_out, stride):
+    """The layers of a shortcut between different shapes."""
+    # Subsample first: the strided 1x1 convolution of PyTorch 2.14 writes out of bounds on CPUs.
+    return [nn.AvgPool2d(1, stride), nn.Conv2d(c_in, c_out, 1, bias=False)]
 
-    def __init__(self, c_in, c_out, stride, pre_activation):
+
+class BasicBlock(nn.Module):
+    """ReLU(body(x) + shortcut(x)), with batch norm after each convolution."""
+
+    def __init__(self, c_in, c_out, stride):
         super().__init__()
-        body = [Conv2d(c_in, c_out, 3, stride), BatchNorm(c_out), nn.ReLU(), Conv2d(c_out, c_out)]
-        shortcut = [Conv2d(c_in, c_out, 1, stride)] if stride > 1 or c_in != c_out else []
-        before, after = [BatchNorm(c_in), nn.ReLU()], []
-        if not pre_activation:
-            before, after = [], [nn.ReLU()]
-            body.append(BatchNorm(c_out))
-            shortcut += [BatchNorm(c_out) for _ in shortcut]
-        self.before, self.body, self.shortcut, self.after = (
-            nn.Sequential(*layers) for layers in (before, body, shortcut, after))
+        self.body = nn.Sequential(
+            SameConv2d(c_in, c_out, stride), nn.BatchNorm2d(c_out), nn.ReLU(),
+            SameConv2d(c_out, c_out), nn.BatchNorm2d(c_out))
+        self.shortcut = nn.Sequential()
+        if stride > 1 or c_in != c_out:
+            self.shortcut = nn.Sequential(*projection(c_in, c_out, stride), nn.BatchNorm2d(c_out))
+
+    def forward(self, x):
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+class PreActivationBlock(nn.Module):
+    """body(h) + shortcut, with h = ReLU(BN(x)): batch norm before each convolution."""
+
+    def __init__(self, c_in, c_out, stride):
+        super().__init__()
+        self.before = nn.Sequential(nn.BatchNorm2d(c_in), nn.ReLU())
+        self.body = nn.Sequential(SameConv2d(c_in, c_out, stride), nn.BatchNorm2d(c_out),
+                                  nn.ReLU(), SameConv2d(c_out, c_out))
+        self.projection = None
+        if stride > 1 or c_in != c_out:
+            self.projection = nn.Sequential(*projection(c_in, c_out, stride))
 
     def forward(self, x):
         h = self.before(x)
-        return self.after(self.body(h) + (self.shortcut(h) if self.shortcut else x))
+        if self.projection is None:
+            return self.body(h) + x
+        return self.body(h) + self.projection(h)
 
 
-class Network(nn.Module):
-    """Layers, a mean over what is left of the image, a linear head: (logits [B, K], features)."""
-
-    def __init__(self, layers, dim, num_classes):
-        super().__init__()
-        self.extractor, self.head = nn.Sequential(*layers), nn.Linear(dim, num_classes)
-
-    def forward(self, x):
-        features = self.extractor(x)
-        features = features.mean((2, 3)) if features.ndim == 4 else features
-        return self.head(features), features
+# Each of the following functions builds one network for inputs of `shape` (C, H, W): it returns a
+# list of layers and the number of features that the last one gives.
 
 
-# name: (pre-activation, channels of the stem and by group, blocks a group); 3x3 stem, no max pool
-RESNETS = {"resnet9": (False, 64, (64, 128, 256, 512), 1),
-           "resnet18": (False, 64, (64, 128, 256, 512), 2),
-           "preact_resnet18": (True, 64, (64, 128, 256, 512), 2),
-           "wrn_16_4": (True, 16, (64, 128, 256), 2)}
+def channels(count, args):
+    return max(1, round(count * args.width))
 
 
-def resnet(args, shape):
-    """Layers and feature dimension; the norm that ends them stands after the stem in a basic one,
-    after the last block in a pre-activation one."""
-    pre_activation, stem, channels, blocks = RESNETS[args.model]
-    wide = lambda c: max(1, round(c * args.width))
-    c_in = stem if args.model == "wrn_16_4" else wide(stem)
-    layers = [Conv2d(shape[0], c_in)]
-    if not pre_activation:
-        layers += [BatchNorm(c_in), nn.ReLU()]
-    for group, c in enumerate(map(wide, channels)):
-        for i in range(blocks):
-            layers.append(Residual(c_in, c, 2 if group and not i else 1, pre_activation))
-            c_in = c
-    if pre_activation:
-        layers += [BatchNorm(c_in), nn.ReLU()]
+def resnet9(args, shape):
+    return resnet(args, shape, blocks=1)
+
+
+def resnet18(args, shape):
+    return resnet(args, shape, blocks=2)
+
+
+def resnet(args, shape, blocks):
+    """Four groups of basic blocks after a 3x3 convolution of stride 1, without a max pool."""
+    c_in = channels(64, args)
+    layers = [SameConv2d(shape[0], c_in), nn.BatchNorm2d(c_in), nn.ReLU()]
+    for group in range(4):
+        c_out = channels(64 * 2**group, args)
+        for index in range(blocks):
+            # Every group but the first one starts by halving the resolution.
+            stride = 2 if group > 0 and index == 0 else 1
+            layers.append(BasicBlock(c_in, c_out, stride))
+            c_in = c_out
+    return layers + [nn.AdaptiveAvgPool2d(1), nn.Flatten()], c_in
+
+
+def preact_resnet18(args, shape):
+    return preact_resnet(args, shape, channels(64, args), groups=(64, 128, 256, 512))
+
+
+def wrn_16_4(args, shape):
+    return preact_resnet(args, shape, 16, groups=(64, 128, 256))
+
+
+def preact_resnet(args, shape, c_in, groups):
+    """Groups of two pre-activation blocks after a 3x3 convolution with `c_in` channels."""
+    layers = [SameConv2d(shape[0], c_in)]
+    for group, count in enumerate(groups):
+        c_out = channels(count, args)
+        for index in range(2):
+            stride = 2 if group > 0 and index == 0 else 1
+            layers.append(PreActivationBlock(c_in, c_out, stride))
+            c_in = c_out
+    layers += [nn.BatchNorm2d(c_in), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return layers, c_in
 
 
 def mlp(args, shape):
-    """ReLU layers, with batch norm if --norm."""
-    layers, dim = [nn.Flatten()], math.prod(shape)
-    for width in args.hidden:
-        width = max(1, round(width * args.width))
-        layers += [nn.Linear(dim, width), *[BatchNorm(width)] * args.norm, nn.ReLU()]
-        dim = width
-    return layers, dim
+    """Linear layers with batch norm and ReLU."""
+    layers = [nn.Flatten()]
+    c_in = math.prod(shape)
+    for count in args.hidden:
+        c_out = channels(count, args)
+        # As images of one pixel, because batch norm over several processes is that of images.
+        layers += [nn.Linear(c_in, c_out), nn.Unflatten(1, (c_out, 1, 1)), nn.BatchNorm2d(c_out),
+                   nn.ReLU(), nn.Flatten()]
+        c_in = c_out
+    return layers, c_in
+
+
+def plain_mlp(args, shape):
+    """Linear layers with ReLU."""
+    layers = [nn.Flatten()]
+    c_in = math.prod(shape)
+    for count in args.hidden:
+        c_out = channels(count, args)
+        layers += [nn.Linear(c_in, c_out), nn.ReLU()]
+        c_in = c_out
+    return layers, c_in
+
+
+# Your own network is one more entry, such a function by its name. Batch norm is nn.BatchNorm2d.
+NETWORKS = {"resnet9": resnet9, "resnet18": resnet18, "preact_resnet18": preact_resnet18,
+            "wrn_16_4": wrn_16_4, "mlp": mlp, "plain_mlp": plain_mlp}
 
 
 def make_network(args, num_classes, shape):
-    """One member for inputs [C, H, W], initialised as published (Haiku's default).
-
-    Weights are normal with std 1/sqrt(fan_in), cut at two std (so of std .88/sqrt(fan_in)), biases
-    0. The head is 0 too: at step 0 all logits, gradients and repulsive forces are 0.
-    """
-    layers, dim = (mlp if args.model == "mlp" else resnet)(args, shape)
-    net = Network(layers, dim, num_classes)
-    for m in net.modules():
-        if isinstance(m, (nn.Conv2d, nn.Linear)):
-            std = m.weight[0].numel() ** -0.5
-            nn.init.trunc_normal_(m.weight, std=std, a=-2 * std, b=2 * std)
-            if m.bias is not None:
-                nn.init.zeros_(m.bias)
-    nn.init.zeros_(net.head.weight)
+    """One member for inputs of `shape` (C, H, W), initialised as published; it returns logits."""
+    layers, dim = NETWORKS[args.model](args, shape)
+    net = nn.Sequential(*layers, nn.Linear(dim, num_classes))
+    for module in net.modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            # Haiku's default: std 1 / sqrt(fan_in), cut at two standard deviations
+            std = module.weight[0].numel() ** -0.5
+            nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    # The first logits are 0, and with them all input gradients and forces.
+    nn.init.zeros_(net[-1].weight)
     return net
-
-
-# ---- Method -------------------------------------------------------------------------------------
-# M members, B examples of the GLOBAL batch, D input dimensions, R <= D principal components.
-
-
-def input_gradient(net, x, y, grad_of="logit", create_graph=True) -> tuple[Tensor, Tensor]:
-    """(logits [B, K], g [B, D]): g_b = d/dx_b sum_b' f_y(x_b'); net(x) gives logits and features.
-
-    f_y is the raw logit of the true class y (paper, 3), its log softmax with `grad_of` "logprob"
-    (Ross et al. 2018), or the output where y is float (regression, K = 1). In training mode batch
-    norm couples the examples, and g has these terms (as published). create_graph: g is
-    differentiable by the parameters.
-    """
-    with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        logits = net(x)[0]
-        scores = logits.log_softmax(1) if grad_of == "logprob" else logits
-        own = logits if y.is_floating_point() else scores.gather(1, y[:, None])
-        g, = torch.autograd.grad(own.sum(), x, create_graph=create_graph)
-    return logits, g.flatten(1)
-
-
-def unit_rows(g, eps=1e-24) -> Tensor:
-    """g / sqrt(|g|^2 + eps) for rows g [..., D]; eps is the square of the paper's 1e-12.
-
-    A row with |g|^2 <= eps has no direction: it is a constant 0, lest its Jacobian of 1/|g| drown
-    all others.
-    """
-    squared = g.square().sum(-1, keepdim=True)
-    return g / torch.where(squared > eps, squared + eps, torch.inf).sqrt()
-
-
-def pca(second_moments) -> tuple[Tensor, Tensor]:
-    """(eigenvectors [D, D] as columns, eigenvalues [D], largest first) of X^T X / (N-1) [D, D]."""
-    eigenvalues, eigenvectors = torch.linalg.eigh(second_moments)
-    return eigenvectors.flip(1), eigenvalues.flip(0).clamp_min(0)
-
-
-def kernel_map(eigenvectors, eigenvalues, alpha=1.0) -> Tensor:
-    """A [D, R] with A A^T = Sigma^-1, so that s = n A has the kernel's distances.
-
-    paper: appendix D.4, Sigma = alpha Lambda^-1 + (1 - alpha) I in the eigenbasis: PCA at alpha 1,
-    the identity at 0. A common factor of Lambda does not matter: the median takes it out.
-    """
-    precision = eigenvalues / (alpha + (1 - alpha) * eigenvalues).clamp_min(1e-30)
-    return eigenvectors * precision.sqrt()
-
-
-def squared_distances(s) -> Tensor:
-    """d_ijb = |s_ib - sg(s_jb)|^2 [M, M, B] of s [M, B, R], the diagonal (0) included.
-
-    By differences: from a Gram matrix few digits would be left when members are nearly equal.
-    """
-    return torch.stack([(s - other).square().sum(-1) for other in s.detach()], 1)
-
-
-def median_bandwidth(d) -> Tensor:
-    """h_jb = med_i d_ijb / ln M + 1e-12 [M, B], constant; an even M averages the two middle ones.
-
-    The zero distance to itself counts. Two members: h is half their distance over ln 2.
-    """
-    # paper: eq. (17), in the published code's form
-    ranked, m = d.detach().sort(0).values, len(d)
-    return (ranked[(m - 1) // 2] + ranked[m // 2]) / (2 * math.log(m)) + 1e-12
-
-
-def repulsion(g, kernel=None, eps=1e-24) -> Tensor:
-    """R = (1/B) sum_i log[(1/B) sum_b sum_j exp(-d_ijb / h_jb)], 0 <= R <= M ln(M) / B, nats.
-
-    Args: g [M, B, D], input gradients of M >= 2 members; kernel A [D, R] of `kernel_map`, or None
-    for the identity. Differentiable in g as WGD wants it: grad R_i = sum_j grad k_ij / sum_j k_ij.
-    The minimised objective is sum_i CE_i + R, CE the mean over B.
-    """
-    # paper: Algorithm 1; both terms are divided by B
-    s = unit_rows(g, eps)
-    d = squared_distances(s if kernel is None else s @ kernel.to(s))
-    exponents = -d / median_bandwidth(d)
-    return (exponents.flatten(1).logsumexp(1) - math.log(g.shape[1])).sum() / g.shape[1]
-
-
-@torch.no_grad()
-def rbf_repulsion(points) -> tuple[Tensor, list]:
-    """(sum_i ln sum_j K_ij, its gradients), K_ij = exp(-d_ij ln(M+1) / med d), of points.
-
-    points: tensors [M, ...], which together are one point a member: d_ij is summed over them. The
-    kernel of repulsive ensembles (D'Angelo and Fortuin 2021) on weights and function values: one
-    median over all M^2 distances, zeros included. The second argument and the bandwidth are
-    constant; the gradients are minus sum_j (2/h) K_ij (p_i - p_j) / sum_j K_ij.
-    """
-    d = sum(torch.stack([(p - other).square().flatten(1).sum(1) for other in p], 1)
-            for p in points)
-    bandwidth = d.flatten().quantile(0.5) / math.log(len(d) + 1) + 1e-12
-    weights = -2 / bandwidth * (-d / bandwidth).softmax(1)
-    gradients = [p * weights.sum(1).view(-1, *[1] * (p.ndim - 1))
-                 - torch.einsum("ij,j...->i...", weights, p) for p in points]
-    return (-d / bandwidth).logsumexp(1).sum(), gradients
-
-
-def function_repulsion(logits, c=0.0) -> Tensor:
-    """(1/B) [sum_i ln sum_j K_ij + sum ln(1 + c z^2)] of logits z [M, B, K]: the kernel of
-    `rbf_repulsion` and a Cauchy prior."""
-    value, (gradient,) = rbf_repulsion([logits])
-    value = value + (gradient * (logits - logits.detach())).sum()  # its value and its gradient
-    return (value + (c * logits.square()).log1p().sum()) / logits.shape[1]
-
-
-@torch.no_grad()
-def feature_directions(logits, y, head_weight, count=5) -> Tensor:
-    """Projections [B, F, count] on the leading directions of the members' likelihood gradients.
-
-    Per example: the left singular vectors of the M gradients d log p(y|z_i) / dz_i (Yashima et al.
-    2022, there from their Gram matrix, which squares the condition). Those of singular values under
-    1 % of the largest, which rounding turns, fade out. logits [M, B, K], y [B], head_weight [K, F].
-    """
-    residual = F.one_hot(y, logits.shape[-1]) - logits.softmax(-1)
-    v = (residual.to(head_weight) @ head_weight).permute(1, 2, 0)  # [B, F, M]
-    basis, small = torch.linalg.qr(v)
-    inner, sizes, _ = torch.linalg.svd(small, full_matrices=False)
-    squared = sizes.square()
-    fade = squared / (squared + 1e-4 * squared[:, :1]).clamp_min(1e-30)
-    return (basis @ inner * fade[:, None])[..., :count]
-
-
-def feature_repulsion(features, directions, c=0.0) -> Tensor:
-    """(1/B) sum_b [sum_i ln sum_j exp(-d_ijb/h_jb) + sum ln(1 + c z^2)] of features z [M, B, F],
-    d along `directions` [B, F, count], h_jb = med_i d_ijb / ln M + 1e-12."""
-    d = squared_distances(torch.einsum("mbf,bfk->mbk", features, directions))
-    value = (-d / median_bandwidth(d)).logsumexp(1).sum()
-    return (value + (c * features.square()).log1p().sum()) / features.shape[1]
-
-
-def pairwise_cosines(g, eps=1e-24) -> Tensor:
-    """cos(g_i, g_j) of all pairs i < j of members and all examples, [M (M-1) / 2, B]."""
-    n = unit_rows(g, eps)
-    first, second = torch.triu_indices(len(g), len(g), 1, device=g.device)
-    return torch.einsum("ibd,jbd->ijb", n, n)[first, second]
-
-
-def local_independence(g, eps=1e-24) -> Tensor:
-    """LIT (Ross et al. 2018): mean over pairs and examples of cos^2(g_i, g_j), g [M, B, D]."""
-    return pairwise_cosines(g, eps).square().mean()
-
-
-def empcov_precision(covariance, eps=0.1) -> Tensor:
-    """(C / c + eps I)^-1 [P, P], c the mean eigenvalue of C, the covariance of the first layer's
-    inputs: times the weight decay and w, the gradient of the prior N(0, a C + e I) that is on
-    average as wide as weight decay."""
-    c = covariance / covariance.diagonal().mean()
-    return torch.linalg.inv(c + eps * torch.eye(len(c)).to(c))
-
-
-def data_loss(logits, y, label_smoothing=0.0) -> Tensor:
-    """Cross entropy of int y [B], or squared error / (2 * 0.1^2) of float y (toy), of logits [M, B,
-    K]: summed over members, each of which has its own gradient, and examples."""
-    if y.is_floating_point():
-        return (logits[..., 0] - y).square().sum() / (2 * 0.1**2)
-    return F.cross_entropy(logits.flatten(0, 1), y.repeat(len(logits)), reduction="sum",
-                           label_smoothing=label_smoothing)
-
-
-def disagreement(log_probs) -> float:
-    """Fraction of ordered pairs of members that predict another class, mean over examples; of
-    log_probs [M, N, K]."""
-    m, n, k = log_probs.shape
-    if m == 1:
-        return 0.0
-    votes = F.one_hot(log_probs.argmax(2), k).sum(0).double()
-    return 1 - ((votes * (votes - 1)).sum(1) / (m * (m - 1))).mean().item()
-
-
-# ---- Training -----------------------------------------------------------------------------------
-
-PARTICLES = {"input_gradient": "input_gradient", "lit": "input_gradient", "function": "logits",
-             "feature": "features"}  # by repulsion: what of a member repels
-
-
-class Members(nn.Module):
-    """C members of an ensemble on the same batch: the unit of memory and of data parallelism."""
-
-    def __init__(self, nets, particles="none", grad_of="logit"):
-        super().__init__()
-        self.nets, self.particles, self.grad_of = nn.ModuleList(nets), particles, grad_of
-
-    def forward(self, x, y, repel=True, graph=True):
-        """Logits [C, B, K] and particles [C, B, D] (D = 0 without `repel`), in float32 at least.
-        Without a `graph` they are constants, and the running statistics stay as they are."""
-        outputs = []
-        self.nets.requires_grad_(graph)
-        for net in self.nets:
-            if repel and self.particles == "input_gradient":
-                outputs.append(input_gradient(net, x, y, self.grad_of, create_graph=graph))
-            else:
-                logits, features = net(x)
-                outputs.append((logits, {"logits": logits, "features": features}.get(
-                    self.particles * repel, logits[:, :0])))
-        self.nets.requires_grad_(True)
-        wide = torch.promote_types(outputs[0][0].dtype, torch.float32)
-        outputs = [torch.stack(part).to(wide) for part in zip(*outputs)]
-        return outputs if graph else [t.detach() for t in outputs]
-
-
-def make_loader(dataset, args, seed=0, train=False):
-    """Batches of this process, on its device; shuffled and augmented only where `train`.
-
-    Second derivatives are fastest in contiguous memory on CPUs, in channels-last memory on GPUs.
-    """
-    return data.Loader(dataset, args.batch_size if train else max(512, args.batch_size),
-                       args.device, seed=seed, shuffle=train and args.dataset not in TOYS,
-                       augment="crop_flip" if train and args.augment else "none",
-                       workers=args.workers,
-                       channels_last=args.device.type == "cuda" and not dataset.is_features)
-
-
-def autocast(args):
-    return torch.autocast(args.device.type, torch.bfloat16, enabled=args.amp == "bf16")
-
-
-def second_moments(dataset, args, first_layer=False) -> Tensor:
-    """X^T X / (N-1) [D, D], float64, of the images as the network sees them, flattened in the order
-    C, H, W, un-augmented; or the covariance of what the first layer sees, 3x3 patches [9C, 9C] or
-    whole inputs (mlp)."""
-    total, mean, count = 0.0, 0.0, 0
-    for batch in make_loader(dataset, args).epoch():
-        x = (batch.images.cpu() if args.device.type == "mps" else batch.images).double()
-        if first_layer and args.model != "mlp":
-            x = F.unfold(x, 3, padding=1).transpose(1, 2).flatten(0, 1)
-        x = x.flatten(1)
-        total, mean, count = total + x.T @ x, mean + x.sum(0), count + len(x)
-    total, mean, count = map(common.all_reduce, (total, mean, total.new_tensor(float(count))))
-    return (total - torch.outer(mean, mean) / count * first_layer) / (count - 1)
-
-
-def principal_components(train_set, args) -> tuple[Tensor, Tensor]:
-    """Eigenvectors [D, R] and eigenvalues [R] of the training images, float32: of --pca, or of the
-    file beside the runs that is named by the images' content, computed on first use."""
-    if isinstance(train_set, data.StreamedSet):
-        raise UserError(f"{train_set.name} is not in memory and has no basis; use --methods "
-                        "forde_identity")
-    dim = math.prod(train_set.shape)
-    rows = train_set.images.flatten(1).contiguous().numpy()
-    content = sum(int(hashlib.sha256(row).hexdigest(), 16) for row in rows)  # in any order
-    content = repr((content, train_set.shape, train_set.mean, train_set.std)).encode()
-    path = Path(args.out_dir, "forde", f"pca-{hashlib.sha256(content).hexdigest()[:20]}.pt")
-    if not args.pca and not common.broadcast(path.exists()):
-        needed, memory = 5 * 8 * dim**2, common.device_memory(args.device)
-        if memory and needed > memory:
-            raise UserError(f"the basis of {dim} inputs needs {needed / 1e9:.1f} GB, the device "
-                            f"has {memory / 1e9:.1f} GB; use --methods forde_identity")
-        moments = second_moments(train_set, args)
-        if common.is_main():
-            vectors, values = (t.float().cpu() for t in pca(moments))
-            common.write(path, common.to_bytes({"eigenvectors": vectors, "eigenvalues": values}))
-    state = common.load_checkpoint(args.pca or path)
-    vectors, values = (state.get(k, torch.empty(0)) for k in ("eigenvectors", "eigenvalues"))
-    if vectors.shape != (dim, len(values)):
-        raise UserError(f"{args.pca or path} is no basis of inputs of {dim} dimensions; give "
-                        "another --pca FILE, or none to have it computed")
-    keep = slice(None, args.pca_components or None)
-    return vectors[:, keep], values[keep]
-
-
-def own_rows(batch) -> slice:
-    """Which rows of the global batch this process has."""
-    share, longer = divmod(batch.global_size, common.world_size())
-    first = common.rank() * share + min(common.rank(), longer)
-    return slice(first, first + len(batch.labels))
-
-
-def global_batch(t, batch) -> Tensor:
-    """[M, B, ...] of all processes from the [M, b, ...] of each."""
-    everyone = t.new_zeros(len(t), batch.global_size, *t.shape[2:])
-    everyone[:, own_rows(batch)] = t
-    return common.all_reduce(everyone)
-
-
-def particle_forces(particles, logits, batch, head, kernel, args):
-    """(R, dR/dparticles [M, b, D] of this process) from the detached particles of this process."""
-    everyone = global_batch(particles, batch).requires_grad_()
-    if args.repulsion == "input_gradient":
-        value = repulsion(everyone, kernel, args.eps)
-    elif args.repulsion == "lit":
-        value = local_independence(everyone, args.eps)
-    elif args.repulsion == "function":
-        value = function_repulsion(everyone, args.cauchy)
-    else:
-        own = feature_directions(logits, batch.labels, head.weight)
-        value = feature_repulsion(everyone, global_batch(own[None], batch)[0], args.cauchy)
-    force, = torch.autograd.grad(value, everyone)
-    return value.detach(), force[:, own_rows(batch)]
-
-
-def ensemble_step(chunks, batch, kernel, args, repel):
-    """Gradients of sum_i CE_i + coef R; returns (CE sum of this process, R, logits).
-
-    One chunk keeps its graph from the particles to the force and back. Several have the particles
-    without a graph first, so that one chunk's activations are in memory at a time.
-    """
-    x, y = batch.images, batch.labels
-    value, loss_sum, all_logits, forces = x.new_zeros(()), 0.0, [], [None] * len(chunks)
-    if repel:
-        with autocast(args):
-            outputs = [chunks[0](x, y)] if len(chunks) == 1 else [
-                getattr(chunk, "module", chunk)(x, y, graph=False) for chunk in chunks]
-        logits, particles = (torch.cat([out[k].detach() for out in outputs]) for k in (0, 1))
-        head = getattr(chunks[0], "module", chunks[0]).nets[0].head
-        value, force = particle_forces(particles, logits, batch, head, kernel, args)
-        forces = (args.repulsion_coef * force).split(args.members // len(chunks))
-    for chunk, force in zip(chunks, forces):
-        if len(chunks) > 1 or not repel:
-            with autocast(args):
-                outputs = [chunk(x, y, repel)]
-        logits, particles = outputs[0]
-        loss = data_loss(logits, y, args.label_smoothing)
-        total = loss / batch.global_size
-        if repel:
-            total = total + (particles * force).sum()
-        (total * common.world_size()).backward()  # DDP divides by the number of processes
-        loss_sum += loss.detach()
-        all_logits.append(logits.detach())
-    return loss_sum, value, torch.cat(all_logits)
-
-
-@torch.no_grad()
-def finish_gradients(nets, args, n_train, precision, repel):
-    """What acts on the parameters themselves: weight repulsion, the shared classifier, EmpCov."""
-    value = 0.0
-    if repel and args.repulsion == "weight":
-        groups = list(zip(*(net.parameters() for net in nets)))
-        value, forces = rbf_repulsion([torch.stack(group) for group in groups])
-        value, scale = value / n_train, args.repulsion_coef / n_train
-        for group, force in zip(groups, forces):
-            torch._foreach_add_([p.grad for p in group], list(force), alpha=scale)
-    if args.repulsion == "feature":  # one classifier: M equal copies, the mean of their gradients
-        for group in zip(*(net.head.parameters() for net in nets)):
-            mean = torch.stack([p.grad for p in group]).mean(0)
-            for p in group:
-                p.grad.copy_(mean)
-    if precision is not None:
-        for net in nets:
-            w = next(net.parameters())  # of the first layer
-            w.grad += args.weight_decay * (w.flatten(1) @ precision.to(w)).view_as(w)
-    return value
 
 
 def make_ensemble(args, seed, num_classes, shape):
@@ -674,71 +356,368 @@ def make_ensemble(args, seed, num_classes, shape):
     for member in range(args.members):
         common.seed_all(seed, member)
         nets.append(make_network(args, num_classes, shape))
-    last = args.device.type == "cuda" and args.model != "mlp"
-    return nn.ModuleList(nets).to(
-        args.device, memory_format=torch.channels_last if last else torch.contiguous_format)
+    memory_format = torch.contiguous_format
+    if channels_last(args):
+        memory_format = torch.channels_last
+    return nn.ModuleList(nets).to(args.device, memory_format=memory_format)
 
 
-def make_optimiser(nets, args):
-    """SGD on every tensor of every member: g + wd theta, momentum by Nesterov."""
-    stems = [next(net.parameters()) for net in nets] if args.prior == "empcov" else []
-    rest = [p for p in nets.parameters() if all(p is not s for s in stems)]
-    groups = [{"params": rest}] + [{"params": stems, "weight_decay": 0.0}] * bool(stems)
-    return torch.optim.SGD(groups, lr=args.lr, momentum=args.momentum, nesterov=args.momentum > 0,
-                           weight_decay=args.weight_decay)
+def channels_last(args):
+    """Whether images are in channels-last memory: second derivatives on CPUs are slower in it."""
+    return args.device.type == "cuda" and args.model not in ("mlp", "plain_mlp")
 
 
-def learning_rate(step, steps_per_epoch, args) -> float:
-    """The learning rate at a global step (from 0): a pure function, so resuming needs no state.
+# ---- Method -------------------------------------------------------------------------------------
+# To copy this section, copy these imports, too:
+#   import math
+#   import torch
+#   import torch.nn.functional as F
+#
+# M members, B examples, K classes, D input dimensions. The repulsion of Algorithm 1 is
+#   repulsion(log_kernel(unit_rows(g) @ A)), with input gradients g [M, B, D] and A of `metric_root`
 
-    published: with t = epoch/epochs, constant to t = 0.5, linear to lr * ratio at 0.9, constant.
+
+def input_gradient(net, x, y, grad_of="logit"):
+    """The logits f [B, K] of a network, and g_b = d/dx_b sum_b' f(x_b')[y_b'], flattened [B, D].
+
+    In training mode, batch norm couples the examples, and g has these terms (as published). g can
+    be differentiated by the parameters, except under torch.no_grad(), where both are constants.
+    With grad_of "logprob", f is the log softmax (Ross et al. 2018).
     """
+    differentiable = torch.is_grad_enabled()
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        logits = net(x)
+        outputs = logits
+        if grad_of == "logprob":
+            outputs = logits.log_softmax(1)
+        of_label = outputs.gather(1, y[:, None])                       # [B, 1]
+        g, = torch.autograd.grad(of_label.sum(), x, create_graph=differentiable)
+    if not differentiable:
+        logits = logits.detach()
+    return logits, g.flatten(1)
+
+
+def function_values(net, x, y):
+    """The logits [B, K], and again as particles: function-RDE repels in them."""
+    logits = net(x)
+    return logits, logits
+
+
+def no_particles(net, x, y):
+    """The logits [B, K], and particles [B, 0]."""
+    logits = net(x)
+    return logits, logits[:, :0]
+
+
+def unit_rows(g, eps=1e-24):
+    """g / sqrt(|g|^2 + eps) for rows g [..., D]; eps is the square of the paper's 1e-12.
+
+    A row with |g|^2 <= eps has no direction. It becomes 0, a constant: the derivative of 1/|g|
+    would exceed all others.
+    """
+    squared_length = g.square().sum(-1, keepdim=True)
+    has_direction = squared_length > eps
+    return g / torch.where(has_direction, squared_length + eps, torch.inf).sqrt()
+
+
+def pca(second_moments):
+    """Eigenvectors [D, D] as columns, and eigenvalues [D], largest first, of X^T X / (N - 1)."""
+    eigenvalues, eigenvectors = torch.linalg.eigh(second_moments)
+    return eigenvectors.flip(1), eigenvalues.flip(0).clamp_min(0)
+
+
+def metric_root(eigenvectors, eigenvalues, alpha=1.0):
+    """A [D, D] with A A^T = Sigma^-1, so that distances are those of the rows s = u A.
+
+    paper: appendix D.4, Sigma = alpha Lambda^-1 + (1 - alpha) I in the eigenbasis; PCA is alpha 1.
+    A factor of the eigenvalues has no effect: it is part of the bandwidth, too.
+    """
+    precision = eigenvalues / (alpha + (1 - alpha) * eigenvalues).clamp_min(1e-30)
+    return eigenvectors * precision.sqrt()
+
+
+def squared_distances(s):
+    """|s_i - s_j|^2 [M, M, ...] of rows s [M, ..., D]; s_j is a constant, i = j is included."""
+    # By differences: in the products of a Gram matrix, nearly equal members would cancel.
+    columns = [(s - other).square().sum(-1) for other in s.detach()]
+    return torch.stack(columns, 1)
+
+
+def log_kernel(s):
+    """log k_ijb = -|s_ib - s_jb|^2 / h_jb [M, M, B] of s [M, B, D], M > 1; s_jb, h_jb are constant.
+
+    paper: equation (17), in the published code's form, h_jb = med_i |s_ib - s_jb|^2 / ln M + 1e-12
+    """
+    distance = squared_distances(s)                                    # [M, M, B]
+    members = len(s)
+    ranked = distance.detach().sort(0).values
+    # The median over i includes i = j; of an even number it is the mean of the middle two.
+    median = (ranked[(members - 1) // 2] + ranked[members // 2]) / 2   # [M, B]
+    bandwidth = median / math.log(members) + 1e-12
+    return -distance / bandwidth
+
+
+def repulsion(log_k):
+    """R = (1/B) sum_i log[(1/B) sum_b sum_j k_ijb] of log k [M, M, B]; 0 <= R <= M ln(M) / B.
+
+    Its gradient is that of Wasserstein gradient descent, sum_i [sum_j grad k_ij / sum_j k_ij],
+    because `log_kernel` has constant second arguments. B is the global batch size.
+    """
+    batch = log_k.shape[2]
+    log_density = log_k.flatten(1).logsumexp(1) - math.log(batch)      # [M]
+    return log_density.sum() / batch
+
+
+def rbf_repulsion(points):
+    """sum_i ln sum_j exp(-|p_i - p_j|^2 / h) of points [M, P], with constant p_j and h.
+
+    The kernel of D'Angelo and Fortuin (2021): h = med / ln(M + 1), with one median over all M^2
+    squared distances.
+    """
+    distance = squared_distances(points)                               # [M, M]
+    bandwidth = distance.detach().flatten().quantile(0.5) / math.log(len(points) + 1) + 1e-12
+    return (-distance / bandwidth).logsumexp(1).sum()
+
+
+def function_repulsion(logits, cauchy=1e-6):
+    """(1/B) [`rbf_repulsion` of the members' logits z [M, B, K] + sum ln(1 + cauchy z^2)].
+
+    paper: appendix C.2, the Cauchy prior on the logits
+    """
+    prior = (cauchy * logits.square()).log1p().sum()
+    return (rbf_repulsion(logits.flatten(1)) + prior) / logits.shape[1]
+
+
+def pairwise_cosines(g):
+    """cos(g_i, g_j) of all pairs i < j of members [M (M - 1) / 2, B], from g [M, B, D]."""
+    unit = unit_rows(g)
+    first, second = torch.triu_indices(len(g), len(g), 1, device=g.device)
+    return torch.einsum("ibd,jbd->ijb", unit, unit)[first, second]
+
+
+def local_independence(g):
+    """LIT (Ross et al. 2018): the mean of cos^2(g_i, g_j) over pairs and examples, g [M, B, D]."""
+    return pairwise_cosines(g).square().mean()
+
+
+def data_loss(logits, labels):
+    """The cross entropy of logits [M, B, K] and labels [B], summed over members and examples."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.repeat(len(logits)), reduction="sum")
+
+
+def disagreement(log_probs):
+    """Fraction of ordered pairs of members that predict different classes; log_probs [M, N, K]."""
+    members, _, num_classes = log_probs.shape
+    votes = F.one_hot(log_probs.argmax(2), num_classes).sum(0).double()  # [N, K]
+    agreeing_pairs = (votes * (votes - 1)).sum(1)                      # [N]
+    pairs = max(1, members * (members - 1))
+    return (1 - agreeing_pairs / pairs).mean().item()
+
+
+# ---- Training -----------------------------------------------------------------------------------
+
+
+class Members(nn.Module):
+    """Some or all members of an ensemble, which DistributedDataParallel can wrap."""
+
+    def __init__(self, nets):
+        super().__init__()
+        self.nets = nn.ModuleList(nets)
+
+    def forward(self, x, y, particles):
+        """Logits [C, B, K] and particles [C, B, ...] in float32; `particles`: see `particles_of`."""
+        outputs = [particles(net, x, y) for net in self.nets]
+        # bfloat16 is not precise enough for losses and distances; float64 stays.
+        dtype = torch.promote_types(outputs[0][0].dtype, torch.float32)
+        logits, points = zip(*outputs)
+        return torch.stack(logits).to(dtype), torch.stack(points).to(dtype)
+
+
+def particles_of(args):
+    """The function of (net, x, y) that gives the logits, and what repels in this method."""
+    if args.repulsion in ("input_gradient", "lit"):
+        return partial(input_gradient, grad_of=args.grad_of)
+    if args.repulsion == "function":
+        return function_values
+    return no_particles
+
+
+def own_rows(batch):
+    """Which rows of the global batch this process has, as a slice."""
+    share, longer = divmod(batch.global_size, common.world_size())
+    first = common.rank() * share + min(common.rank(), longer)
+    return slice(first, first + len(batch.labels))
+
+
+def global_batch(particles, batch):
+    """Particles [M, B, ...] of all processes, from those of this process [M, b, ...]."""
+    shape = (len(particles), batch.global_size) + particles.shape[2:]
+    everyone = particles.new_zeros(shape)
+    everyone[:, own_rows(batch)] = particles
+    return common.all_reduce(everyone)
+
+
+def ensemble_step(members, batch, metric, args):
+    """Algorithm 1 on one batch: add the gradient of sum_i CE_i + R to those of the parameters.
+
+    members: a function that gives logits [M, b, K] and particles [M, b, D] of this process's
+    examples; metric: A of `metric_root`, None for the identity. Returns the cross entropy, summed
+    over members and these examples, R, and the logits.
+    """
+    # 1. The input gradients of all members. Methods of comparison have other particles.
+    with common.autocast(args):
+        logits, particles = members(batch.images, batch.labels, particles_of(args))
+
+    # Members repel over the global batch.
+    g = global_batch(particles.detach(), batch).requires_grad_()       # [M, B, D]
+    if args.repulsion == "input_gradient":
+        # 2. Unit vectors: only the directions of the gradients count.
+        s = unit_rows(g)                                               # [M, B, D]
+        if metric is not None:
+            s = s @ metric.to(s)
+        # 3. The kernel between members, which is summed over examples and members j.
+        log_k = log_kernel(s)                                          # [M, M, B]
+        value = repulsion(log_k)
+    else:
+        value = COMPARISONS[args.repulsion](g)
+    # 4. The force, the gradient of R by the particles of this process.
+    force, = torch.autograd.grad(value, g)
+    force = force[:, own_rows(batch)]                                  # [M, b, D]
+
+    # 5. The loss. The force is a constant: its product with the particles has the gradient of R.
+    loss = data_loss(logits, batch.labels)
+    total = loss / batch.global_size + args.repulsion_coef * (particles * force).sum()
+    # 6. The backward pass, also through the input gradients. DDP averages over the processes.
+    (total * common.world_size()).backward()
+    return loss.detach(), value.detach(), logits.detach()
+
+
+COMPARISONS = {"lit": local_independence, "function": function_repulsion}
+
+
+def chunked_step(chunks, batch, metric, args):
+    """`ensemble_step` with the activations of one chunk of members at a time, in two passes."""
+    # The first pass has no graph. It gives what the members of Algorithm 1 would give.
+    parts = []
+    with torch.no_grad(), common.autocast(args):
+        for chunk in chunks:
+            parts.append(chunk(batch.images, batch.labels, particles_of(args)))
+    logits = torch.cat([part[0] for part in parts]).requires_grad_()
+    particles = torch.cat([part[1] for part in parts]).requires_grad_()
+    # The backward pass of Algorithm 1 ends at these outputs ...
+    result = ensemble_step(lambda *_: (logits, particles), batch, metric, args)
+
+    # ... and goes on to the weights in the second pass. Running averages moved in the first one.
+    set_momentum(chunks, 0.0)
+    gradients = zip(logits.grad.split(args.chunk), particles.grad.split(args.chunk))
+    for chunk, gradient in zip(chunks, gradients):
+        with common.autocast(args):
+            outputs = chunk(batch.images, batch.labels, particles_of(args))
+        torch.autograd.backward(outputs, gradient)
+    return result
+
+
+def independent_step(chunks, batch, args):
+    """Add the gradient of sum_i CE_i alone; returns what `ensemble_step` does, with R = 0."""
+    losses = []
+    outputs = []
+    for chunk in chunks:
+        with common.autocast(args):
+            logits, _ = chunk(batch.images, batch.labels, no_particles)
+        loss = data_loss(logits, batch.labels)
+        (loss * common.world_size() / batch.global_size).backward()
+        losses.append(loss.detach())
+        outputs.append(logits.detach())
+    loss = torch.stack(losses).sum()
+    return loss, torch.zeros_like(loss), torch.cat(outputs)
+
+
+def repel_weights(nets, num_train, args):
+    """Weight-RDE: add the gradient of R / N, the repulsion of the weights; returns R / N."""
+    points = []
+    for net in nets:
+        points.append(torch.cat([p.flatten() for p in net.parameters()]))
+    # The cross entropy is a mean over examples, so the prior is divided by their number.
+    value = rbf_repulsion(torch.stack(points)) / num_train             # points [M, P]
+    (args.repulsion_coef * value).backward()
+    return value.detach()
+
+
+def set_momentum(nets, momentum):
+    """Set how far a step moves the running statistics of batch norm."""
+    for net in nets:
+        for module in net.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.momentum = momentum
+
+
+def learning_rate(step, steps_per_epoch, args):
+    """The learning rate at a step, counted from the start of training."""
     if args.schedule == "published":
-        t = (step // steps_per_epoch) / max(1, args.epochs)
-        return args.lr * (1 - (1 - args.lr_ratio) * min(1.0, max(0.0, (t - 0.5) / 0.4)))
-    total = max(1, args.epochs * steps_per_epoch)
-    warm = 0.2 * total
-    return args.lr * ((step + 1) / (warm + 1) if step < warm else (total - step) / (total - warm))
+        # With t = epoch / epochs: constant to t = 0.5, linear to t = 0.9, constant.
+        t = (step // steps_per_epoch) / args.epochs
+        decay = min(1.0, max(0.0, (t - 0.5) / 0.4))
+        return args.lr * (1 - (1 - args.lr_ratio) * decay)
+    # one_cycle: a linear warm-up in the first fifth of the steps, then linearly to zero
+    total = args.epochs * steps_per_epoch
+    warm_up = 0.2 * total
+    if step < warm_up:
+        return args.lr * ((step + 1) / (warm_up + 1))
+    return args.lr * ((total - step) / (total - warm_up))
 
 
-def train(nets, sets, basis, run, name, args, seed):
-    """All members together; goes on after the last whole epoch of this run, exactly."""
-    m, train_set, precision = args.members, sets["train"], sets.get("precision")
-    kernel = kernel_map(*basis, args.alpha).to(args.device) if basis and args.alpha else None
-    optimiser = make_optimiser(nets, args)
-    particles, size = PARTICLES.get(args.repulsion, "none"), args.chunk or m
-    chunks = [common.data_parallel(Members(nets[i:i + size], particles, args.grad_of), args.device,
-                                   twice=True) for i in range(0, m, size)]
-    loader = make_loader(train_set, args, seed, train=True)
-    # published code: the last, partial batch is left
-    steps = min(max(1, len(train_set) // args.batch_size), args.limit_steps or len(loader))
-    for epoch in run.epochs(args.epochs, name=name, net=nets, optimiser=optimiser):
+def train(nets, train_set, metric, args, seed, run, name):
+    """Train all members together, on the same batches; resumes from the last completed epoch."""
+    optimiser = torch.optim.SGD(nets.parameters(), lr=args.lr, momentum=0.9, nesterov=True,
+                                weight_decay=args.weight_decay)
+    # The order and the augmentation of the images depend only on the seed and the epoch.
+    augment = "crop_flip" if args.augment else "none"
+    loader = data.Loader(train_set, args.batch_size, args.device, seed=seed, shuffle=True,
+                         augment=augment, workers=args.workers, channels_last=channels_last(args))
+    # published code: the last, smaller batch of an epoch is dropped
+    whole_batches = max(1, len(train_set) // args.batch_size)
+    steps = min(whole_batches, run.steps_per_epoch(loader))
+    size = args.chunk or args.members
+    chunks = []
+    for first in range(0, args.members, size):
+        members = Members(nets[first:first + size])
+        chunks.append(common.data_parallel(members, args.device))
+
+    # Checkpoints contain the networks and the optimiser. The loop starts at the first epoch that
+    # is left, and `run.end_epoch` saves and logs.
+    for epoch in run.epochs(args.epochs, name, net=nets, optimiser=optimiser):
+        common.seed_all(seed, epoch, common.rank())  # for networks with dropout
         nets.train()
-        totals = torch.zeros(4, device=args.device)  # CE, R, right predictions, examples
-        for step, batch in run.steps(loader, epoch):
-            if step == steps:
-                break
+        totals = torch.zeros(4, device=args.device)  # cross entropy, R, correct, examples
+        for step, batch in itertools.islice(run.steps(loader, epoch), steps):
+            # Functions of the step: a resumed run needs no state of a scheduler.
             now = epoch * steps + step
             lr = learning_rate(now, steps, args)
             for group in optimiser.param_groups:
                 group["lr"] = lr
-            repel = args.repulsion != "none" and now % args.repulse_every == 0
-            optimiser.zero_grad(set_to_none=True)
-            loss, value, logits = ensemble_step(
-                chunks, batch, kernel, args, repel and args.repulsion != "weight")
-            value = value + finish_gradients(nets, args, len(train_set), precision, repel)
+            # published code: averages with decay 0.9, divided by 1 - 0.9^t after t steps
+            set_momentum(nets, 0.1 / (1 - 0.9 ** (now + 1)))
+
+            optimiser.zero_grad()
+            repels = args.repulsion != "none" and now % args.repulse_every == 0
+            if not repels or args.repulsion == "weight":
+                loss, value, logits = independent_step(chunks, batch, args)
+            elif len(chunks) == 1:
+                loss, value, logits = ensemble_step(chunks[0], batch, metric, args)
+            else:
+                loss, value, logits = chunked_step(chunks, batch, metric, args)
+            if repels and args.repulsion == "weight":
+                value = repel_weights(nets, len(train_set), args)
             optimiser.step()
-            right = (logits.argmax(2) == batch.labels).sum() / m
-            totals += torch.stack([loss / m, value / m * len(batch.labels), right,
-                                   right.new_full((), len(batch.labels))])
-        loss, value, right, n = common.all_reduce(totals).unbind()
-        more = {} if train_set.num_classes == 1 else {"accuracy": right / n}
-        if args.eval_every and (epoch + 1) % args.eval_every == 0:
-            log_probs = predict(nets, sets["val"], args)
-            if log_probs is not None:
-                values = predictive_metrics(log_probs, sets["val"].labels)
-                more |= {"val_nll": values["nll"], "val_accuracy": values["accuracy"]}
-        run.log(loss / n, repulsion=value / n, lr=lr, examples=n, **more)
+
+            totals[0] += loss / args.members
+            totals[1] += value / args.members * len(batch.labels)
+            totals[2] += (logits.argmax(2) == batch.labels).sum() / args.members
+            totals[3] += len(batch.labels)
+        loss, value, correct, examples = common.all_reduce(totals).tolist()
+        run.end_epoch(loss / examples, repulsion=value / examples, accuracy=correct / examples,
+                      lr=lr, examples=examples)
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
@@ -746,355 +725,447 @@ def train(nets, sets, basis, run, name, args, seed):
 
 @torch.no_grad()
 def predict(nets, dataset, args):
-    """Log-probabilities [M, N, K] float32 of all members, in the set's order, on the main process
-    (None on the others). Regression (K = 1): the outputs themselves."""
+    """Log probabilities [M, N, K] of all members for a whole set; None but on the main process."""
     nets.eval()
-    rows, index = [], []
-    for batch in make_loader(dataset, args).epoch():
-        if not len(batch.labels):  # more processes than images left
-            continue
-        with autocast(args):
-            logits = torch.stack([net(batch.images)[0] for net in nets], 1).float()
-        rows.append((logits if logits.shape[2] == 1 else logits.log_softmax(2)).cpu())
-        index.append(batch.index.cpu())
-    gathered = common.gather_rows(torch.cat(index), torch.cat(rows))
-    if gathered and not gathered[0].isfinite().all():
-        raise UserError(f"outputs on {dataset.name} are not finite, a member has diverged; train "
-                        "again with a lower --lr")
-    return gathered and gathered[0].transpose(0, 1)
+    loader = data.Loader(dataset, max(512, args.batch_size), args.device, workers=args.workers,
+                         channels_last=channels_last(args))
+    batches = []
+    for batch in loader.epoch():
+        with common.autocast(args):
+            logits = torch.stack([net(batch.images) for net in nets], 1)   # [b, M, K]
+        batches.append({"index": batch.index, "log_probs": logits.float().log_softmax(2)})
+    columns = common.gather_rows(batches)
+    if not columns:
+        return None
+    return columns["log_probs"].transpose(0, 1)
 
 
-def mean_log_probs(log_probs) -> Tensor:
-    """Log of the mean of the members' probabilities [N, K], float64, from [M, N, K]."""
-    parts = [part.double().logsumexp(0) for part in log_probs.split(10_000, 1)]
-    return torch.cat(parts) - math.log(len(log_probs))
+@torch.no_grad()
+def gradient_distance(nets, dataset, args):
+    """Mean of 1 - cos of two members' input gradients in eval mode, over pairs and examples."""
+    if len(nets) == 1:
+        return 0.0
+    nets.eval()
+    loader = data.Loader(dataset, max(512, args.batch_size), args.device, workers=args.workers,
+                         channels_last=channels_last(args))
+    total = torch.zeros((), device=args.device)
+    for batch in loader.epoch():
+        gradients = []
+        with common.autocast(args):
+            for net in nets:
+                _, g = input_gradient(net, batch.images, batch.labels, args.grad_of)
+                gradients.append(g)
+        cosines = pairwise_cosines(torch.stack(gradients))             # [M (M - 1) / 2, b]
+        total += (1 - cosines).mean(0).sum()
+    return common.all_reduce(total).item() / len(dataset)
 
 
-def predictive_metrics(log_probs, labels) -> dict:
-    """Metrics of the mixture of members, log_probs [M, N, K] (paper: all of them on the mean).
+def mean_log_probs(log_probs):
+    """Log of the mean of the members' probabilities [N, K], float64, of log_probs [M, N, K]."""
+    if not log_probs.isfinite().all():
+        raise UserError("the outputs of a member are not finite; train again with a lower --lr")
+    # In blocks: the corrupted sets of CIFAR-100 would take 1.5 GB in float64.
+    blocks = [block.double().logsumexp(0) for block in log_probs.split(10_000, 1)]
+    return torch.cat(blocks) - math.log(len(log_probs))
 
-    nll_miss is the mean NLL over the ensemble's errors, None without errors. Uncertainties are in
-    nats, with their population standard deviation over the set.
-    """
+
+def predictive_metrics(log_probs, labels):
+    """Metrics of the mean prediction of log_probs [M, N, K]; nll_miss is the NLL of its errors."""
     mean = mean_log_probs(log_probs)
     probs = mean.exp()
+    metrics = {"accuracy": common.accuracy(probs, labels), "nll": common.nll(mean, labels),
+               "nll_miss": None, "ece15": common.ece(probs, labels),
+               "brier": common.brier(probs, labels)}
     wrong = probs.argmax(1) != labels
-    values = {"n": len(labels), "accuracy": common.accuracy(probs, labels),
-              "nll": common.nll(mean, labels),
-              "nll_miss": common.nll(mean[wrong], labels[wrong]) if wrong.any() else None,
-              "ece15": common.ece(probs, labels), "brier": common.brier(probs, labels)}
-    values |= {f"top{k}_accuracy": common.top_k_accuracy(probs, labels, k)
-               for k in (2, 3) if k <= probs.shape[1]}
-    values["member_accuracy"] = float(np.mean([common.accuracy(p, labels) for p in log_probs]))
-    values["disagreement"] = disagreement(log_probs)
-    return values | uncertainty_metrics(log_probs)
+    if wrong.any():
+        metrics["nll_miss"] = common.nll(mean[wrong], labels[wrong])
+    for k in (2, 3):
+        if k <= probs.shape[1]:
+            metrics[f"top{k}_accuracy"] = common.top_k_accuracy(probs, labels, k)
+    of_members = [common.accuracy(member, labels) for member in log_probs]
+    metrics["member_accuracy"] = np.mean(of_members)
+    metrics["disagreement"] = disagreement(log_probs)
+    return metrics | uncertainty_metrics(common.ensemble_uncertainty(log_probs))
 
 
-def uncertainty_metrics(log_probs) -> dict:
-    parts = common.ensemble_uncertainty(log_probs)
-    return {f"{name}_{k}": value.item() for name in ("total", "aleatoric", "epistemic")
-            for k, value in (("mean", parts[name].mean()), ("std", parts[name].std(correction=0)))}
+def uncertainty_metrics(uncertainty):
+    """Mean and population standard deviation over a set of `common.ensemble_uncertainty`."""
+    metrics = {}
+    for name in ("total", "aleatoric", "epistemic"):
+        metrics[f"{name}_mean"] = uncertainty[name].mean()
+        metrics[f"{name}_std"] = uncertainty[name].std(correction=0)
+    return metrics
 
 
-def gradient_distance(nets, dataset, args) -> dict:
-    """Mean over pairs of members and examples of 1 - cos of their input gradients (eval mode)."""
-    if args.members == 1:
-        return {}
-    members = Members(nets, "input_gradient", args.grad_of).eval()
-    total = torch.zeros((), device=args.device)
-    for batch in make_loader(dataset, args).epoch():
-        if len(batch.labels):
-            with autocast(args):
-                _, g = members(batch.images, batch.labels, graph=False)
-            total += (1 - pairwise_cosines(g, args.eps)).mean(0).sum()
-    return {"gradient_distance": common.all_reduce(total).item() / len(dataset)}
+def clean_rows(sets, outputs, distance, key):
+    """The rows of the test set, of the validation set, and of the test set against OOD sets.
 
-
-def evaluate(nets, sets, args) -> tuple[list, list]:
-    """(rows of one ensemble: test set, OOD sets against it, corrupted sets; rows by corruption),
-    on the main process; the others only predict."""
-    test, val = sets["test"], sets["val"]
-    log_probs = predict(nets, test, args)
-    distance = gradient_distance(nets, data.evenly(test, args.diversity_examples), args)
-    on_val = predict(nets, val, args) if val is not None else None
-    outside = {name: predict(nets, dataset, args) for name, dataset in sets["ood"].items()}
-    shifted, by_kind = evaluate_shift(nets, sets["shift"], args)
-    if not common.is_main():
-        return [], []
-    rows = [{"set": test.name, **predictive_metrics(log_probs, test.labels), **distance}]
-    if val is not None:
-        temperature = common.fit_temperature(mean_log_probs(on_val), val.labels)
-        scaled = (mean_log_probs(log_probs) / temperature).log_softmax(1)
-        rows[0] |= {"temperature": temperature, "nll_scaled": common.nll(scaled, test.labels),
-                    "ece15_scaled": common.ece(scaled.exp(), test.labels)}
-        rows.append({"set": "val", **predictive_metrics(on_val, val.labels)})
-    inside = common.ensemble_uncertainty(log_probs)
-    for against, log_probs in outside.items():
-        row, scores = {"n": log_probs.shape[1]}, common.ensemble_uncertainty(log_probs)
-        for score in ("total", "epistemic"):
-            values = common.ood_metrics(inside[score], scores[score], larger_means="ood")
-            row |= {f"{metric}_{score}": v for metric, v in values.items()}
-        rows.append({"set": test.name, "against": against, **row, **uncertainty_metrics(log_probs)})
-    return rows + shifted, by_kind
-
-
-def evaluate_shift(nets, shift, args) -> tuple[list, list]:
-    """Rows by severity, all kinds pooled, and their mean (cA, cNLL, cECE); rows by kind.
-
-    Pooled ECE is not the mean over kinds, which is there too as ece15_by_kind.
+    outputs: data.Sets of log probabilities [M, N, K]; key: method and seed, with which rows begin
     """
-    name, kinds, corrupted = shift
-    rows, by_kind = [], []
-    for severity in data.SEVERITIES if kinds else ():
-        pooled, labels, few = [], [], []
-        for kind in kinds:
-            dataset = corrupted(kind, severity)
-            pooled.append(predict(nets, dataset, args))
+    test = sets.test
+    log_probs = outputs.test
+    rows = [{**key, "set": test.name, "n": len(test)}]
+    rows[0] |= predictive_metrics(log_probs, test.labels)
+    rows[0]["gradient_distance"] = distance
+    if sets.val is not None:
+        on_val = mean_log_probs(outputs.val)
+        temperature = common.fit_temperature(on_val, sets.val.labels)
+        # Logarithms of probabilities are logits: their softmax gives the probabilities back.
+        scaled = (mean_log_probs(log_probs) / temperature).log_softmax(1)
+        rows[0]["temperature"] = temperature
+        rows[0]["nll_scaled"] = common.nll(scaled, test.labels)
+        rows[0]["ece15_scaled"] = common.ece(scaled.exp(), test.labels)
+        row = {**key, "set": "val", "n": len(sets.val)}
+        rows.append(row | predictive_metrics(outputs.val, sets.val.labels))
+    inside = common.ensemble_uncertainty(log_probs)
+    for name in sets.ood:
+        mean_log_probs(outputs.ood[name])  # refuses infinite ones
+        outside = common.ensemble_uncertainty(outputs.ood[name])
+        row = {**key, "set": test.name, "against": name, "n": len(test)}
+        for score in ("total", "epistemic"):
+            found = common.ood_metrics(inside[score], outside[score], larger_means="ood")
+            for metric, value in found.items():
+                row[f"{metric}_{score}"] = value
+        rows.append(row | uncertainty_metrics(outside))
+    return rows
+
+
+class Shift(NamedTuple):
+    """The corrupted test sets of a run."""
+
+    name: str                     # of all of them together
+    kinds: list                   # of corruption
+    clean: data.ImageSet | None   # the images to corrupt; None for the published sets
+
+
+def find_shift(test_set, args):
+    """The Shift of these options; None if there is none."""
+    if args.shift == "none":
+        return None
+    if args.shift == "published":
+        name = f"{args.dataset}_c"
+        kinds = data.corruption_kinds(name, args.data_dir)
+        if not kinds:
+            return None
+        return Shift(data.corrupted_name(name, kinds), kinds, None)
+    clean = data.evenly(test_set, args.shift_examples or None)
+    if isinstance(clean, data.StreamedSet):
+        clean = common.on_each_machine(clean.in_memory)
+    # These corruptions are not those of the published -C sets.
+    name = "glyphs_c" if test_set.name == "glyphs" else f"{test_set.name}_computed_c"
+    return Shift(name, list(data.CORRUPTIONS), clean)
+
+
+def corrupted_set(shift, kind, severity, test_set, args):
+    """The test set, or --shift-examples of it, under one corruption."""
+    if shift.clean is not None:
+        return data.corrupted(shift.clean, kind, severity)
+    dataset = data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir)
+    return data.evenly(data.match(dataset, test_set), args.shift_examples or None)
+
+
+DIVERSITY_EXAMPLES = 1000  # of a test set, for the input gradients
+
+
+def evaluate_shift(nets, shift, test_set, args, key):
+    """The rows of each severity, with all kinds of corruption as one set, and of their mean."""
+    rows = []
+    for severity in data.SEVERITIES:
+        log_probs = []
+        labels = []
+        distances = []
+        for kind in shift.kinds:
+            dataset = corrupted_set(shift, kind, severity, test_set, args)
+            log_probs.append(predict(nets, dataset, args))
             labels.append(dataset.labels)
-            few.append(data.evenly(dataset, -(-args.diversity_examples // len(kinds))))
-            if common.is_main():
-                values = predictive_metrics(pooled[-1], dataset.labels)
-                by_kind.append({"set": f"{name}_{kind}_s{severity}",
-                                **{k: values[k] for k in ("n", "accuracy", "nll", "ece15")}})
-        few = data.ImageSet(name, torch.cat([f.images for f in few]), torch.cat(
-            [f.labels for f in few]), dataset.num_classes, dataset.mean, dataset.std)
-        distance = gradient_distance(nets, few, args)
-        if common.is_main():
-            eces = [row["ece15"] for row in by_kind[-len(kinds):]]
-            rows.append({"set": f"{name}_s{severity}", **distance, **predictive_metrics(
-                torch.cat(pooled, 1), torch.cat(labels)), "ece15_by_kind": float(np.mean(eces))})
-    if rows:
-        mean = {k: float(np.mean([row[k] for row in rows])) for k in (
-            "accuracy", "nll", "ece15", "ece15_by_kind", "disagreement", "gradient_distance")
-            if k in rows[0]}
-        rows.append({"set": name, "n": sum(row["n"] for row in rows), **mean})
-    return rows, by_kind
+            some = data.evenly(dataset, math.ceil(DIVERSITY_EXAMPLES / len(shift.kinds)))
+            distances.append(gradient_distance(nets, some, args))
+        row = {**key, "set": f"{shift.name}_s{severity}", "n": sum(map(len, labels)),
+               "gradient_distance": np.mean(distances)}
+        row |= common.on_main(pooled_metrics, log_probs, labels)
+        common.say(f"{key['method']}-seed{key['seed']}: {row['set']}, {row['n']} images, accuracy "
+                   f"{row['accuracy']:.4f}, NLL {row['nll']:.4f}")
+        rows.append(row)
+    mean = {**key, "set": shift.name, "n": sum(row["n"] for row in rows)}
+    for metric in ("accuracy", "nll", "ece15", "disagreement", "gradient_distance"):
+        mean[metric] = np.mean([row[metric] for row in rows])
+    return rows + [mean]
 
 
-def member_spread(outputs) -> Tensor:
-    """Standard deviation [N] over members of a regression's outputs [M, N, 1]; of one: 0."""
-    return outputs[..., 0].std(0, correction=min(1, len(outputs) - 1))
+def pooled_metrics(log_probs, labels):
+    """Metrics of the union of sets, from lists of log_probs [M, n, K] and labels [n]."""
+    return predictive_metrics(torch.cat(log_probs, 1), torch.cat(labels))
 
 
-def evaluate_regression(nets, sets, args) -> tuple[list, list]:
-    """The toy's row: error and spread of the members on the data, and their spread far from it."""
-    test, plane = sets["test"], sets["plane"]
-    fit, drawn = predict(nets, test, args), predict(nets, plane, args)
-    if not common.is_main():
-        return [], []
-    error = (fit[..., 0].mean(0) - test.labels).square().mean().sqrt().item()
-    far = torch.cdist(plane.images.flatten(1), test.images.flatten(1)).min(1).values > 0.5
-    return [{"set": test.name, "n": len(test), "rmse": error,
-             "std_mean": member_spread(fit).mean().item(),
-             "far_std_mean": member_spread(drawn)[far].mean().item()}], []
+def evaluate(nets, sets, shift, args, key):
+    """All rows of one ensemble."""
+    val = None
+    if sets.val is not None:
+        val = predict(nets, sets.val, args)
+    ood = {name: predict(nets, dataset, args) for name, dataset in sets.ood.items()}
+    outputs = data.Sets(None, val, predict(nets, sets.test, args), ood, None)
+    distance = gradient_distance(nets, data.evenly(sets.test, DIVERSITY_EXAMPLES), args)
+    rows = common.on_main(clean_rows, sets, outputs, distance, key)
+    if shift is not None:
+        rows += evaluate_shift(nets, shift, sets.test, args, key)
+    return rows
 
 
+# The columns of the table that is printed; results.csv has all of them.
 COLUMNS = ["accuracy", "nll", "ece15", "disagreement", "gradient_distance", "auroc_total",
-           "auroc_epistemic", "epistemic_mean", "rmse", "std_mean", "far_std_mean"]  # printed
+           "auroc_epistemic", "epistemic_mean"]
 
 
-def paired_differences(rows) -> list:
-    """Rows of every method minus those of the first, seed by seed: same members, same batches."""
-    key = lambda row: (row["seed"], row["set"], row.get("against"))
-    first = {key(row): row for row in rows if row["method"] == rows[0]["method"]}
-    pairs = [(row, first[key(row)]) for row in rows if row["method"] != rows[0]["method"]]
-    return [{**{k: row[k] for k in ("seed", "set", "against", "n") if k in row},
-             "method": f"{row['method']} - {base['method']}",
-             **{k: row[k] - base[k] for k in COLUMNS if k in row}} for row, base in pairs]
+def paired_differences(rows):
+    """Rows of each method minus those of the first one, which has the same seeds and batches."""
+    baseline = rows[0]["method"]
+    first = {}
+    pairs = []
+    for row in rows:
+        place = (row["seed"], row["set"], row.get("against"))
+        if row["method"] == baseline:
+            first[place] = row
+            continue
+        pair = {**row, "method": f"{row['method']} - {baseline}"}
+        for name, value in row.items():
+            if name in COLUMNS:
+                pair[name] = value - first[place][name]
+            elif name not in common.KEYS and name != "seed":
+                del pair[name]
+        pairs.append(pair)
+    return pairs
+
+
+def write_predictions(predictions, sets, run):
+    """predictions.csv from {method and seed: log_probs [M, N, K]}; of several, one file each."""
+    for name, log_probs in predictions.items():
+        file = "predictions.csv" if len(predictions) == 1 else f"predictions-{name}.csv"
+        columns = common.prediction_columns(sets.predict, log_probs, sets.train.classes)
+        run.write_csv(file, columns)
+    if len(predictions) > 1:
+        print("predictions of each method and seed are in a file of their own, "
+              f"{run.dir}/predictions-METHOD-seedN.csv")
 
 
 # ---- Plots --------------------------------------------------------------------------------------
 
-COLOURS = ["#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE", "#BBBBBB", "#000000"]
 
-
-def plot_shift(plt, path, rows, test, shift):
-    """Accuracy, NLL, ECE and diversity by severity (0: clean), mean and standard error of seeds."""
-    figure, axes = plt.subplots(1, 4, figsize=(14, 3.5), constrained_layout=True)
+def plot_shift(rows, test_name, shift_name, run):
+    """Metrics by severity (0 is clean), with standard errors over the seeds."""
     labels = {"accuracy": "accuracy", "nll": "NLL (nats)", "ece15": "ECE, 15 bins",
               "gradient_distance": "1 - cos of input gradients"}
-    sets = [test, *(f"{shift}_s{s}" for s in range(1, 6))]
-    for k, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
-        own = [[row for row in rows if row["method"] == method and row["set"] == name
-                and "against" not in row] for name in sets]
-        for axis, metric in zip(axes, labels):
-            if all(metric in row for group in own for row in group):
-                values = np.array([[row[metric] for row in group] for group in own])  # [6, seeds]
-                error = values.std(1, ddof=1) / values.shape[1] ** 0.5 if values.shape[1] > 1 else 0
-                axis.errorbar(np.arange(6) + 0.05 * k, values.mean(1), error, marker="osD^vP*X"[k],
-                              ms=4, capsize=2, color=COLOURS[k], label=method.replace("_", " "))
-    for axis, label in zip(axes, labels.values()):
-        axis.set(xlabel=f"severity ({shift}; 0: clean)", ylabel=label, xticks=range(6))
+    sets = [test_name]
+    for severity in data.SEVERITIES:
+        sets.append(f"{shift_name}_s{severity}")
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    figure, axes = common.make_figure(1, len(labels), figsize=(14, 3.5))
+    for axis, (metric, label) in zip(axes, labels.items()):
+        for number, (method, colour) in enumerate(zip(methods, common.colours(len(methods)))):
+            values = {name: [] for name in sets}
+            for row in rows:
+                if row["method"] == method and row["set"] in values and "against" not in row:
+                    values[row["set"]].append(row[metric])
+            mean = [np.mean(of_set) for of_set in values.values()]
+            error = [common.standard_error(of_set) or 0 for of_set in values.values()]
+            x = np.arange(len(sets)) + 0.05 * number
+            axis.errorbar(x, mean, error, marker="osD^vP*"[number], ms=4, capsize=2, color=colour,
+                          label=method.replace("_", " "))
+        axis.set(xlabel=f"severity ({shift_name}; 0 is clean)", ylabel=label)
     axes[0].legend(frameon=False)
-    common.save_figure(plt, figure, path)
+    run.save_figure(figure, "shift.png")
 
 
-def plot_regression(plt, path, sets, outputs):
-    """Members' functions, their mean and two standard deviations: outputs {method: [M, N, 1]}."""
-    line, x, y = sets["axes"], 2 * sets["test"].images[:, 0].flatten(), sets["test"].labels
-    figure, axes = plt.subplots(1, len(outputs), figsize=(5 * len(outputs), 3.6),
-                                constrained_layout=True, sharey=True, squeeze=False)
-    for axis, (method, values) in zip(axes[0], outputs.items()):
-        std, values = member_spread(values), values[..., 0]
-        mean = values.mean(0)
-        axis.plot(line, values.T, color=COLOURS[0], lw=0.5, alpha=0.5)
-        axis.fill_between(line, mean - 2 * std, mean + 2 * std, color=COLOURS[5], alpha=0.3, lw=0)
-        axis.plot(line, mean, color=COLOURS[0], lw=2)
-        axis.plot(x, y, ".", ms=4, color="black")
-        axis.set(title=method.replace("_", " "), xlabel="x", ylim=(y.min() - 2, y.max() + 2))
-    axes[0, 0].set_ylabel("y: members, mean, two standard deviations")
-    common.save_figure(plt, figure, path)
-
-
-def plot_classification(plt, path, sets, outputs):
-    """Total and epistemic entropy over the plane; outputs {method: [M, N, K]}."""
-    points, grid = sets["train"].select(slice(200)), sets["axes"]
-    panels = {method: common.ensemble_uncertainty(values) for method, values in outputs.items()}
-    figure, axes = plt.subplots(2, len(panels), figsize=(4.4 * len(panels), 7.4),
-                                constrained_layout=True, squeeze=False)
+def plot_toy(points, outputs, run):
+    """Total and epistemic entropy over the plane; outputs {method: log_probs [M, N, K]}."""
+    figure, axes = common.make_figure(2, len(outputs), figsize=(4.4 * len(outputs), 7.4),
+                                      squeeze=False)
+    uncertainty = {}
+    for method, log_probs in outputs.items():
+        uncertainty[method] = common.ensemble_uncertainty(log_probs)
+    grid = toy_plane().view(PLANE_SIDE, PLANE_SIDE, 2)
+    x, y = points.images.flatten(1).T
     for row, name in zip(axes, ("total", "epistemic")):
-        top = max(parts[name].max().item() for parts in panels.values())
-        for axis, (method, parts) in zip(row, panels.items()):
-            image = axis.pcolormesh(*grid.permute(2, 0, 1), parts[name].view(grid.shape[:2]),
-                                    vmin=0, vmax=top)
-            figure.colorbar(image, ax=axis, label=f"{name} entropy (nats)")
-            axis.scatter(*points.images.flatten(1).T, 9, np.array(COLOURS)[points.labels],
-                         edgecolors="white", linewidths=0.4)
+        highest = max(parts[name].max().item() for parts in uncertainty.values())
+        for axis, (method, parts) in zip(row, uncertainty.items()):
+            picture = parts[name].view(PLANE_SIDE, PLANE_SIDE)
+            mesh = axis.pcolormesh(grid[..., 0], grid[..., 1], picture, vmin=0, vmax=highest)
+            figure.colorbar(mesh, ax=axis, label=f"{name} entropy (nats)")
+            colours = np.array(common.COLOURS)[points.labels]
+            axis.scatter(x, y, 9, colours, edgecolors="white", linewidths=0.4)
             axis.set(title=method.replace("_", " "), aspect="equal")
-    common.save_figure(plt, figure, path)
+    run.save_figure(figure, "toy.png")
 
 
 # ---- Main ---------------------------------------------------------------------------------------
 
-
-def points_set(name, x, y, repeat=1):
-    """Points [N, 2] as images [N, 2, 1, 1], `repeat` times."""
-    return data.ImageSet(name, x[:, :, None, None].repeat(repeat, 1, 1, 1), y.repeat(repeat),
-                         1 if y.is_floating_point() else 5, (0.0, 0.0), (1.0, 1.0))
+PLANE_SIDE = 120  # points per side of the toy's picture
 
 
-def toy_sets(args) -> dict:
-    """A toy's points, trained on 50 times an epoch (full batches), and what its picture shows."""
-    if args.dataset == "toy_regression":
-        # with one feature a unit gradient would be a sign, and nothing could repel
-        features = lambda x: torch.stack([x / 2, (x / 2).square()], 1)
-        (x, y), axes, ood = data.gapped_regression(), torch.linspace(-10, 10, 400), {}
-        x, plane = features(x), points_set("line", features(axes), torch.zeros(400))
-        test = x, y
-    else:
-        (x, y), test = data.gaussian_ring(40), data.gaussian_ring(20, seed=43)
-        axis = torch.linspace(-12, 12, 120)
-        axes = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), 2)
-        plane = points_set("plane", axes.flatten(0, 1), torch.zeros(14_400).long())
-        ood = {"far": plane.select(torch.cdist(axes.flatten(0, 1), x).min(1).values > 3)}
-    return {"train": points_set(args.dataset, x, y, 50), "test": points_set(args.dataset, *test),
-            "val": None, "ood": ood, "shift": ("", [], None), "plane": plane, "axes": axes}
+def points_set(name, x, y=None):
+    """Points x [N, 2] with labels y [N], or without, as images of one pixel."""
+    if y is None:
+        y = torch.full((len(x),), -1)
+    return data.ImageSet(name, x[:, :, None, None], y, 5, (0.0, 0.0), (1.0, 1.0))
 
 
-def load_sets(args, seed) -> dict:
-    """All sets of a seed, before anything is trained: train, val or None, test, OOD sets by name,
-    and `shift`: (name, kinds, function of kind and severity)."""
-    if args.dataset in TOYS:
-        return toy_sets(args)
-    val = None
+def toy_plane():
+    """A grid of points [N, 2] around the toy's Gaussians, row by row."""
+    axis = torch.linspace(-12, 12, PLANE_SIDE)
+    y, x = torch.meshgrid(axis, axis, indexing="ij")
+    return torch.stack([x, y], 2).flatten(0, 1)
+
+
+def load_toy():
+    """The sets of the toy; points of the plane that are far from its training points are OOD."""
+    x, y = data.gaussian_ring(40)
+    test_x, test_y = data.gaussian_ring(20, seed=43)
+    # An epoch sees each point 50 times: a pass over 200 points would be a single step.
+    train = points_set("toy_classification", x.repeat(50, 1), y.repeat(50))
+    plane = toy_plane()
+    far = plane[torch.cdist(plane, x).amin(1) > 3]
+    ood = {"far": points_set("far", far)}
+    test = points_set(train.name, test_x, test_y)
+    return data.Sets(train, None, test, ood, points_set("plane", plane))
+
+
+def load_features(args):
+    """The sets of --features: a training and a test file, and others like them."""
+    train = data.evenly(data.feature_set(args.features[0]), args.limit_train)
+    if len(train) < 2:
+        raise UserError(f"{train.name}: {len(train)} training example(s); at least two are needed")
+    test = data.feature_set(args.features[1], train)
+    ood = data.ood_sets(args.ood, train, args.data_dir, required="ood" in args.explicit)
+    predicted = None
+    if args.predict:
+        predicted = data.predict_set(args.predict, train, args.data_dir)
+    data.check_sizes(train, test, predicted, *ood.values())
+    return data.Sets(train, None, test, ood, predicted)
+
+
+def load_sets(args, seed):
+    """All sets of a run as data.Sets; `seed` splits off the validation set."""
+    if args.dataset == "toy_classification":
+        return load_toy()
     if args.features:
-        train = data.evenly(data.feature_set(args.features[0]), args.limit_train)
-        test = data.feature_set(args.features[1], train)
-    else:
-        load = lambda split, **more: data.load(
-            args.dataset, split, args.data_dir, seed=seed, val_fraction=args.val_fraction,
-            published_split="forde" if args.published_split else None,
-            image_size=args.image_size, **more)
-        train = load("train", limit=args.limit_train)
-        if args.dataset == "cifar10":  # the published statistics; data.py's differ
-            train = dataclasses.replace(train, mean=(0.4914, 0.4822, 0.4465),
-                                        std=(0.2470, 0.2435, 0.2616))
-        test = data.match(load("test"), train)
-        if args.val_fraction:
-            val = data.match(load("val"), train)
-    ood = data.ood_sets(args, train)
-    predicted = data.predict_set(args, train) if args.predict else None
-    data.check_shares(train, val, test, predicted, *ood.values(),
-                      limit=min(args.diversity_examples, args.shift_examples or math.inf))
-    return {"train": train, "val": val, "test": test, "ood": ood, "predict": predicted,
-            "shift": shifted_sets(args, test, train)}
+        return load_features(args)
+    published_split = "forde" if args.published_split else None
+    statistics = None
+    if args.dataset == "cifar10":
+        # published code: these differ a little from those of the other scripts
+        statistics = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    return data.load_sets(args.dataset, args.data_dir, seed=seed, val_fraction=args.val_fraction,
+                          published_split=published_split, image_size=args.image_size,
+                          limit_train=args.limit_train, statistics=statistics, ood=args.ood,
+                          ood_required="ood" in args.explicit, predict=args.predict)
 
 
-def shifted_sets(args, test, like):
-    """(name, kinds, function of kind and severity) of the corrupted test sets of these options."""
-    few, name = args.shift_examples or None, f"{args.dataset}_c"
-    if args.shift == "published":
-        kinds = data.corruption_kinds(name, args.data_dir)
-        return data.corrupted_name(name, kinds), kinds, lambda kind, severity: data.evenly(
-            data.match(data.load_corrupted(name, kind, severity, args.data_dir), like), few)
-    streamed = isinstance(test, data.StreamedSet)
-    if streamed and "shift" in args.explicit and args.shift == "computed":
-        raise UserError(f"--shift computed is for images in memory, not {test.name}; leave it out")
-    kinds = [] if streamed or args.shift == "none" else [*data.CORRUPTIONS]
-    some = data.evenly(test, few)
-    name = "glyphs_c" if test.name == "glyphs" else f"{test.name}_computed_c"
-    return name, kinds, lambda kind, severity: data.corrupted(some, kind, severity)
+def check_training(sets, args):
+    """Refuse, before training, a network, a basis or corrupted sets that are impossible."""
+    train_set = sets.train
+    net = make_network(args, train_set.num_classes, train_set.shape).to(args.device)
+    smallest = min(args.batch_size, len(train_set), 2)
+    weight = next(net.parameters())
+    images = weight.new_zeros(smallest, *train_set.shape)
+    labels = torch.zeros(smallest, dtype=torch.long, device=args.device)
+    try:
+        _, g = input_gradient(net.train(), images, labels)
+        g.sum().backward()
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"--model {args.model} fails on {smallest} images {train_set.shape}, or "
+                        f"cannot be differentiated twice: {common.one_line(error)}; use another "
+                        "--model, --image-size or --batch-size") from None
+    needed = 5 * 8 * math.prod(train_set.shape) ** 2  # float64, and the workspace of eigh
+    memory = common.device_memory(args.device)
+    if needs_basis(args) and memory and needed > memory:
+        raise UserError(f"the basis of {math.prod(train_set.shape)} inputs needs "
+                        f"{needed / 1e9:.0f} GB, and the device has {memory / 1e9:.0f} GB; use "
+                        "--methods forde_identity, or a smaller --image-size")
+    if args.shift != "none":
+        data.check_sizes(sets.test, limit=args.shift_examples or math.inf)
+
+
+def needs_basis(args):
+    """Whether a method uses the eigenvectors of the training images."""
+    return bool({"forde_pca", "forde_tuned"} & set(args.methods)) and args.members > 1
+
+
+def second_moments(train_set, args):
+    """X^T X / (N - 1) [D, D] in float64, of the normalised images X [N, D] without augmentation."""
+    device = "cpu" if args.device.type == "mps" else args.device  # MPS has no float64
+    dim = math.prod(train_set.shape)
+    total = torch.zeros(dim, dim, dtype=torch.float64, device=device)
+    loader = data.Loader(train_set, max(512, args.batch_size), args.device, workers=args.workers)
+    for batch in loader.epoch():
+        x = batch.images.to(device).flatten(1).double()                # [b, D]
+        total.addmm_(x.T, x)
+    return total / (len(train_set) - 1)
+
+
+def principal_components(train_set, args):
+    """The basis of FoRDE-PCA in float32, {"eigenvectors": [D, D], "eigenvalues": [D]}."""
+    print(f"computing the eigenvectors of {len(train_set)} training images", flush=True)
+    eigenvectors, eigenvalues = pca(second_moments(train_set, args))
+    return {"eigenvectors": eigenvectors.float().cpu(), "eigenvalues": eigenvalues.float().cpu()}
 
 
 def with_method(args, method):
-    """The options of one method: its repulsion and metric, and its published prior."""
-    repulsion, alpha = METHODS[method]
-    published = {"function": 1e-6, "feature": 1e-3 if args.dataset == "cifar10" else 5e-3}
-    cauchy = published.get(repulsion, 0.0) if args.cauchy is None else args.cauchy
-    # ln 1 = 0: a single member has no kernel
-    return common.with_options(args, alpha=args.alpha if alpha is None else alpha, cauchy=cauchy,
-                               repulsion=repulsion if args.members > 1 else "none")
+    """The options of one method."""
+    args = common.with_options(args, **METHODS[method])
+    if args.members == 1:
+        args.repulsion = "none"  # ln 1 = 0: a single member has no kernel
+    return args
 
 
-def run_method(method, seed, sets, basis, args, run):
-    """Train one method's ensemble (unless it is trained) and evaluate it: (rows, rows by kind of
-    corruption, the toys' outputs over their plane), on the main process."""
-    args, name = with_method(args, method), f"{method}-seed{seed}"
-    nets = make_ensemble(args, seed, sets["train"].num_classes, sets["train"].shape)
-    train(nets, sets, basis, run, name, args, seed)
-    with run.clock("evaluate"):
-        measure = evaluate_regression if args.dataset == "toy_regression" else evaluate
-        rows, by_kind = measure(nets, sets, args)
-    if args.predict:
-        log_probs = predict(nets, sets["predict"], args)
-        if common.is_main():
-            several = f"-{name}" * (len(args.methods) * args.runs > 1)
-            path = run.dir / f"predictions{several}.csv"
-            common.write_predictions(path, sets["predict"], log_probs)
-    key = {"method": method, "seed": seed}
-    return ([{**key, **row} for row in rows], [{**key, **row} for row in by_kind],
-            predict(nets, sets["plane"], args) if args.dataset in TOYS else None)
+def metric_of(basis, args):
+    """A of `metric_root` on the device; None for the identity, and for methods without a metric."""
+    if basis is None or args.repulsion != "input_gradient" or args.alpha == 0:
+        return None
+    metric = metric_root(basis["eigenvectors"], basis["eigenvalues"], args.alpha)
+    return metric.to(args.device)
 
 
-def main(argv=None) -> list:
+def run_name(args):
+    """The name of the run directory."""
+    width = f"w{args.width:g}" if args.width != 1 else None
+    return common.join_name(data.set_name(args.dataset), args.model, width, f"m{args.members}",
+                            f"seed{args.seed}")
+
+
+def main(argv=None):
+    """Run the script; returns the rows of its table."""
     args = parse_args(argv)
-    width, name = f"-w{args.width:g}" * (args.width != 1), data.set_name(args.dataset)
-    name = f"{name}-{args.model}{width}-m{args.members}-seed{args.seed}"
-    run, rows, by_kind, drawn = None, [], [], {}
-    rotated = {"forde_pca", "forde_tuned"} & {*args.methods} and args.members > 1
+    # Nothing is written before the first state is saved: a refused start leaves no directory.
+    run = common.Run(args, "forde", run_name(args))
+    rows = []
+    predictions = {}
     for seed in range(args.seed, args.seed + args.runs):
-        sets, basis = load_sets(args, seed), None
-        run = run or common.Run(args, "forde", name)  # a start that is refused claims nothing
-        if rotated and not args.eval:
-            basis = principal_components(sets["train"], args)
-        if args.prior == "empcov" and not args.eval:
-            sets["precision"] = empcov_precision(second_moments(sets["train"], args, True))
+        sets = load_sets(args, seed)
+        shift = find_shift(sets.test, args)
+        check_training(sets, args)
+        basis = None
+        if needs_basis(args) and not args.eval:
+            basis = run.keep(f"basis-seed{seed}", run.config,
+                             lambda: common.on_main(principal_components, sets.train, args))
         for method in args.methods:
-            own, kinds, drawn[method] = run_method(method, seed, sets, basis, args, run)
-            rows, by_kind = rows + own, by_kind + kinds
-    names = {sets["test"].name, sets["shift"][0], "val"}
-    shown, paired = [row for row in rows if row["set"] in names], paired_differences(rows)
-    rows = run.report(rows, COLUMNS, shown, by_kind=by_kind, paired=paired)
-    if args.runs > 1 and paired:
-        common.say(common.tables([row for row in paired if row["set"] in names], COLUMNS) + "\n")
-    toy, (shift, kinds, _) = args.dataset in TOYS, sets["shift"]
-    if args.plot and common.is_main() and (toy or kinds) and (plt := common.pyplot()):
-        if toy:
-            regression = args.dataset == "toy_regression"
-            plot = plot_regression if regression else plot_classification
-            plot(plt, run.dir / "toy.png", sets, drawn)
-        else:
-            plot_shift(plt, run.dir / "shift.png", rows, sets["test"].name, shift)
+            own = with_method(args, method)
+            name = f"{method}-seed{seed}"
+            nets = make_ensemble(own, seed, sets.train.num_classes, sets.train.shape)
+            train(nets, sets.train, metric_of(basis, own), own, seed, run, name)
+            rows += evaluate(nets, sets, shift, own, {"method": method, "seed": seed})
+            if sets.predict is not None:
+                predictions[name] = predict(nets, sets.predict, own)
+    rows += paired_differences(rows)
+
+    shown = [sets.test.name, "val"]
+    if shift is not None:
+        shown.append(shift.name)
+    rows = run.report(rows, COLUMNS, [row for row in rows if row["set"] in shown])
+    if args.predict:
+        common.on_main(write_predictions, predictions, sets, run)
+    if args.plot and shift is not None:
+        common.on_main(plot_shift, rows, sets.test.name, shift.name, run)
+    if args.plot and args.dataset == "toy_classification":
+        common.on_main(plot_toy, sets.train.select(slice(200)), predictions, run)
     return rows
 
 
