@@ -55,6 +55,23 @@ class UserError(ValueError):
     """An error that the user can fix; `launch` prints it as one line and exits with status 2."""
 
 
+def as_user_error(error):
+    """The UserError that says what an exception means to the user; None for programming errors."""
+    if isinstance(error, UserError):
+        return error
+    # PyTorch's allocator of CPU memory raises a RuntimeError; the second text is Windows's.
+    text = str(error)
+    out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if out_of_memory or "can't allocate memory" in text or "not enough memory" in text:
+        return UserError("out of memory; use a smaller --batch-size or --width, --amp bf16, or a "
+                         "device with more memory")
+    # Errors of standard output name no file: a closed pipe (`| head`), a full device.
+    if isinstance(error, OSError) and error.filename is None:
+        if error.errno in (errno.EPIPE, errno.ENOSPC, errno.EBADF):
+            return UserError(f"cannot print ({error.strerror}); what was saved is kept")
+    return None
+
+
 # ---- Metrics ------------------------------------------------------------------------------------
 # N examples, K classes, M ensemble members, S samples of a posterior.
 #   probs [N, K]      rows in [0, 1] that sum to 1; log_probs [N, K] are their logarithms
@@ -160,7 +177,7 @@ def brier(probs, labels):
     """Brier score (1/N) sum_n sum_k (p_nk - [k = y_n])^2, 0..2: a sum over classes, not a mean."""
     probs = _tensor(probs, "probs", 2)
     _check_probs(probs)
-    target = nn.functional.one_hot(_labels(labels, probs), probs.shape[1])
+    target = nn.functional.one_hot(_labels(labels, probs), probs.shape[1])  # [N, K]
     return (probs.double() - target).square().sum(1).mean().item()
 
 
@@ -183,9 +200,9 @@ def reliability(confidence, correct, bins=15):
     fits = confidence.min() >= 0 and confidence.max() <= 1 + 1e-6
     _require(fits, "confidence: expected values in 0..1")
     inner_edges = (np.arange(1, bins) / bins).astype(confidence.dtype)
-    bin_index = np.searchsorted(inner_edges, confidence, side="left")
-    counts = np.bincount(bin_index, minlength=bins)
-    divisor = np.maximum(counts, 1)
+    bin_index = np.searchsorted(inner_edges, confidence, side="left")  # [N]
+    counts = np.bincount(bin_index, minlength=bins)                    # [bins]
+    divisor = np.maximum(counts, 1)                                    # empty bins: 0 / 1
     confidence_sum = np.bincount(bin_index, confidence.clip(max=1), bins)
     correct_sum = np.bincount(bin_index, correct, bins)
     return Reliability(counts, confidence_sum / divisor, correct_sum / divisor)
@@ -247,6 +264,7 @@ def _threshold_counts(scores, positive):
     scores = _vector(scores, "scores")
     positive = _mask(positive, scores, "positive")
     _require(positive.any() and not positive.all(), "positive: expected both classes, got only one")
+    # np.unique sorts in ascending order, hence the minus.
     distinct, group = np.unique(-scores, return_inverse=True)
     true_positives = np.bincount(group[positive], minlength=len(distinct)).cumsum()
     false_positives = np.bincount(group[~positive], minlength=len(distinct)).cumsum()
@@ -266,13 +284,14 @@ def average_precision(scores, positive):
     """Area under the steps of the precision-recall curve: sum_t (R_t - R_{t-1}) P_t."""
     tp, fp = _threshold_counts(scores, positive)
     precision = tp / (tp + fp)
-    new_tp = np.diff(tp, prepend=0)
+    new_tp = np.diff(tp, prepend=0)  # proportional to R_t - R_{t-1}
     return float(new_tp @ precision / tp[-1])
 
 
 def fpr_at_tpr(scores, positive, tpr=0.95):
     """Smallest false positive rate of the thresholds with a true positive rate of at least tpr."""
     tp, fp = _threshold_counts(scores, positive)
+    # Both rates grow as the threshold falls, so the first one that accepts enough is the best.
     first = np.argmax(tp / tp[-1] >= tpr)
     return float(fp[first] / fp[-1])
 
@@ -346,11 +365,11 @@ def fit_temperature(logits, labels):
 
     low, high = TEMPERATURES
     if slope(math.log(high)) > 0:
-        return high
+        return high  # worse than guessing: the flatter, the better
     if slope(math.log(high)) == 0:
         return 1.0
     if slope(math.log(low)) <= 0:
-        return low
+        return low  # no errors: the sharper, the better
     return math.exp(brentq(slope, math.log(low), math.log(high), xtol=1e-9))
 
 
@@ -438,7 +457,9 @@ def standard_error(values):
 # Without torchrun there is one process. With it there are several: the one of rank 0 is the main
 # process. Small Python values travel by gloo, gradients on GPUs by nccl.
 
-_alone = False  # inside `on_main`, a process behaves as if there were no other
+# Inside `on_main` the main process behaves as if there were no other: what it calls there (a
+# loader, another on_main) must not wait for processes that do not call it.
+_alone = False
 
 
 def start(device="auto"):
@@ -521,8 +542,8 @@ def gather_objects(value):
 def on_main(work, *arguments):
     """Call work(*arguments) on the main process alone; every process gets its result.
 
-    If it raises a UserError, every process raises it: none waits for one that has stopped. Inside,
-    the main process behaves as if there were no other.
+    An error that the user can fix is raised on every process: none waits for one that has stopped.
+    Inside, the main process behaves as if there were no other (`rank`, `world_size`, loaders).
     """
     global _alone
     before = _alone
@@ -532,8 +553,10 @@ def on_main(work, *arguments):
         _alone = True
         try:
             result = work(*arguments)
-        except UserError as found:
-            error = found
+        except Exception as found:
+            error = as_user_error(found)
+            if error is None:
+                raise
         finally:
             _alone = before
     result, error = broadcast((result, error))
@@ -557,7 +580,7 @@ def on_each_machine(work, *arguments):
                 result = work(*arguments)
             except UserError as found:
                 error = found
-        # This also waits until all processes have had their turn.
+        # Gathering also waits until all processes have had this turn.
         errors = [other for other in gather_objects(error) if other is not None]
         if errors:
             raise errors[0]
@@ -598,23 +621,33 @@ def gather_rows(batches):
     Returns {name: [N, ...]} on the CPU, in the order of the set, exactly one row for each example;
     on the processes other than the main one {}.
     """
-    # The last batch, or the set, can have fewer examples than there are processes.
-    filled = [batch for batch in batches if len(batch["index"]) > 0]
-    filled = filled or batches[:1]
     columns = {}
-    for name in filled[0]:
-        columns[name] = torch.cat([batch[name] for batch in filled]).cpu()
-    parts = [columns]
-    if world_size() > 1:
-        parts = [None] * world_size() if is_main() else None
-        dist.gather_object(columns, parts)
+    for name in batches[0]:
+        # A piece of a batch is empty where it has fewer examples than there are processes.
+        parts = [batch[name] for batch in batches if len(batch["index"]) > 0]
+        column = torch.cat(parts or [batches[0][name]]).cpu().contiguous()
+        columns[name] = _gather_on_main(column)
     if not is_main():
         return {}
-    index = torch.cat([part.pop("index") for part in parts])
+    index = columns.pop("index")
     order = index.argsort()
     if not torch.equal(index[order], torch.arange(len(index))):
         raise RuntimeError(f"rows are missing or occur twice among {len(index)}")
-    return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
+    return {name: column[order] for name, column in columns.items()}
+
+
+def _gather_on_main(column):
+    """The rows [b, ...] of all processes, by rank, on the main process."""
+    lengths = gather_objects(len(column))
+    if not is_main():
+        dist.send(column, 0)
+        return None
+    parts = [column]
+    for sender in range(1, len(lengths)):
+        part = column.new_empty(lengths[sender], *column.shape[1:])
+        dist.recv(part, sender)
+        parts.append(part)
+    return torch.cat(parts)
 
 
 class _AllReduceSum(torch.autograd.Function):
@@ -639,13 +672,14 @@ def all_reduce_sum(x):
 class GlobalBatchNorm2d(nn.BatchNorm2d):
     """Batch norm with the statistics of the global batch, on every device, differentiable twice.
 
-    Two passes (the mean, then the centred second moment), so that float32 does not cancel, in which
-    the statistics of bfloat16 are computed, too. A process may have no image of a batch.
+    The statistics are computed in float32, also of bfloat16, and in two passes (the mean, then the
+    centred second moment), because E[x^2] - E[x]^2 cancels. A process may have no image of a batch.
     """
 
     def forward(self, x):
         if not self.training or world_size() == 1:
             return super().forward(x)
+        # The number of pixels travels with the sums, because processes may differ in it.
         pixels = self.weight.new_full((1,), x.numel() / x.shape[1])
         sums = torch.cat([x.sum((0, 2, 3), dtype=pixels.dtype), pixels])
         total, count = all_reduce_sum(sums).split([x.shape[1], 1])
@@ -653,6 +687,7 @@ class GlobalBatchNorm2d(nn.BatchNorm2d):
         centred = x - mean[:, None, None]                              # [B, C, H, W]
         var = all_reduce_sum(centred.square().sum((0, 2, 3))) / count  # [C]
         with torch.no_grad():
+            # As in PyTorch, the running variance is the unbiased one.
             unbiased = var * count / (count - 1).clamp_min(1)
             self.num_batches_tracked += 1
             self.running_mean.lerp_(mean, self.momentum)
@@ -670,7 +705,11 @@ def data_parallel(net, device):
     if world_size() == 1:
         return net
     for module in net.modules():
-        if type(module) is nn.BatchNorm2d:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            usual = module.affine and module.track_running_stats and module.momentum is not None
+            if not (isinstance(module, nn.BatchNorm2d) and usual):
+                raise UserError(f"{module}: only BatchNorm2d with weights and a running average "
+                                "can share its statistics over processes; start one process")
             module.__class__ = GlobalBatchNorm2d  # parameters and buffers stay the same objects
     device_ids = [device.index] if device.type == "cuda" else None
     # Buffers are equal on all processes already. PyTorch 2.14 renamed the option that copies them.
@@ -801,6 +840,7 @@ class Parser(argparse.ArgumentParser):
             action.default = argparse.SUPPRESS
         given = vars(self.parse_args(argv))
         preset = self._preset_of(given)
+        # Later ones win: the defaults, all presets' common part, the preset, the mode.
         values = {**defaults, **self.presets[""], **self.presets[preset]}
         for mode, changes in self.modes.items():
             if given.get(mode):
@@ -812,7 +852,7 @@ class Parser(argparse.ArgumentParser):
         del values["help"]
         args = argparse.Namespace(**values)
         args.explicit = set(given)
-        args.identity = []
+        args.identity = []  # not "evaluation" and "run"
         for title in ("data", "network", "training", "method"):
             args.identity += [action.dest for action in self.groups[title]._group_actions]
         if args.eval and args.fresh:
@@ -821,6 +861,7 @@ class Parser(argparse.ArgumentParser):
         if args.batch_size < world_size():
             self.error(f"--batch-size {args.batch_size}: this is the global batch size, which must "
                        f"be at least the number of processes, {world_size()}")
+        # Without matplotlib a script runs whole, but draws nothing.
         if args.plot and importlib.util.find_spec("matplotlib") is None:
             say("skipped: pictures, which need matplotlib (pip install matplotlib)")
             args.plot = False
@@ -834,7 +875,7 @@ class Parser(argparse.ArgumentParser):
         preset = given.get("preset", dataset)
         if preset.startswith("folder:"):
             preset = "folder"
-        if preset == "" or preset not in self.presets:
+        if dataset == "folder" or preset == "" or preset not in self.presets:
             option = "--preset" if "preset" in given else "--dataset"
             names = ", ".join(name for name in self.presets if name)
             self.error(f"{option} {preset}: choose one of {names}; or --dataset folder:PATH for "
@@ -844,11 +885,11 @@ class Parser(argparse.ArgumentParser):
     def _print_help_with(self, values):
         for action in self._actions:
             default = values[action.dest]
-            if isinstance(default, bool):
+            if isinstance(action, argparse.BooleanOptionalAction):
                 default = "on" if default else "off"
             if isinstance(default, list):
                 default = " ".join(map(str, default))
-            if default not in (None, ""):
+            if default not in (None, "", False):
                 action.help += f" [default: {default}]"
         self.print_help()
 
@@ -915,7 +956,7 @@ def write(path, content):
         with open(temporary, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # or else a crash could leave an empty file after the rename
         os.replace(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -945,6 +986,7 @@ def load_checkpoint(path):
 
     content = on_main(read)
     try:
+        # testzip returns the name of the first file whose checksum is wrong.
         damaged = zipfile.ZipFile(io.BytesIO(content)).testzip()
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception:  # of many types; PyTorch's own text proposes to switch off weights_only
@@ -1017,9 +1059,10 @@ def as_flag(name, value):
 class Run:
     """A run directory OUT_DIR/<script>/<name> with checkpoints, logs, results and pictures.
 
-    It belongs to one set of options and to one command at a time. Only the main process reads and
-    writes. Nothing is written before the first checkpoint or result: a script makes its Run first,
-    then checks everything else, and a refused start leaves no directory.
+    It belongs to one set of options and to one command at a time. The directory is created by the
+    first call of `epochs`, `load` or `write`: a script makes its Run first, then checks everything
+    else, and a refused start leaves nothing. Only the main process reads and writes: `write`,
+    `write_csv` and `save_figure` are called on it alone, the other methods on all processes.
     """
 
     def __init__(self, args, script, name, identity=None):
@@ -1117,7 +1160,7 @@ class Run:
         path = self.dir / f"{name}.pt"
 
         def exists():
-            self.claim()
+            self.claim()  # also locks, so that no other process writes meanwhile
             return path.exists()
 
         if not on_main(exists):
@@ -1149,8 +1192,9 @@ class Run:
         if state is not None:
             return state
         if self.args.eval:
-            raise UserError(f"{self.dir / name}.pt not found; finish this run first (the same "
-                            "command without --eval)")
+            raise UserError(f"{self.dir / name}.pt was not found, or was made with other options; "
+                            "finish this run first (the same command without --eval)")
+        # What only the main process has (gathered rows, a fit) reaches the others here.
         state = broadcast(make())
         if not all_finite(state):
             raise UserError(f"{name}: a value is not finite; lower the learning rate")
@@ -1177,6 +1221,7 @@ class Run:
         if self.args.eval and first < total:
             raise UserError(f"{self.dir / str(name)}.pt has {first} of {total} epochs; finish this "
                             "run first (the same command without --eval)")
+        # A resumed run starts here at the first epoch that is left; a finished one does nothing.
         for epoch in range(first, total):
             self.epoch_start = time.perf_counter()
             yield epoch
@@ -1219,6 +1264,7 @@ class Run:
         self.history.append(row)
         if self.checkpoint is None:
             return
+        # The history is part of the checkpoint, from which the log can be written again.
         self.save(self.checkpoint, self.identity, history=self.history, **state)
         on_main(self._write_log)
         shown = "  ".join(f"{key} {value:.4g}" for key, value in row.items() if key != "epoch")
@@ -1239,6 +1285,7 @@ class Run:
         for step, batch in enumerate(bar):
             yield step, batch
             if epoch == 0 and step == 9 and not show_bar:
+                # Whoever waits for the first line of the log is told for how long.
                 seconds = (time.perf_counter() - start) * total / 10
                 if seconds > 60:
                     say(f"an epoch has {total} steps and takes about {seconds:.0f} s")
@@ -1260,15 +1307,17 @@ class Run:
                    "environment": environment(self.args.device), "rows": rows, **extra}
         self.write("results.json", json.dumps(as_json(content), indent=1))
         self.write("results.csv", to_csv(rows))
-        print(f"\n{format_results(shown, columns)}\n\nresults, pictures and log files are in "
-              f"{self.dir}", flush=True)
+        say(f"\n{format_results(shown, columns)}\n")
+        if self.writable:
+            say(f"results, pictures and log files are in {self.dir}")
 
     def write_csv(self, name, columns):
         """Write a table {column: values [N]} as a CSV file of the directory."""
         values = [as_json(column) for column in columns.values()]
         rows = [dict(zip(columns, line)) for line in zip(*values, strict=True)]
         self.write(name, to_csv(rows))
-        say(f"{self.dir / name}: {len(rows)} rows")
+        if self.writable:
+            say(f"{self.dir / name}: {len(rows)} rows")
 
     def save_figure(self, figure, name):
         """Write a matplotlib figure as a PNG file of the directory, and free it."""
@@ -1363,7 +1412,7 @@ KEYS = ("run", "method", "set", "against", "n")  # of a row; all else but the se
 
 def pool(rows, metrics):
     """Average the rows that differ only in their seed: a list of {column: text}."""
-    groups = {}
+    groups = {}  # {key: {seed: row}}
     for row in rows:
         key = tuple(row.get(name) for name in KEYS)
         groups.setdefault(key, {})[row.get("seed")] = row
@@ -1383,11 +1432,13 @@ def pool(rows, metrics):
 
 
 def pooled_text(values, independent=True):
-    """ "mean ± standard error" of numbers; without the error where it is not defined."""
+    """The mean and, where it is defined, the standard error of numbers: "0.912 ± 0.004"."""
     if not values:
         return None
     if not all(isinstance(value, (int, float)) for value in values):
         return str(values[0])
+    if all(isinstance(value, int) and value == values[0] for value in values):
+        return str(values[0])  # a count
     mean = float(np.mean(values))
     digits = ".4f" if abs(mean) < 1000 else ".5g"
     text = format(mean, digits)
@@ -1516,10 +1567,6 @@ def colours(count):
     return colormaps["turbo"](np.linspace(0.05, 0.95, count))
 
 
-OUT_OF_MEMORY = ("out of memory; use a smaller --batch-size or --width, --amp bf16, or a device "
-                 "with more memory")
-
-
 def launch(main):
     """Run main(). A UserError is printed as one line, with exit status 2.
 
@@ -1540,20 +1587,14 @@ def launch(main):
     try:
         main()
         print(end="", flush=True)  # sys.stdout is None where it was closed
-    except UserError as error:
-        _fail(f"{script}: error: {' '.join(str(error).split())}")
-    except (MemoryError, torch.OutOfMemoryError):
-        _fail(f"{script}: error: {OUT_OF_MEMORY}")
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # PyTorch's allocator of CPU memory
+    except Exception as error:
+        message = as_user_error(error)
+        if message is None:
             raise
-        _fail(f"{script}: error: {OUT_OF_MEMORY}")
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC):
-            raise
-        # What Python would print at its end has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _fail(f"{script}: error: cannot print ({error.strerror}); what was saved is kept")
+        if isinstance(error, OSError):
+            # What Python would print at its end has nowhere to go.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _fail(f"{script}: error: {' '.join(str(message).split())}")
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 

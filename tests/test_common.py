@@ -110,7 +110,7 @@ def test_help_shows_the_defaults_of_the_chosen_data_set(capsys):
     ("--seed 1.5", "--seed"), (f"--seed {2**31}", "--seed"), ("--runs 0", "--runs"),
     ("--amp fp8", "--amp"), ("--image-size 5000", "--image-size"), ("--workers -1", "--workers"),
     ("--nonsense", "--nonsense"), ("--lr", "--lr"), ("extra", "extra"), ("--ep 3", "--ep"),
-    ("--dataset nonsense", "--dataset nonsense"), ("--preset nonsense", "--preset nonsense"),
+    ("--dataset nonsense", "--dataset nonsense"), ("--dataset folder", "--dataset folder"), ("--preset nonsense", "--preset nonsense"),
     ("--dataset", "--dataset"), ("--measure 1.1", "--measure"), ("--eval --fresh", "--fresh"),
     (f"-e {10**400}", "--epochs"), ("--device cuda:1", "--device")])
 def test_bad_options_are_refused_by_name(argv, named):
@@ -689,7 +689,7 @@ def test_eval_needs_a_finished_run(tmp_path):
     fit(make_run(tmp_path), stop=2)
     with pytest.raises(UserError, match="2 of 3 epochs; finish this run first"):
         fit(make_run(tmp_path, "--eval"))
-    with pytest.raises(UserError, match="fit.pt not found; finish this run first"):
+    with pytest.raises(UserError, match="fit.pt was not found, or .*; finish this run first"):
         make_run(tmp_path, "--eval").keep("fit", {}, dict)
 
 
@@ -1160,6 +1160,35 @@ def test_out_of_memory_is_one_line_that_names_what_helps(tmp_path, main):
     assert child.stderr.startswith("x.py: error: out of memory; ")
     for option in ("--batch-size", "--width", "--amp bf16"):
         assert option in child.stderr
+
+
+def run_out_of_memory_on_main():
+    common.start("cpu")
+    try:
+        common.on_main(allocate_too_much)
+    except UserError as error:
+        return str(error)
+
+
+def test_out_of_memory_on_the_main_process_reaches_all(ranks):
+    messages = ranks(run_out_of_memory_on_main)
+    assert len(messages) == 2 and all(text.startswith("out of memory") for text in messages)
+
+
+def wrap_batch_norm(layer):
+    common.start("cpu")
+    try:
+        common.data_parallel(nn.Sequential(layer, nn.Linear(2, 1)), torch.device("cpu"))
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(2), nn.BatchNorm2d(2, affine=False),
+                                   nn.BatchNorm2d(2, momentum=None),
+                                   nn.BatchNorm2d(2, track_running_stats=False)])
+def test_batch_norm_that_cannot_be_shared_is_refused(ranks, layer):
+    for message in ranks(wrap_batch_norm, layer):
+        assert "BatchNorm" in message and "start one process" in message
 
 
 def print_without_a_reader(target, end):
