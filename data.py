@@ -35,7 +35,6 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from torchvision import datasets as tv
 from torchvision.datasets.utils import download_url
@@ -285,8 +284,8 @@ class StreamedSet:
         # Pillow releases the interpreter's lock while it decodes.
         with ThreadPoolExecutor() as pool:
             images = list(pool.map(self.__getitem__, range(len(self))))
-        return ImageSet(self.name, torch.stack(images), self.labels, self.num_classes, self.mean, self.std,
-                        classes=self.classes, files=self.files)
+        return ImageSet(self.name, torch.stack(images), self.labels, self.num_classes, self.mean,
+                        self.std, classes=self.classes, files=self.files)
 
 
 @dataclass(frozen=True, eq=False)
