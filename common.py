@@ -1244,11 +1244,11 @@ class Run:
         lines = [json.dumps(as_json(row)) + "\n" for row in self.history]
         self.write(f"{self.checkpoint}.jsonl", "".join(lines))
 
-    def end_epoch(self, loss, examples=0, **numbers):
+    def end_epoch(self, loss, examples=0, advice="Lower --lr", **numbers):
         """End an epoch: check the loss and the weights, save the checkpoint, print a line.
 
-        loss: mean over the epoch; examples: how many were seen, over all processes; numbers: what
-        else the log shows. Numbers may be tensors.
+        loss: mean over the epoch; examples: how many were seen, over all processes; advice: what
+        helps if they are not finite; numbers: what else the log shows. Numbers may be tensors.
         """
         epoch = len(self.history) + 1
         row = {"epoch": epoch, "loss": float(loss)}
@@ -1260,7 +1260,7 @@ class Run:
         state = {key: part.state_dict() for key, part in self.parts.items()}
         if not math.isfinite(row["loss"]) or not all_finite(state):
             raise UserError(f"training diverged in epoch {epoch}: the loss or a weight is not "
-                            "finite; the checkpoint before it is kept. Lower --lr")
+                            f"finite; the checkpoint before it is kept. {advice}")
         self.history.append(row)
         if self.checkpoint is None:
             return

@@ -791,6 +791,15 @@ def test_what_is_not_finite_never_replaces_a_good_checkpoint(tmp_path, spoil):
     assert same(fit(make_run(tmp_path)), fit(make_run(tmp_path / "calm")))
 
 
+def test_a_stage_that_diverges_names_its_own_option(tmp_path):
+    """A rate that acts on another stage would not help."""
+    run = make_run(tmp_path)
+    for _ in run.epochs(1, "second"):
+        with pytest.raises(UserError, match="checkpoint before it is kept. Lower --lr-final$"):
+            run.end_epoch(math.nan, advice="Lower --lr-final")
+        break
+
+
 @pytest.mark.parametrize("key, value", [
     ("optimiser", None), ("net", {"0.weight": torch.ones(2)}), ("net", "text"), ("history", None),
     ("history", "abc"), ("history", 3), ("history", [1, 2, 3]), ("identity", None),
