@@ -76,7 +76,6 @@ PRESETS = {
                      ood=["imagenet_o"]),
     "mnist": MNIST,
     "fashion_mnist": dict(MNIST, ood=["mnist"]),
-    "kmnist": dict(MNIST, ood=["mnist"]),
     "dirty_mnist": dict(MNIST, epochs=100),
     "glyphs": GLYPHS,
     "dirty_glyphs": GLYPHS,
@@ -1017,7 +1016,7 @@ def check_network(train_set, args):
     net = make_network(args, train_set.num_classes, train_set.shape)
     # The smallest batch is the last one of an epoch; two images show what more would.
     smallest = len(train_set) % args.batch_size or args.batch_size
-    images = torch.zeros(min(smallest, 2), *train_set.shape, device=args.device)
+    images = torch.zeros(min(smallest, 2), *train_set.shape).to(net.head.weight)
     try:
         net.train(args.epochs > 0)(images)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
