@@ -1,6 +1,43 @@
 """Local posteriors in deep ensembles: SWAG, last-layer Laplace, and its refinement by a flow.
 
-DOCSTRING
+Jordahn, Jensen, Schmidt, Andersen, "On Local Posterior Structure in Deep Ensembles", AISTATS 2025,
+PMLR 258:5032-5040, arXiv:2503.13296. Does an ensemble of posteriors predict better than one of
+points? M networks theta_m (MAP) are trained, and each gets local posteriors q. Ensembles of K of
+them average S samples, S // K of each:  p(y | x) = (1/S) sum_s p(y | x, theta_s).
+
+  DE          theta_m itself, a point
+  SWA, SWAG   R iterates w_r of SGD that starts at theta_m: their mean, also a point, and
+              N(mean, diag(d) / 2 + D^T D / (2 (R - 1))), D_r = w_r - mean, d = mean_r D_r^2
+  LLLA        N(theta, (H + delta I)^-1) of the last layer, H its generalised Gauss-Newton matrix
+  LA-NF       the Gaussian of LLLA through T radial flows, fitted by the ELBO
+  MC dropout  a network that is trained, and sampled, with dropout
+
+Usage:
+  python swag_laplace_ensembles.py                        # dirty_glyphs, offline, two CPU cores
+  torchrun --nproc_per_node 8 swag_laplace_ensembles.py --dataset cifar10   # the paper's WRN-16-4
+  python swag_laplace_ensembles.py --eval --predict glyphs_letters     # a finished study again
+  python swag_laplace_ensembles.py --members 1 --seed 3 --name apart   # one member, on any machine.
+      Copy its files, apart/seed3-*, into the directory of a study, which then trains the others.
+
+Expected (more in tests/RESULTS.md): `python swag_laplace_ensembles.py`, ...
+
+Differences from the published code:
+  - SWAG samples what is trained, and recomputes the statistics of batch norm for every sample;
+    there it also samples FRN's frozen epsilon, moving it by 70 times its size.
+  - The first S // K samples of a member serve all its ensembles; there, each ensemble draws anew.
+    Equal ensembles count once, and K = 1 gives each member once.
+  - The 21 precisions of LLLA share their noise and one eigendecomposition, whose root of the
+    covariance is symmetric (there: fresh noise, Cholesky's root); the 15 of LA-NF, noise and
+    batches. A sample of LA-NF is one network for the whole set; there, one for each batch.
+  - No early stopping: it could only end WRN-28-10. One sample of MC dropout has dropout.
+  - AUPR (in) and FPR at 95 % TPR take the test set as positive (there: the OOD set); areas are
+    sums of steps (trapezoids), and bins of the ECE are closed on the right (left).
+  - Word pieces of SST-2 are made from its training sentences unless --vocab gives others.
+  - Random numbers depend on the seed and the step or sample alone; selection needs no server.
+  - Not here: IVON; SGD's iterates as samples; Kronecker factors, marginal likelihood, probit,
+    bridge and GLM predictions of LLLA; planar flows; a squared error in MAP's loss; scores by the
+    number of samples; corrupted images, Yahoo finance, Alchemy; MCE and 20 scores of regression.
+As published, validation data choose the MAP epoch, learning rates and precisions alike.
 """
 
 import argparse
@@ -74,11 +111,15 @@ PRESETS = {
                    val_samples=10, swag_epochs=8, swag_lrs=[0.03, 0.01]),
 }
 
-# Which methods an option has an effect on; without these methods it is refused.
-SHAPES = {"swag_epochs": ["swa", "swag"], "swag_lrs": ["swa", "swag"],
-          "structure": ["llla", "la_nf"], "flow_layers": ["la_nf"],
-          "val_samples": ["swa", "swag", "llla", "la_nf", "mcdo"],
-          "samples": ["swag", "llla", "la_nf", "mcdo"]}
+# The methods that use an option of posteriors; without them it has no effect.
+USED_BY = {
+    "swag_epochs": ["swa", "swag"],
+    "swag_lrs": ["swa", "swag"],
+    "structure": ["llla", "la_nf"],
+    "flow_layers": ["la_nf"],
+    "val_samples": ["swa", "swag", "llla", "la_nf", "mcdo"],
+    "samples": ["swag", "llla", "la_nf", "mcdo"],
+}
 
 
 def parse_args(argv=None):
@@ -144,7 +185,7 @@ def parse_args(argv=None):
 def check_options(args):
     """Refuse options that contradict each other, or that would have no effect."""
     args.methods = [name for name in METHODS if name == "map" or name in args.methods]
-    for option, methods in SHAPES.items():
+    for option, methods in USED_BY.items():
         if not any(method in args.methods for method in methods):
             common.refuse(args, [option], f"without --methods {' or '.join(methods)}")
     if args.dataset in data.TEXTS + data.MOLECULES:
@@ -164,7 +205,7 @@ def check_options(args):
         raise UserError(f"--ensembles {args.ensembles[0]}: must not exceed --members "
                         f"{args.members}")
     if too_large:
-        # What each member predicts is made for them, too: see "one member" at the top.
+        # Members predict for them, too, so that they can join a larger study later.
         common.say(f"skipped: ensembles of {', '.join(map(str, too_large))}, for which --members "
                    f"{args.members} are too few")
     if args.samples < args.ensembles[-1]:
@@ -350,7 +391,8 @@ class PaiNNLayer(nn.Module):
 class PaiNN(nn.Module):
     """PaiNN with a Gaussian for the energy of each atom i, which add up to that of a molecule.
 
-        mean = sum_i (m_i std + mean + reference_i),   variance = sum_i (softplus(u_i) + 1e-8)^2 std^2
+        mean = sum_i (m_i std + mean + reference_i)
+        variance = sum_i (softplus(u_i) + 1e-8)^2 std^2
 
     statistics: (mean, std) per atom, see `energy_statistics`; references [101] of free atoms.
     """
@@ -369,7 +411,7 @@ class PaiNN(nn.Module):
         self.register_buffer("references", references.double())
 
     def edge_features(self, distance):
-        """sin(n pi d / cutoff) / d and 1, times the cutoff function (cos(pi d / cutoff) + 1) / 2."""
+        """sin(n pi d / cutoff) / d and 1, times the cutoff (cos(pi d / cutoff) + 1) / 2."""
         n = torch.arange(1, self.radial + 1, dtype=distance.dtype, device=distance.device)
         rbf = (n * (math.pi / self.cutoff) * distance).sin() / distance            # [E, radial]
         cut = 0.5 * ((math.pi / self.cutoff * distance).cos() + 1)                 # [E, 1]
@@ -529,21 +571,25 @@ def log_density(outputs, labels):
 
 
 def log_predictive_density(outputs, labels):
-    """LPD = mean_n log (1/S) sum_s p(y_n | theta_s), in nats: the log of a mean, not mean of logs."""
+    """LPD = mean_n log (1/S) sum_s p(y_n | theta_s), in nats: the log of a mean.
+
+    outputs [S, N, C]; labels [N].
+    """
     log_p = log_density(outputs, labels).double()                              # [S, N]
     mixture = log_p.logsumexp(0) - math.log(len(log_p))
     return mixture.mean().item()
 
 
-def data_loss(logits, labels, y_var=1.0):
-    """The loss of training, a sum over the batch: cross entropy of logits [B, C].
+def data_loss(outputs, labels, y_var=1.0):
+    """The loss of training, a sum over the batch: the cross entropy of logits [B, C].
 
-    Of molecules, with mean m and variance v in [B, 2]: y_var [log v + (y - m)^2 / v] / 2.
+    Of molecules with mean m and variance v [B, 2]: y_var (log v + (y - m)^2 / v) / 2.
     """
     if not labels.is_floating_point():
-        return F.cross_entropy(logits, labels, reduction="sum")
-    mean, variance = logits.unbind(-1)
-    return y_var * 0.5 * (variance.log() + (labels - mean).square() / variance).sum()
+        return F.cross_entropy(outputs, labels, reduction="sum")
+    mean, variance = outputs.unbind(-1)
+    loss = variance.log() + (labels - mean).square() / variance
+    return y_var * 0.5 * loss.sum()
 
 
 def with_ones(x):
@@ -552,7 +598,7 @@ def with_ones(x):
 
 
 def theta_order(c, d):
-    """Where the numbers of theta are in a table [C, D + 1] with the bias in its last column: [P]."""
+    """Where theta's numbers are in a table [C, D + 1] with the bias in its last column: [P]."""
     table = torch.arange(c * (d + 1)).view(c, d + 1)
     return torch.cat([table[:, :-1].flatten(), table[:, -1]])
 
@@ -586,12 +632,14 @@ def full_spectrum(theta, last):
     # An orthonormal basis of R^C: the shift, and the contrasts between classes.
     eye = torch.eye(c, dtype=torch.float64, device=probs.device)
     ones = torch.ones_like(eye[:, :1])
-    shift, contrasts = torch.linalg.qr(torch.cat([ones, eye[:, 1:]], 1)).Q.split([1, c - 1], 1)
+    basis = torch.linalg.qr(torch.cat([ones, eye[:, 1:]], 1)).Q                # [C, C]
+    shift = basis[:, :1]
+    contrasts = basis[:, 1:]
     h = contrast_ggn(last.x, probs, contrasts.to(probs))
     values, vectors = torch.linalg.eigh(h.flatten(0, 1).flatten(1))
     vectors = vectors.view(c - 1, d1, -1)
-    vectors = torch.einsum("ca,adm->cdm", contrasts, vectors)                  # [C, D + 1, P - D - 1]
-    null = shift[:, :, None] * torch.eye(d1).to(shift)                         # [C, D + 1, D + 1]
+    vectors = torch.einsum("ca,adm->cdm", contrasts, vectors)  # [C, D + 1, (C - 1)(D + 1)]
+    null = shift[:, :, None] * torch.eye(d1).to(shift)         # [C, D + 1, D + 1]
     basis = torch.cat([vectors, null], 2).flatten(0, 1)                        # [P, P]
     values = torch.cat([values.clamp_min(0), values.new_zeros(d1)])
     return Spectrum(values, basis[theta_order(c, d1 - 1)].to(last.x))
@@ -617,41 +665,18 @@ def contrast_ggn(x, probs, contrasts):
 
 
 def molecule_spectrum(theta, last):
-    """The Hessian of `data_loss` of molecules in theta, whose eigenvalues may be negative."""
-    last = last._replace(x=last.x.double())
-    values, basis = torch.linalg.eigh(molecule_hessian(theta.double(), last))
-    return Spectrum(values, basis)
+    """The Hessian in theta of `data_loss` of molecules, whose eigenvalues may be negative.
 
-
-def molecule_hessian(theta, last):
-    """The Hessian [P, P] of sum_n [log v_n + (y_n - m_n)^2 / v_n] / 2, exact and in closed form.
-
-    With the residual r = y - m and the gradients g of m and v, a molecule contributes
-    g_m g_m^T / v + r (g_m g_v^T + g_v g_m^T) / v^2 + (r^2 / v^3 - 1 / (2 v^2)) g_v g_v^T
-    + (1 / v - r^2 / v^2) hess(v) / 2.
+    Exact, in float64, by P backward passes: theta is short.
     """
-    x1 = with_ones(last.x)                                                     # [A, D + 1]
-    n = len(last.offset)
-    d = last.x.shape[1]
-    scale = last.scale.to(last.x)
-    m, v = head_outputs(theta[None], last)[0].to(last.x).unbind(-1)            # [N]
-    r = last.labels.to(last.x) - m
-    # v = scale^2 sum_i a_i^2 with a = softplus(u) + 1e-8 of the atoms
-    u = last.x @ theta[d:2 * d] + theta[-1]                                    # [A]
-    a = F.softplus(u) + 1e-8
-    slope = u.sigmoid()
-    g_m = scale * sum_by(last.molecule, x1, n)                                 # [N, D + 1]
-    g_v = 2 * scale.square() * sum_by(last.molecule, (a * slope)[:, None] * x1, n)
-    # hess(v) = 2 scale^2 sum_i (slope^2 + a slope (1 - slope)) x~ x~^T
-    curved = (1 / v - r.square() / v.square())[last.molecule] * scale.square()
-    curved = curved * (slope.square() + a * slope * (1 - slope))               # [A]
-    mm = g_m.T @ (g_m / v[:, None])
-    mv = g_m.T @ (g_v * (r / v.square())[:, None])
-    vv = g_v.T @ (g_v * (r.square() / v**3 - 0.5 / v.square())[:, None])
-    vv = vv + x1.T @ (x1 * curved[:, None])
-    h = torch.cat([torch.cat([mm, mv], 1), torch.cat([mv.T, vv], 1)])          # [P, P]
-    order = theta_order(2, d)
-    return h[order][:, order]
+    last = last._replace(x=last.x.double())
+
+    def loss(theta):
+        return data_loss(head_outputs(theta[None], last)[0], last.labels)
+
+    hessian = torch.autograd.functional.hessian(loss, theta.double())          # [P, P]
+    values, basis = torch.linalg.eigh(hessian)
+    return Spectrum(values, basis)
 
 
 def laplace_samples(theta, spectrum, delta, noise):
@@ -1022,7 +1047,11 @@ def swag_networks(study, seed, posterior, samples):
 
 
 def choose_rates(study, seed, net):
-    """Run SGD at all rates; validation chooses that of SWA, by its network, and that of SWAG."""
+    """Run SGD at all rates; validation chooses that of SWA, by its network, and that of SWAG.
+
+    Returns both rates as "swa" and "swag", the digest of theta_m as "weights", and those of the
+    last iterates as "digests" {rate: digest}.
+    """
     args = study.args
     weights = common.digest(net)
     name = f"seed{seed}-swag-choice"
@@ -1045,10 +1074,10 @@ def choose_rates(study, seed, net):
                 common.say(f"skipped: SWAG at the rate {rate:g} ({error})")
             swa_lpds.append(swa_lpd)
             swag_lpds.append(swag_lpd)
-        return {"weights": weights, "digests": digests, "swa_lpds": swa_lpds,
-                "swag_lpds": swag_lpds,
-                "swa": args.swag_lrs[index_of_best(swa_lpds, "--swag-lrs")],
-                "swag": args.swag_lrs[index_of_best(swag_lpds, "--swag-lrs")]}
+        swa = args.swag_lrs[index_of_best(swa_lpds, "--swag-lrs")]
+        swag = args.swag_lrs[index_of_best(swag_lpds, "--swag-lrs")]
+        return {"weights": weights, "digests": digests, "swa": swa, "swa_lpds": swa_lpds,
+                "swag": swag, "swag_lpds": swag_lpds}
 
     made_from = identity(study, seed, weights=weights, rates=args.swag_lrs,
                          epochs=args.swag_epochs, val_samples=args.val_samples)
@@ -1058,16 +1087,14 @@ def choose_rates(study, seed, net):
 
 
 def say_what_is_repeated(study, seed):
-    """Say which iterates an earlier choice has deleted, before they are made again."""
-    if not (study.run.dir / f"seed{seed}-swag-choice.pt").exists():
-        return
-    rates = []
+    """Before iterates are made that an earlier choice has deleted, say so."""
+    missing = []
     for rate in study.args.swag_lrs:
         if not (study.run.dir / f"seed{seed}-swag-lr{rate:g}.pt").exists():
-            rates.append(f"{rate:g}")
-    if rates:
-        print(f"seed {seed}: other options chose SWAG's rate before. SGD runs at the rates "
-              f"{', '.join(rates)}: iterates of rates that are not chosen are deleted", flush=True)
+            missing.append(f"{rate:g}")
+    if missing and (study.run.dir / f"seed{seed}-swag-choice.pt").exists():
+        print(f"note: seed {seed} chose SWAG's learning rate with other options, and deleted the "
+              f"iterates of other rates; SGD now runs at {', '.join(missing)}", flush=True)
 
 
 def delete_iterates(study, seed, choice):
@@ -1082,7 +1109,7 @@ def delete_iterates(study, seed, choice):
                 path.unlink()
 
 
-# LLLA and LA-NF. The main process fits them, since the features are few; all compute these.
+# LLLA and LA-NF: the main process fits them to features, which all processes compute.
 
 
 class Head:
@@ -1172,6 +1199,7 @@ def fit_laplace(study, seed, head):
     args = study.args
 
     def make():
+        # All processes compute the features.
         head.sees("train")
         head.sees("val")
         return common.on_main(sample_laplace, study, seed, head)
@@ -1376,7 +1404,8 @@ def predict_networks(study, networks, part, sizes):
     """Predictions of an iterable of sampled networks; {} except on the main process."""
     samples = (forward(study, net, part)[0] for net in networks)
     predictions = summarise(study, samples, sizes)
-    return common.gather_rows([{"index": study.parts[part].rows, **predictions}])
+    predictions["index"] = study.parts[part].rows
+    return common.gather_rows([predictions])
 
 
 def validation_lpd(study, networks, samples=1):
@@ -1406,6 +1435,11 @@ def sample_counts(args, method):
     return sorted({args.samples // k for k in args.ensembles})
 
 
+def evaluated(study):
+    """The names of the parts that are evaluated."""
+    return [part for part in study.parts if part not in ("train", "val")]
+
+
 def keep_predictions(study, seed, method, predict, **made_from):
     """Keep what a posterior predicts of each set that is evaluated, as predict(part, sizes) says.
 
@@ -1413,11 +1447,10 @@ def keep_predictions(study, seed, method, predict, **made_from):
     """
     sizes = sample_counts(study.args, method)
     kept = {}
-    for part, own in study.parts.items():
-        if part in ("train", "val"):
-            continue
+    for part in evaluated(study):
         name = f"seed{seed}-{method}-{part}"
-        own_identity = identity(study, seed, sizes=sizes, examples=own.digest, **made_from)
+        examples = study.parts[part].digest
+        own_identity = identity(study, seed, sizes=sizes, examples=examples, **made_from)
         study.run.keep(name, own_identity, partial(predict, part, sizes))
         kept[part] = name, own_identity
     return kept
@@ -1467,7 +1500,8 @@ def predict_heads(study, seed, method, head, fitted):
         predictions = summarise(study, head_samples(heads[:sizes[-1]], last), sizes)
         return {name: values.cpu() for name, values in predictions.items()}
 
-    return keep_predictions(study, seed, method, predict, weights=digest_of([heads]))
+    return keep_predictions(study, seed, method, predict, weights=head.weights,
+                            heads=digest_of([heads]))
 
 
 def head_samples(heads, last):
@@ -1496,21 +1530,25 @@ def list_ensembles(args, k):
 
 
 class ClassPrediction(NamedTuple):
-    """What an ensemble predicts of N examples."""
+    """What an ensemble predicts of N examples: the mixture of all its samples."""
 
-    log_probs: Tensor  # [N, K]  of the mean prediction
+    log_probs: Tensor  # [N, C]  log of the mean probability
     entropy: Tensor    # [N]     mean entropy of a sample
+    samples: int
 
     def uncertainties(self):
         """Total and epistemic uncertainty (mutual information) in nats, [N]."""
-        total = torch.special.entr(self.log_probs.exp()).sum(1)
-        return {"entropy": total, "mutual_information": (total - self.entropy).clamp_min(0)}
+        found = {"entropy": torch.special.entr(self.log_probs.exp()).sum(1)}
+        # That of a single sample would be rounding errors.
+        if self.samples > 1:
+            found["mutual_information"] = (found["entropy"] - self.entropy).clamp_min(0)
+        return found
 
     def scores(self, labels):
-        """What is compared between methods, for each example [N]."""
-        index = labels[:, None]
+        """What is compared between methods, of each example [N]."""
+        lpd = self.log_probs.gather(1, labels[:, None])[:, 0]
         correct = self.log_probs.argmax(1) == labels
-        return {"lpd": self.log_probs.gather(1, index)[:, 0], "accuracy": correct.double()}
+        return {"lpd": lpd, "accuracy": correct.double()}
 
     def metrics(self, labels):
         probs = self.log_probs.exp()
@@ -1519,40 +1557,44 @@ class ClassPrediction(NamedTuple):
                 "brier": common.brier(probs, labels), "ece15": common.ece(probs, labels)}
 
     def columns(self, dataset, classes):
-        """The columns of predictions.csv."""
+        """The columns of predictions.csv; uncertainties are in nats."""
         columns = common.prediction_columns(dataset, self.log_probs, classes)
         columns["aleatoric"] = self.entropy
-        columns["epistemic"] = self.uncertainties()["mutual_information"]
+        columns["epistemic"] = (columns["total"] - self.entropy).clamp_min(0)
         return columns
 
 
 class EnergyPrediction(NamedTuple):
-    """What an ensemble predicts of N molecules: an equal mixture of Gaussians."""
+    """What an ensemble predicts of N molecules: an equal mixture of Gaussians, in eV."""
 
     means: Tensor      # [S, N]
     variances: Tensor  # [S, N]
 
     def uncertainties(self):
-        """Standard deviations in eV, [N]: total, and of the means of the samples."""
+        """Total and epistemic uncertainty, as standard deviations [N]."""
         moments = common.gaussian_mixture_moments(self.means, self.variances)
-        return {"std": moments.total.sqrt(), "epistemic": moments.epistemic.sqrt()}
+        found = {"std": moments.total.sqrt()}
+        if len(self.means) > 1:
+            found["epistemic"] = moments.epistemic.sqrt()
+        return found
 
     def scores(self, labels):
-        """What is compared between methods, for each molecule [N]."""
-        outputs = torch.stack(self, -1)                                # [S, N, 2]
+        """What is compared between methods, of each molecule [N]."""
+        outputs = torch.stack([self.means, self.variances], -1)        # [S, N, 2]
         lpd = log_density(outputs, labels).logsumexp(0) - math.log(len(outputs))
         return {"lpd": lpd, "mae": (self.means.mean(0) - labels).abs()}
 
     def metrics(self, labels):
         return common.regression_metrics(self.means, self.variances, labels)
 
-    def columns(self, dataset, _):
-        """The columns of predictions.csv: energies and standard deviations in eV."""
+    def columns(self, dataset, classes):
+        """The columns of predictions.csv; uncertainties are standard deviations."""
         moments = common.gaussian_mixture_moments(self.means, self.variances)
         columns = common.example_columns(dataset)
         columns["predicted"] = moments.mean
-        for name in ("total", "aleatoric", "epistemic"):
-            columns[name] = getattr(moments, name).sqrt()
+        columns["total"] = moments.total.sqrt()
+        columns["aleatoric"] = moments.aleatoric.sqrt()
+        columns["epistemic"] = moments.epistemic.sqrt()
         return columns
 
 
@@ -1575,8 +1617,11 @@ def predict_ensemble(study, method, members):
         means, variances = samples.transpose(0, 1).unbind(-1)
         return EnergyPrediction(means, variances)
     at = sample_counts(study.args, method).index(share)
-    mixtures = [Mixture(own["log_probs"][:, at], own["entropy"][:, at]) for own in members]
-    return ClassPrediction(*mix(mixtures))
+    mixtures = []
+    for own in members:
+        mixtures.append(Mixture(own["log_probs"][:, at], own["entropy"][:, at]))
+    log_probs, entropy = mix(mixtures)
+    return ClassPrediction(log_probs, entropy, share * len(members))
 
 
 def ensemble_sizes(args):
@@ -1617,19 +1662,14 @@ def evaluate_method(study, kept, method):
         outside = predictions_of(study, kept, method, f"ood-{name}")
         for uncertainties, (seeds, prediction) in zip(inside, outside):
             row = describe(study, method, seeds) | {"against": name}
-            # One network has no epistemic uncertainty.
-            has_samples = len(seeds) > 1 or sample_counts(study.args, method) != [1]
-            rows.append(row | detection_metrics(uncertainties, prediction.uncertainties(), has_samples))
+            rows.append(row | detection_metrics(uncertainties, prediction.uncertainties()))
     return rows, scores
 
 
-def detection_metrics(inside, outside, has_samples):
-    """AUROC, AUPR and FPR at 95 % TPR of the total uncertainty, and of the epistemic one."""
-    names = list(inside)
-    if not has_samples:
-        names = names[:1]
+def detection_metrics(inside, outside):
+    """AUROC, AUPR and FPR at 95 % TPR of the total and the epistemic uncertainty."""
     metrics = {}
-    for name in names:
+    for name in inside:
         found = common.ood_metrics(inside[name], outside[name], larger_means="ood")
         for metric, value in found.items():
             metrics[f"{metric}_{name}"] = value  # for example auroc_entropy
@@ -1637,7 +1677,7 @@ def detection_metrics(inside, outside, has_samples):
 
 
 class Difference(NamedTuple):
-    """A method minus DE of the same members: the mean over the ensembles of K, and over examples."""
+    """A method minus DE of the same members: mean over the ensembles of K and the examples."""
 
     method: str
     k: int
@@ -1654,13 +1694,14 @@ def compare(method, rows, scores, base):
     differences = []
     for (k, metric), values in scores.items():
         change = torch.stack(values) - torch.stack(base[k, metric])    # [ensembles, N]
-        tested = [row for row in rows if row["method"] == title(method, k) and "against" not in row]
-        for row, own in zip(tested, change):
+        of_k = [row for row in rows if row["method"] == title(method, k)]
+        # The rows of the test set come before those of OOD sets.
+        for row, own in zip(of_k, change):
             row[f"{metric}_minus_de"] = own.mean().item()
         of_examples = change.mean(0)                                   # [N]
-        interval = 1.96 * of_examples.std() / math.sqrt(len(of_examples))
-        differences.append(Difference(METHODS[method], k, metric, of_examples.mean().item(),
-                                      interval.item()))
+        mean = of_examples.mean().item()
+        interval = 1.96 * of_examples.std().item() / math.sqrt(len(of_examples))
+        differences.append(Difference(METHODS[method], k, metric, mean, interval))
     return differences
 
 
@@ -1844,47 +1885,46 @@ def check_network(train_set, args):
                         f"memory, and there are {memory / 1e9:.0f} GB; use --structure diag")
 
 
+def bytes_of_predictions(study, method):
+    """The size of what a member's posterior predicts of all sets that are evaluated."""
+    counts = sample_counts(study.args, method)
+    if study.molecules:
+        of_example = 16 * counts[-1]
+    else:
+        of_example = len(counts) * (4 * study.sets.train.num_classes + 8)
+    examples = sum(len(study.parts[part].dataset) for part in evaluated(study))
+    return examples * of_example
+
+
 def check_room(study):
-    """Print how much disk space the study takes, and refuse it if there is less; on the main one."""
+    """Print about how much disk space the study takes; refuse it if there is less."""
     args = study.args
     net = make_network(args, study.sets.train, args.dropout)
     weights = get_vector(net).nbytes
-    head = flat_head(net.head).nbytes
     # A checkpoint holds the network, that of its best epoch, and the state of the optimiser.
     of_member = 4 * weights
-    at_a_time = 0
     if "mcdo" in args.methods:
         of_member += 4 * weights * len(DROPOUTS)
     if "swa" in args.methods or "swag" in args.methods:
-        # The iterates of at most two rates are kept, but those of one member are all there once.
-        of_rate = weights * (args.swag_epochs + 2)
-        rates = len(args.swag_lrs)
-        of_member += min(2, rates) * of_rate
-        at_a_time = max(0, rates - 2) * of_rate
-    if "la_nf" in args.methods:
-        of_member += 3 * len(FLOW_GRID) * args.flow_layers * head
-    if "llla" in args.methods or "la_nf" in args.methods:
-        of_member += 2 * args.samples * head
+        # The iterates of at most two rates are kept.
+        of_member += 2 * weights * args.swag_epochs
     for method in args.methods:
-        numbers = 16 * max(sample_counts(args, method))
-        if not study.molecules:
-            numbers = (4 * study.sets.train.num_classes + 8) * len(sample_counts(args, method))
-        for name, part in study.parts.items():
-            if name not in ("train", "val"):
-                of_member += numbers * len(part.dataset)
+        of_member += bytes_of_predictions(study, method)
+    # While a member chooses its rates, their iterates are all there.
+    iterates = weights * args.swag_epochs * len(args.swag_lrs)
+    needed = of_member * args.members * args.runs + iterates
 
-    needed = of_member * args.members * args.runs + at_a_time
     there = sum(path.stat().st_size for path in study.run.dir.glob("*.pt"))
-    place = study.run.dir
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    sizes = (f"{needed / 1e9:.3g} GB in {study.run.dir}, where {there / 1e9:.3g} GB are there and "
+    folder = study.run.dir
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    sizes = (f"about {needed / 1e9:.3g} GB in {study.run.dir}, which has {there / 1e9:.3g} GB, and "
              f"{free / 1e9:.3g} GB are free")
-    print(f"the files of this study take up to {sizes}", flush=True)
+    print(f"the files of this study take {sizes}", flush=True)
     if needed > there + free and not args.eval:
-        raise UserError(f"the files of this study take up to {sizes}; make room, use another "
-                        "--out-dir, or fewer --members, --swag-lrs or --swag-epochs")
+        raise UserError(f"the files of this study take {sizes}; make room, use another --out-dir, "
+                        "or fewer --members, --swag-lrs or --swag-epochs")
 
 
 def run_name(args):
@@ -1899,7 +1939,7 @@ def open_study(args):
     """Load all sets, and check everything that could fail, before anything is trained."""
     # The run directory belongs to the options of MAP training. Members of all seeds lie in it side
     # by side, with what other options made of them.
-    names = [name for name in args.identity if name != "seed" and name not in SHAPES]
+    names = [name for name in args.identity if name != "seed" and name not in USED_BY]
     run = common.Run(args, "swag_laplace_ensembles", run_name(args), names)
     sets = load_sets(args)
     common.on_main(check_network, sets.train, args)
