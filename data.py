@@ -53,7 +53,7 @@ class Source(NamedTuple):
     path: str               # relative to the data directory
     site: str               # where its publisher offers it
     num_classes: int = 0    # 0: as many as there are class folders
-    mean: tuple = ()        # per channel, of training pixels in [0, 1]; (): computed
+    mean: tuple = ()        # per channel, of training pixels in [0, 1]
     std: tuple = ()
 
 
@@ -69,7 +69,6 @@ SOURCES = {
     "fashion_mnist": Source("FashionMNIST/raw",
                             "https://github.com/zalandoresearch/fashion-mnist",
                             10, (0.2860,), (0.3530,)),
-    "kmnist": Source("KMNIST/raw", "http://codh.rois.ac.jp/kmnist", 10),
     "cifar10": Source("cifar-10-batches-py", "https://www.cs.toronto.edu/~kriz/cifar.html",
                       10, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
     "cifar100": Source("cifar-100-python", "https://www.cs.toronto.edu/~kriz/cifar.html",
@@ -104,7 +103,6 @@ SOURCES = {
 TORCHVISION = {
     "mnist": tv.MNIST,
     "fashion_mnist": tv.FashionMNIST,
-    "kmnist": tv.KMNIST,
     "cifar10": tv.CIFAR10,
     "cifar100": tv.CIFAR100,
     "svhn": tv.SVHN,
@@ -381,12 +379,6 @@ def _from_unit(x, dtype):
     return x
 
 
-def _with_grey_statistics(dataset, pool):
-    """`dataset` with the mean and std of the uint8 images of `pool`, of one channel."""
-    std, mean = torch.std_mean(_to_unit(pool.images))
-    return replace(dataset, mean=(round(mean.item(), 4),), std=(round(std.item(), 4),))
-
-
 # ---- Loading ------------------------------------------------------------------------------
 
 
@@ -569,13 +561,8 @@ def _torchvision(name, training, data_dir):
     labels = torch.as_tensor(raw.labels if name == "svhn" else raw.targets).long()
     # Digits have the same names in all sets; torchvision calls them "3 - three" in MNIST.
     classes = DIGITS if name in ("mnist", "svhn") else raw.classes
-    dataset = ImageSet(name, images, labels, source.num_classes, source.mean, source.std,
-                       classes=tuple(classes))
-    if source.mean:
-        return dataset
-    # KMNIST has no published statistics.
-    pool = dataset if training else _torchvision(name, True, data_dir)
-    return _with_grey_statistics(dataset, pool)
+    return ImageSet(name, images, labels, source.num_classes, source.mean, source.std,
+                    classes=tuple(classes))
 
 
 def _ambiguous_mnist(name, training, data_dir):
@@ -1068,10 +1055,10 @@ def match(dataset, like):
 def ood_sets(names, like, data_dir="data", *, required=False, taken=()):
     """The OOD sets {name: set} for a training set `like`, resized and normalised like it.
 
-    A name is that of a set of the kind of `like`, of images also a+b (both as one set, in
-    memory) or folder:PATH, and of features PATH.npz, whose labels are ignored. `required`: the
-    user named the sets. Then it is an error if a set is absent, or has the name of another
-    set, of `like` or of those in `taken`; else the set is skipped, which one line reports.
+    A name is that of a set of the kind of `like`, for images also folder:PATH, for features
+    PATH.npz, whose labels are ignored. `required`: the user named the sets. Then it is an error
+    if a set is absent, or has the name of another set, of `like` or of those in `taken`; else the
+    set is skipped, which one line reports.
     """
     found = {}
     used = {"train", "val", "test", like.name}.union(taken)
@@ -1081,28 +1068,12 @@ def ood_sets(names, like, data_dir="data", *, required=False, taken=()):
             if title in used or title in found:
                 raise Absent(f"OOD set {name}: another set of this run is called {title}; rename "
                              "one of them or remove it")
-            found[title] = replace(_ood_set(name, like, data_dir), name=title)
+            found[title] = replace(_other_set(name, like, data_dir), name=title)
         except Absent as error:
             if required:
                 raise
             common.say(f"skipped: {error}")
     return found
-
-
-def _ood_set(name, like, data_dir):
-    """One OOD set: also a+b, several sets of images as one without labels."""
-    has_images = isinstance(like, (ImageSet, StreamedSet))
-    if not has_images or "+" not in name or name.startswith("folder:"):
-        return _other_set(name, like, data_dir)
-    images = []
-    for part in name.split("+"):
-        dataset = _other_set(part, like, data_dir)
-        if isinstance(dataset, StreamedSet):
-            dataset = common.on_each_machine(dataset.in_memory)
-        images.append(dataset.images)
-    images = torch.cat(images)
-    labels = torch.zeros(len(images), dtype=torch.int64)
-    return ImageSet(name, images, labels, 1, like.mean, like.std)
 
 
 def _other_set(name, like, data_dir):
@@ -1510,7 +1481,8 @@ def _embedded(name, training):
             images = _print(_draw_ink(name, labels, style, generator), generator)
             dataset = _grey_set(name, images, labels)
     pool = dataset if training else _embedded(name, True)
-    return _with_grey_statistics(dataset, pool)
+    std, mean = torch.std_mean(_to_unit(pool.images))
+    return replace(dataset, mean=(round(mean.item(), 4),), std=(round(std.item(), 4),))
 
 
 def _grey_set(name, images, labels):
