@@ -170,7 +170,7 @@ def check_options(args):
         raise UserError("--device mps has no float64, which the losses need; use --device cpu")
     if not args.mimo:
         common.refuse(args, ["mimo_epochs"], "without --mimo")
-    if not args.losses:
+    if not args.losses and not args.eval:
         common.refuse(args, ["epochs", "target_offset"], "without --losses")
     if args.shift == "none":
         common.refuse(args, ["shift_examples"], "without --shift")
@@ -257,6 +257,8 @@ class Bottleneck(nn.Module):
 def convnet(args, shape):
     """Three convolutions, without global pooling: the position of a digit matters."""
     c_in, height, width = shape
+    if min(height, width) < 8:
+        raise UserError(f"--model convnet needs images of at least 8 pixels per side, not {shape}")
     layers = {}
     for stage in range(3):
         c_out = max(1, round(32 * args.width)) * 2**stage
@@ -390,7 +392,8 @@ def forward_kl_loss(logits, ensemble):
 def dirichlet_likelihood_loss(logits, ensemble, offset=1.0):
     """EnD2: -(1/M) sum_m ln Dir(p_m; alpha) [B], with alpha = exp(z) + offset.
 
-    Its gradient with respect to the unlikely classes grows with their number.
+    It collapses at many classes, seen from 1000 classes on: the unlikely classes together outweigh
+    the likely one in the gradient, by a factor that grows with their number.
     """
     alpha = logits.double().exp() + offset                             # [B, K]
     log_norm = torch.lgamma(alpha).sum(-1) - torch.lgamma(alpha.sum(-1))
@@ -400,7 +403,7 @@ def dirichlet_likelihood_loss(logits, ensemble, offset=1.0):
 def proxy_loss(logits, ensemble, model_offset=1.0, target_offset=1.0):
     """The forward divergence KL(Dir(pi beta_0 + t) || Dir(exp(z) + m)) [B].
 
-    Its gradient with respect to the unlikely classes grows with their number.
+    It collapses at many classes, seen from 1000 classes on, for the same reason as EnD2.
     """
     alpha = logits.double().exp() + model_offset                       # [B, K]
     precision = proxy_precision(ensemble)[:, None]
@@ -759,7 +762,8 @@ def train_mimo(train_set, args, run, seed):
 
     common.seed_all(seed, KINDS["mimo"])
     net = make_mimo(args, train_set.num_classes, train_set.shape, args.mimo)
-    identity = {**run.config, "kind": "mimo", "mimo": args.mimo, "seed": seed}
+    identity = {**run.config, "kind": "mimo", "mimo": args.mimo, "epochs": args.mimo_epochs,
+                "seed": seed}
     # published code: these rows are those of all repetitions and all subnetworks
     rows = 2 * args.batch_size
     plan = Plan(f"mimo{args.mimo}-seed{seed}", identity, seed, args.mimo_epochs,
@@ -883,9 +887,8 @@ class Networks(NamedTuple):
     """What is evaluated together: one pass of the members serves four rows of the table."""
 
     members: list
-    students: dict       # {"student_<loss>": network}
-    mimo: MIMO | None
-    offset: float        # m in the concentrations of the students
+    others: dict    # {"student_<loss>" or "mimo": network}
+    offset: float   # m in the concentrations of the students
 
 
 def evaluation_loader(dataset, args):
@@ -901,10 +904,8 @@ def all_logits(networks, images, args):
     with common.autocast(args):
         if networks.members:
             logits["members"] = torch.stack([net(images) for net in networks.members], 1)
-        for name, net in networks.students.items():
+        for name, net in networks.others.items():
             logits[name] = net(images)
-        if networks.mimo is not None:
-            logits["mimo"] = networks.mimo(images)
     return logits
 
 
@@ -1016,12 +1017,10 @@ def rank_correlations(student, ensemble):
 
 def networks_by_row(networks):
     """{row: the networks that its prediction takes}."""
-    found = {name: [net] for name, net in networks.students.items()}
+    found = {name: [net] for name, net in networks.others.items()}
     if networks.members:
         found["single"] = networks.members[:1]
         found["ensemble"] = networks.members
-    if networks.mimo is not None:
-        found["mimo"] = [networks.mimo]
     return found
 
 
@@ -1036,27 +1035,6 @@ def milliseconds(nets, images, args):
         total.item()  # waits for the device
         seconds.append(time.perf_counter() - start)
     return 1e3 * min(seconds) / len(images)
-
-
-class Scores(NamedTuple):
-    """The columns {row: {name: [N]}} of all sets."""
-
-    test: dict
-    ood: dict        # {name of the set: columns}
-    corrupted: dict  # {(kind, severity): columns}
-
-
-def score_all(networks, sets, corruptions, args):
-    """The Scores of all sets."""
-    test = score(networks, sets.test, args)
-    ood = {}
-    for name, dataset in sets.ood.items():
-        ood[name] = score(networks, dataset, args, known_classes(dataset, sets.test))
-    corrupted = {}
-    for kind, severity in itertools.product(corruptions.kinds, data.SEVERITIES):
-        dataset = corrupted_set(sets.test, kind, severity, args)
-        corrupted[kind, severity] = score(networks, dataset, args)
-    return Scores(test, ood, corrupted)
 
 
 def known_classes(dataset, test):
@@ -1074,26 +1052,6 @@ def corrupted_set(test, kind, severity, args):
     dataset = data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir)
     dataset = data.match(data.evenly(dataset, limit), test)
     return with_noise(dataset, args.noise, 1)
-
-
-def result_rows(scores, times, sets, corruptions):
-    """The rows of the report."""
-    rows = test_rows(sets.test.name, scores.test, times)
-    for name, columns in scores.ood.items():
-        dataset = sets.ood[name]
-        classes = known_classes(dataset, sets.test)
-        # The folders of ImageNet-O are named after classes that its images do not belong to.
-        has_labels = classes is not None and name != "imagenet_o"
-        if has_labels or getattr(dataset, "label_probs", None) is not None:
-            rows += set_rows(name, columns)
-        rows += pair_rows(sets.test.name, scores.test, name, columns)
-        if classes is None:
-            continue
-        # published: also against the test images of the same classes alone
-        same = torch.isin(sets.test.labels, classes)
-        if same.any():
-            rows += pair_rows(f"{sets.test.name}, its classes", scores.test, name, columns, same)
-    return rows + corruption_rows(scores.corrupted, corruptions)
 
 
 def test_rows(name, test, times):
@@ -1127,6 +1085,23 @@ def pair_rows(name, inside, other, outside, selected=slice(None)):
         own = {key: column[selected] for key, column in columns.items()}
         rows.append({"method": row, "set": name, "against": other, "n": len(own["correct"]),
                      **detection_metrics(own, outside[row])})
+    return rows
+
+
+def ood_rows(dataset, columns, classes, test, test_columns):
+    """The rows of an OOD set with these classes [n] of the test set, or None."""
+    rows = []
+    # The folders of ImageNet-O are named after classes that its images do not belong to.
+    has_labels = classes is not None and dataset.name != "imagenet_o"
+    if has_labels or getattr(dataset, "label_probs", None) is not None:
+        rows += set_rows(dataset.name, columns)
+    rows += pair_rows(test.name, test_columns, dataset.name, columns)
+    if classes is not None:
+        # published: also against the test images of the same classes alone
+        same = torch.isin(test.labels, classes)
+        if same.any():
+            name = f"{test.name}, its classes"
+            rows += pair_rows(name, test_columns, dataset.name, columns, same)
     return rows
 
 
@@ -1164,16 +1139,27 @@ def mean_row(method, name, rows):
 
 def evaluate(networks, sets, corruptions, seed, args, run):
     """The rows of one run, and the picture and the predictions of the first one."""
-    scores = score_all(networks, sets, corruptions, args)
     batch = next(iter(evaluation_loader(sets.test, args).epoch()))
-    times = {row: milliseconds(nets, batch.images, args)
-             for row, nets in networks_by_row(networks).items()}
-    rows = common.on_main(result_rows, scores, times, sets, corruptions)
+    times = {}
+    for row, nets in networks_by_row(networks).items():
+        times[row] = milliseconds(nets, batch.images, args)
+    test = score(networks, sets.test, args)
+    rows = common.on_main(test_rows, sets.test.name, test, times)
+    for dataset in sets.ood.values():
+        classes = known_classes(dataset, sets.test)
+        columns = score(networks, dataset, args, classes)
+        rows += common.on_main(ood_rows, dataset, columns, classes, sets.test, test)
+    corrupted = {}
+    for kind, severity in itertools.product(corruptions.kinds, data.SEVERITIES):
+        dataset = corrupted_set(sets.test, kind, severity, args)
+        corrupted[kind, severity] = score(networks, dataset, args)
+    rows += common.on_main(corruption_rows, corrupted, corruptions)
+
     if seed == args.seed and sets.predict is not None:
         columns = predict(networks, sets.predict, args)
         common.on_main(write_predictions, columns, sets, run)
     if seed == args.seed and args.plot and len(networks.members) > 1:
-        common.on_main(plot_rejection, scores.test, run)
+        common.on_main(plot_rejection, test, run)
     return [{**row, "method": ROWS[row["method"]], "seed": seed} for row in rows]
 
 
@@ -1200,6 +1186,7 @@ def write_predictions(columns, sets, run):
 
 
 # ---- Plots --------------------------------------------------------------------------------------
+
 
 def plot_rejection(test, run):
     """Rejection curves of the test set, and the precision of the students against the ensemble's."""
@@ -1277,16 +1264,13 @@ def check_network(train_set, args):
     """Refuse, before training, a network that fails on the smallest batch."""
     smallest = len(train_set) % args.batch_size or args.batch_size
     # Two images show what more would; MIMO sees each image twice.
-    images = torch.zeros(min(smallest, 2), *train_set.shape, device=args.device)
-    nets = []
-    if args.losses or not args.ensemble_paths:
-        nets.append(make_network(args, train_set.num_classes, train_set.shape))
-    if args.mimo:
-        nets.append(make_mimo(args, train_set.num_classes, train_set.shape, args.mimo))
-        images = torch.cat([images, images])
+    net = make_network(args, train_set.num_classes, train_set.shape)
+    images = torch.zeros(min(smallest, 2), *train_set.shape).to(net.fc.weight)
     try:
-        for net in nets:
-            net.train()(images)
+        net.train()(images)
+        if args.mimo:
+            net = make_mimo(args, train_set.num_classes, train_set.shape, args.mimo)
+            net.train()(torch.cat([images, images]))
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"--model {args.model} fails on {smallest} images {train_set.shape}: "
                         f"{common.one_line(error)}; use another --model, --image-size or "
@@ -1295,7 +1279,7 @@ def check_network(train_set, args):
 
 # These options choose networks, each of which is a file of its own. Another value of them needs no
 # other run directory.
-CHOICES = ("members", "losses", "mimo", "ensemble_paths")
+CHOICES = ("members", "ensemble_paths", "losses", "mimo", "mimo_epochs")
 # What identifies a directory for networks from files, of which none is trained.
 OF_FILES = ["dataset", "image_size", "noise", "model", "width", "files"]
 
@@ -1351,27 +1335,27 @@ def main(argv=None):
     # The learning rate is proportional to the number of images that a batch can have.
     args = common.with_options(args, batch_size=min(args.batch_size, len(sets.train)))
     corruptions = find_corruptions(sets.test, args)
-    check_network(sets.train, args)
+    if not args.eval:
+        check_network(sets.train, args)
     rows = []
     for number in range(args.runs):
         # Each run has members of its own.
         seed = args.seed + number * args.members
         members = make_members(sets, args, run, seed)
-        students = {}
+        others = {}
         offset = args.model_offset
         if args.losses:
             teachers = make_teachers(members, sets.train, args)
         for loss in args.losses:
-            students[f"student_{loss}"] = train_student(loss, teachers, sets.train, args, run, seed)
+            others[f"student_{loss}"] = train_student(loss, teachers, sets.train, args, run, seed)
         if args.student_path:
             name, net, offset = read_student(args.student_path, sets.test, args)
-            students[name] = net
-        mimo = None
+            others[name] = net
         if args.mimo:
-            mimo = train_mimo(sets.train, args, run, seed)
+            others["mimo"] = train_mimo(sets.train, args, run, seed)
         if args.mimo_path:
-            mimo, _ = read_network(args.mimo_path, "mimo", sets.test, args)
-        networks = Networks(members, students, mimo, offset)
+            others["mimo"], _ = read_network(args.mimo_path, "mimo", sets.test, args)
+        networks = Networks(members, others, offset)
         rows += evaluate(networks, sets, corruptions, seed, args, run)
     # The table shows the test set; results.csv has all rows.
     shown = [row for row in rows if row["set"] == sets.test.name]
