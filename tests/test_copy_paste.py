@@ -162,8 +162,8 @@ def test_gbnn2d_merges_the_closest_pair_until_none_is_close(method):
         close(own, np.stack(wanted))
 
 
-@pytest.mark.parametrize("target", ["published", "paper"])
-def test_proxy_distill_reverse_kl(method, target):
+@pytest.mark.parametrize("t", [0.0, 0.7])
+def test_proxy_distill_losses(method, t):
     members = [double(6, 5) + double(6, 5) for _ in range(4)]
     ensemble = method.ensemble_statistics(iter(members))
     p = torch.stack(members).softmax(-1)
@@ -171,16 +171,27 @@ def test_proxy_distill_reverse_kl(method, target):
     rmi = torch.stack([kl_divergence(Categorical(pi), Categorical(q)) for q in p]).mean(0)
     precision = method.proxy_precision(ensemble)
     close(precision, 4 / (2 * rmi + 2**-23), rtol=1e-8)
-    z, t = double(6, 5).requires_grad_(), 0.7
-    b = precision + (5 * t if target == "published" else 0)
+    z = double(6, 5).requires_grad_()
+    b = precision + 5 * t
     plain = kl_divergence(Dirichlet(z.exp() + 0.3), Dirichlet(pi * b[:, None] + 1)) / b
-    ours = method.rkl_proxy_loss(z, ensemble, precision, 0.3, t, target)
-    close(*(torch.autograd.grad(value.sum(), z, retain_graph=True)[0] for value in (ours, plain)),
-          rtol=1e-8)
+    ours = method.rkl_proxy_loss(z, ensemble, 0.3, t)
+    gradients = [torch.autograd.grad(value.sum(), z, retain_graph=True)[0]
+                 for value in (ours, plain)]
+    close(*gradients, rtol=1e-8)
     constant = torch.lgamma(pi * b[:, None] + 1).sum(1) - torch.lgamma(b + 5)
     close(ours, plain - constant / b, rtol=1e-8)
-    wanted = kl_divergence(Dirichlet(pi * precision[:, None] + t), Dirichlet(z.exp() + 0.3))
-    close(method.proxy_loss(z, ensemble, precision, 0.3, t), wanted, rtol=1e-8)
+    target = Dirichlet(pi * precision[:, None] + t + 1e-12)
+    wanted = kl_divergence(target, Dirichlet(z.exp() + 0.3))
+    close(method.proxy_loss(z, ensemble, 0.3, t + 1e-12), wanted, rtol=1e-8)
+
+
+def test_proxy_distill_mimo(method):
+    """Each subnetwork sees its own images, and gives its own logits."""
+    mimo = method.MIMO(torch.nn.Flatten(), 2)
+    images = double(7, 3, 4, 4)
+    rows = method.mimo_rows(7, 2, torch.Generator().manual_seed(0))
+    close(mimo(images[rows]), images[rows].flatten(2))
+    close(mimo(images), torch.stack([images.flatten(1)] * 2, 1))
 
 
 def test_swag_laplace_ensembles_swag(method):
