@@ -190,30 +190,34 @@ def bench_forde(bench):
 
 def bench_proxy_distill(bench):
     """Training and evaluation of ResNet-50 on 224x224 images that are on the device already."""
-    side, classes = bench.size(224, 72), bench.size(1000, 10)
+    side = bench.size(224, 72)
+    classes = bench.size(1000, 10)
     dataset = bench.images("train", bench.size(4096, 8), side, classes)
     dataset = dataclasses.replace(dataset, images=dataset.images.to(bench.device))
-    shape, batch = dataset.shape, bench.size(256, 4)
+    batch = bench.size(256, 4)
     for amp in ("off", "bf16"):
         args = bench.options(
             proxy_distill, "--dataset", "imagenet", "--model", bench.size("resnet50", "resnet18"),
-            "--width", bench.size(1.0, 0.05), "--amp", amp, "--base-epochs", 2, "--batch-size",
+            "--width", bench.size(1.0, 0.05), "--amp", amp, "--member-epochs", 2, "--batch-size",
             batch, "--limit-steps", bench.size(16, 1), "--lr", 0.01)
-        args = proxy_distill.network_args(args, "base", 1)
+        net = proxy_distill.make_network(args, classes, dataset.shape)
+        x = torch.randn(4, *dataset.shape, device=bench.device)
+        training_flops = flops_of(net, x)
+        evaluation_flops = flops_of(net, x, training=False)
         bench.forget_memory()
-        net = proxy_distill.make_network(args.model, classes, shape, args.width)
-        net = net.to(args.device, memory_format=torch.channels_last)
-        x = torch.randn(4, *shape, device=bench.device)
         run = common.Run(args, "gpu", f"resnet50-{amp}")
-        proxy_distill.train(net, dataset, args, run)
+        net = proxy_distill.train_member(dataset, args, run, 1)
         bench.add(f"{args.model} training, batch {batch}, amp {amp}",
-                  run.history[-1]["examples_per_s"], "images/s", flops_of(net, x))
+                  run.history[-1]["examples_per_s"], "images/s", training_flops)
         bench.forget_memory()
-        models = proxy_distill.Models([net.eval()])
-        evaluate = lambda: sum(1 for _ in proxy_distill.passes(models, dataset, args))
+        networks = proxy_distill.Networks([net], {}, 1.0)
+
+        def evaluate():
+            return proxy_distill.score(networks, dataset, args)
+
         seconds = min(bench.seconds(evaluate)[0] for _ in range(2))
         bench.add(f"{args.model} evaluation, amp {amp}", len(dataset) / seconds, "images/s",
-                  flops_of(net, x, training=False))
+                  evaluation_flops)
 
 
 def bench_swag(bench):
