@@ -40,14 +40,13 @@ Differences from the published code (github.com/AaltoPML/FoRDE, commit e8f9d74; 
 import argparse
 import itertools
 import math
-import time
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import common
 import data
@@ -87,7 +86,7 @@ PRESETS = {
                     augment=False, shift="none", ood=["glyphs_letters"]),
     # five Gaussians in the plane
     "toy_classification": dict(
-        methods=["deep_ensemble", "forde_identity"], members=16, model="plain_mlp",
+        methods=["deep_ensemble", "forde_identity"], members=16, model="mlp",
         hidden=[64, 64], weight_decay=0.0, epochs=20, batch_size=200, lr=0.02,
         schedule="one_cycle", augment=False, shift="none"),
     # Your own images: small networks that train on two CPU cores in minutes.
@@ -116,7 +115,7 @@ def parse_args(argv=None):
         help="architecture of a member (paper: resnet18, for TinyImageNet preact_resnet18)")
     add("--members", "-m", type=at_least(1), help="number of ensemble members M (paper: 10)")
     add("--hidden", type=at_least(1), nargs="+", metavar="N",
-        help="numbers of hidden units of mlp and plain_mlp (paper: three layers)")
+        help="numbers of hidden units of mlp (paper: three layers)")
 
     add = parser.group("training").add_argument
     add("--weight-decay", type=at_least(0, float),
@@ -167,30 +166,28 @@ def check_options(args):
     if (args.dataset == "features") != bool(args.features):
         raise UserError("--dataset features and --features TRAIN.npz TEST.npz must be used "
                         "together")
-    if args.dataset in ("features", "toy_classification"):
-        if args.model not in ("mlp", "plain_mlp") or args.augment or args.shift != "none":
-            raise UserError(f"--dataset {args.dataset} has no images; it needs --model mlp or "
-                            "plain_mlp, --no-augment and --shift none")
-        common.refuse(args, ["val_fraction", "published_split", "image_size"],
-                      f"with --dataset {args.dataset}")
-    if args.dataset == "toy_classification":
-        common.refuse(args, ["limit_train", "ood", "predict", "data_dir", "workers"],
-                      "with --dataset toy_classification")
+    no_images = {"features": ["val_fraction", "published_split", "image_size"],
+                 "toy_classification": ["val_fraction", "published_split", "image_size",
+                                        "limit_train", "ood", "predict", "data_dir", "workers"]}
+    if args.dataset in no_images:
+        common.refuse(args, no_images[args.dataset], f"with --dataset {args.dataset}")
+        if args.augment or args.shift != "none":
+            raise UserError(f"--dataset {args.dataset} has no images; it needs --no-augment and "
+                            "--shift none")
     if args.shift == "published" and f"{args.dataset}_c" not in data.CORRUPTED:
         raise UserError(f"--shift published: not available for {args.dataset}; use --shift "
                         "computed or none")
-    repulsions = {METHODS[method]["repulsion"] for method in args.methods}
     if args.shift == "none":
         common.refuse(args, ["shift_examples"], "without corrupted test sets (--shift)")
     if not args.val_fraction:
         common.refuse(args, ["published_split"], "without --val-fraction")
-    if args.model not in ("mlp", "plain_mlp"):
+    if args.model != "mlp":
         common.refuse(args, ["hidden"], f"with --model {args.model}")
     if args.schedule != "published":
         common.refuse(args, ["lr_ratio"], f"with --schedule {args.schedule}")
     if "forde_tuned" not in args.methods:
         common.refuse(args, ["alpha"], "without --methods forde_tuned")
-    if repulsions == {"none"} or args.members == 1:
+    if args.methods == ["deep_ensemble"] or args.members == 1:
         common.refuse(args, ["repulsion_coef", "repulse_every"], "where no members repel")
 
 
@@ -318,20 +315,9 @@ def mlp(args, shape):
     return layers, c_in
 
 
-def plain_mlp(args, shape):
-    """Linear layers with ReLU."""
-    layers = [nn.Flatten()]
-    c_in = math.prod(shape)
-    for count in args.hidden:
-        c_out = channels(count, args)
-        layers += [nn.Linear(c_in, c_out), nn.ReLU()]
-        c_in = c_out
-    return layers, c_in
-
-
 # Your own network is one more entry, such a function by its name. Batch norm is nn.BatchNorm2d.
 NETWORKS = {"resnet9": resnet9, "resnet18": resnet18, "preact_resnet18": preact_resnet18,
-            "wrn_16_4": wrn_16_4, "mlp": mlp, "plain_mlp": plain_mlp}
+            "wrn_16_4": wrn_16_4, "mlp": mlp}
 
 
 def make_network(args, num_classes, shape):
@@ -364,7 +350,7 @@ def make_ensemble(args, seed, num_classes, shape):
 
 def channels_last(args):
     """Whether images are in channels-last memory: second derivatives on CPUs are slower in it."""
-    return args.device.type == "cuda" and args.model not in ("mlp", "plain_mlp")
+    return args.device.type == "cuda" and args.model != "mlp"
 
 
 # ---- Method -------------------------------------------------------------------------------------
@@ -418,7 +404,8 @@ def unit_rows(g, eps=1e-24):
     """
     squared_length = g.square().sum(-1, keepdim=True)
     has_direction = squared_length > eps
-    return g / torch.where(has_direction, squared_length + eps, torch.inf).sqrt()
+    divisor = torch.where(has_direction, squared_length + eps, torch.inf)
+    return g / divisor.sqrt()
 
 
 def pca(second_moments):
@@ -440,7 +427,9 @@ def metric_root(eigenvectors, eigenvalues, alpha=1.0):
 def squared_distances(s):
     """|s_i - s_j|^2 [M, M, ...] of rows s [M, ..., D]; s_j is a constant, i = j is included."""
     # By differences: in the products of a Gram matrix, nearly equal members would cancel.
-    columns = [(s - other).square().sum(-1) for other in s.detach()]
+    columns = []
+    for other in s.detach():
+        columns.append((s - other).square().sum(-1))                   # [M, ...]
     return torch.stack(columns, 1)
 
 
@@ -451,9 +440,11 @@ def log_kernel(s):
     """
     distance = squared_distances(s)                                    # [M, M, B]
     members = len(s)
-    ranked = distance.detach().sort(0).values
     # The median over i includes i = j; of an even number it is the mean of the middle two.
-    median = (ranked[(members - 1) // 2] + ranked[members // 2]) / 2   # [M, B]
+    ranked = distance.detach().sort(0).values
+    lower = ranked[(members - 1) // 2]
+    upper = ranked[members // 2]
+    median = (lower + upper) / 2                                       # [M, B]
     bandwidth = median / math.log(members) + 1e-12
     return -distance / bandwidth
 
@@ -476,7 +467,8 @@ def rbf_repulsion(points):
     squared distances.
     """
     distance = squared_distances(points)                               # [M, M]
-    bandwidth = distance.detach().flatten().quantile(0.5) / math.log(len(points) + 1) + 1e-12
+    median = distance.detach().flatten().quantile(0.5)
+    bandwidth = median / math.log(len(points) + 1) + 1e-12
     return (-distance / bandwidth).logsumexp(1).sum()
 
 
@@ -492,8 +484,9 @@ def function_repulsion(logits, cauchy=1e-6):
 def pairwise_cosines(g):
     """cos(g_i, g_j) of all pairs i < j of members [M (M - 1) / 2, B], from g [M, B, D]."""
     unit = unit_rows(g)
-    first, second = torch.triu_indices(len(g), len(g), 1, device=g.device)
-    return torch.einsum("ibd,jbd->ijb", unit, unit)[first, second]
+    cosines = torch.einsum("ibd,jbd->ijb", unit, unit)
+    i, j = torch.triu_indices(len(g), len(g), 1, device=g.device)
+    return cosines[i, j]
 
 
 def local_independence(g):
@@ -503,7 +496,8 @@ def local_independence(g):
 
 def data_loss(logits, labels):
     """The cross entropy of logits [M, B, K] and labels [B], summed over members and examples."""
-    return F.cross_entropy(logits.flatten(0, 1), labels.repeat(len(logits)), reduction="sum")
+    every_label = labels.repeat(len(logits))                           # [M B]
+    return F.cross_entropy(logits.flatten(0, 1), every_label, reduction="sum")
 
 
 def disagreement(log_probs):
@@ -529,9 +523,9 @@ class Members(nn.Module):
         """Logits [C, B, K] and particles [C, B, ...] in float32; `particles`: see `particles_of`."""
         outputs = [particles(net, x, y) for net in self.nets]
         # bfloat16 is not precise enough for losses and distances; float64 stays.
-        dtype = torch.promote_types(outputs[0][0].dtype, torch.float32)
-        logits, points = zip(*outputs)
-        return torch.stack(logits).to(dtype), torch.stack(points).to(dtype)
+        logits, points = map(torch.stack, zip(*outputs))
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        return logits.to(dtype), points.to(dtype)
 
 
 def particles_of(args):
@@ -541,6 +535,10 @@ def particles_of(args):
     if args.repulsion == "function":
         return function_values
     return no_particles
+
+
+# The repulsion of the methods of comparison, given their particles [M, B, ...].
+COMPARISONS = {"lit": local_independence, "function": function_repulsion}
 
 
 def own_rows(batch):
@@ -587,13 +585,11 @@ def ensemble_step(members, batch, metric, args):
 
     # 5. The loss. The force is a constant: its product with the particles has the gradient of R.
     loss = data_loss(logits, batch.labels)
-    total = loss / batch.global_size + args.repulsion_coef * (particles * force).sum()
+    repelling = (particles * force).sum()
+    total = loss / batch.global_size + args.repulsion_coef * repelling
     # 6. The backward pass, also through the input gradients. DDP averages over the processes.
     (total * common.world_size()).backward()
     return loss.detach(), value.detach(), logits.detach()
-
-
-COMPARISONS = {"lit": local_independence, "function": function_repulsion}
 
 
 def chunked_step(chunks, batch, metric, args):
@@ -610,11 +606,12 @@ def chunked_step(chunks, batch, metric, args):
 
     # ... and goes on to the weights in the second pass. Running averages moved in the first one.
     set_momentum(chunks, 0.0)
-    gradients = zip(logits.grad.split(args.chunk), particles.grad.split(args.chunk))
-    for chunk, gradient in zip(chunks, gradients):
+    by_logits = logits.grad.split(args.chunk)
+    by_particles = particles.grad.split(args.chunk)
+    for chunk, gradients in zip(chunks, zip(by_logits, by_particles)):
         with common.autocast(args):
             outputs = chunk(batch.images, batch.labels, particles_of(args))
-        torch.autograd.backward(outputs, gradient)
+        torch.autograd.backward(outputs, gradients)
     return result
 
 
@@ -626,20 +623,23 @@ def independent_step(chunks, batch, args):
         with common.autocast(args):
             logits, _ = chunk(batch.images, batch.labels, no_particles)
         loss = data_loss(logits, batch.labels)
-        (loss * common.world_size() / batch.global_size).backward()
+        mean_loss = loss / batch.global_size
+        (mean_loss * common.world_size()).backward()
         losses.append(loss.detach())
         outputs.append(logits.detach())
-    loss = torch.stack(losses).sum()
-    return loss, torch.zeros_like(loss), torch.cat(outputs)
+    total = torch.stack(losses).sum()
+    return total, torch.zeros_like(total), torch.cat(outputs)
 
 
 def repel_weights(nets, num_train, args):
     """Weight-RDE: add the gradient of R / N, the repulsion of the weights; returns R / N."""
     points = []
     for net in nets:
-        points.append(torch.cat([p.flatten() for p in net.parameters()]))
+        weights = [p.flatten() for p in net.parameters()]
+        points.append(torch.cat(weights))
+    points = torch.stack(points)                                       # [M, P]
     # The cross entropy is a mean over examples, so the prior is divided by their number.
-    value = rbf_repulsion(torch.stack(points)) / num_train             # points [M, P]
+    value = rbf_repulsion(points) / num_train
     (args.repulsion_coef * value).backward()
     return value.detach()
 
@@ -667,8 +667,19 @@ def learning_rate(step, steps_per_epoch, args):
     return args.lr * ((total - step) / (total - warm_up))
 
 
+def make_chunks(nets, args):
+    """The members as a list of Members, --chunk at a time, distributed over the processes."""
+    size = args.chunk or args.members
+    chunks = []
+    for first in range(0, args.members, size):
+        members = Members(nets[first:first + size])
+        chunks.append(common.data_parallel(members, args.device))
+    return chunks
+
+
 def train(nets, train_set, metric, args, seed, run, name):
     """Train all members together, on the same batches; resumes from the last completed epoch."""
+    chunks = make_chunks(nets, args)
     optimiser = torch.optim.SGD(nets.parameters(), lr=args.lr, momentum=0.9, nesterov=True,
                                 weight_decay=args.weight_decay)
     # The order and the augmentation of the images depend only on the seed and the epoch.
@@ -677,19 +688,14 @@ def train(nets, train_set, metric, args, seed, run, name):
                          augment=augment, workers=args.workers, channels_last=channels_last(args))
     # published code: the last, smaller batch of an epoch is dropped
     whole_batches = max(1, len(train_set) // args.batch_size)
-    steps = min(whole_batches, run.steps_per_epoch(loader))
-    size = args.chunk or args.members
-    chunks = []
-    for first in range(0, args.members, size):
-        members = Members(nets[first:first + size])
-        chunks.append(common.data_parallel(members, args.device))
+    steps = min(run.steps_per_epoch(loader), whole_batches)
 
     # Checkpoints contain the networks and the optimiser. The loop starts at the first epoch that
     # is left, and `run.end_epoch` saves and logs.
     for epoch in run.epochs(args.epochs, name, net=nets, optimiser=optimiser):
         common.seed_all(seed, epoch, common.rank())  # for networks with dropout
         nets.train()
-        totals = torch.zeros(4, device=args.device)  # cross entropy, R, correct, examples
+        totals = torch.zeros(3, device=args.device)  # cross entropy, R, correct predictions
         for step, batch in itertools.islice(run.steps(loader, epoch), steps):
             # Functions of the step: a resumed run needs no state of a scheduler.
             now = epoch * steps + step
@@ -698,39 +704,42 @@ def train(nets, train_set, metric, args, seed, run, name):
                 group["lr"] = lr
             # published code: averages with decay 0.9, divided by 1 - 0.9^t after t steps
             set_momentum(nets, 0.1 / (1 - 0.9 ** (now + 1)))
-
             optimiser.zero_grad()
-            repels = args.repulsion != "none" and now % args.repulse_every == 0
-            if not repels or args.repulsion == "weight":
+            repels = now % args.repulse_every == 0
+            if args.repulsion in ("none", "weight") or not repels:
                 loss, value, logits = independent_step(chunks, batch, args)
             elif len(chunks) == 1:
                 loss, value, logits = ensemble_step(chunks[0], batch, metric, args)
             else:
                 loss, value, logits = chunked_step(chunks, batch, metric, args)
-            if repels and args.repulsion == "weight":
+            if args.repulsion == "weight" and repels:
                 value = repel_weights(nets, len(train_set), args)
             optimiser.step()
 
-            totals[0] += loss / args.members
-            totals[1] += value / args.members * len(batch.labels)
-            totals[2] += (logits.argmax(2) == batch.labels).sum() / args.members
-            totals[3] += len(batch.labels)
-        loss, value, correct, examples = common.all_reduce(totals).tolist()
-        run.end_epoch(loss / examples, repulsion=value / examples, accuracy=correct / examples,
-                      lr=lr, examples=examples)
+            totals[0] += loss
+            totals[1] += value * len(batch.labels)
+            totals[2] += (logits.argmax(2) == batch.labels).sum()
+        examples = steps * batch.global_size
+        loss, value, accuracy = (common.all_reduce(totals) / examples / args.members).tolist()
+        run.end_epoch(loss, repulsion=value, accuracy=accuracy, lr=lr, examples=examples)
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
+
+
+def batches_of(dataset, args):
+    """The batches of a whole set, in its order."""
+    loader = data.Loader(dataset, max(512, args.batch_size), args.device, workers=args.workers,
+                         channels_last=channels_last(args))
+    return loader.epoch()
 
 
 @torch.no_grad()
 def predict(nets, dataset, args):
     """Log probabilities [M, N, K] of all members for a whole set; None but on the main process."""
     nets.eval()
-    loader = data.Loader(dataset, max(512, args.batch_size), args.device, workers=args.workers,
-                         channels_last=channels_last(args))
     batches = []
-    for batch in loader.epoch():
+    for batch in batches_of(dataset, args):
         with common.autocast(args):
             logits = torch.stack([net(batch.images) for net in nets], 1)   # [b, M, K]
         batches.append({"index": batch.index, "log_probs": logits.float().log_softmax(2)})
@@ -746,10 +755,8 @@ def gradient_distance(nets, dataset, args):
     if len(nets) == 1:
         return 0.0
     nets.eval()
-    loader = data.Loader(dataset, max(512, args.batch_size), args.device, workers=args.workers,
-                         channels_last=channels_last(args))
     total = torch.zeros((), device=args.device)
-    for batch in loader.epoch():
+    for batch in batches_of(dataset, args):
         gradients = []
         with common.autocast(args):
             for net in nets:
@@ -760,10 +767,15 @@ def gradient_distance(nets, dataset, args):
     return common.all_reduce(total).item() / len(dataset)
 
 
-def mean_log_probs(log_probs):
-    """Log of the mean of the members' probabilities [N, K], float64, of log_probs [M, N, K]."""
+def uncertainties(log_probs):
+    """`common.ensemble_uncertainty` of log_probs [M, N, K], which must be finite."""
     if not log_probs.isfinite().all():
         raise UserError("the outputs of a member are not finite; train again with a lower --lr")
+    return common.ensemble_uncertainty(log_probs)
+
+
+def mean_log_probs(log_probs):
+    """Log of the mean of the members' probabilities [N, K], float64, of log_probs [M, N, K]."""
     # In blocks: the corrupted sets of CIFAR-100 would take 1.5 GB in float64.
     blocks = [block.double().logsumexp(0) for block in log_probs.split(10_000, 1)]
     return torch.cat(blocks) - math.log(len(log_probs))
@@ -771,6 +783,7 @@ def mean_log_probs(log_probs):
 
 def predictive_metrics(log_probs, labels):
     """Metrics of the mean prediction of log_probs [M, N, K]; nll_miss is the NLL of its errors."""
+    uncertainty = uncertainties(log_probs)
     mean = mean_log_probs(log_probs)
     probs = mean.exp()
     metrics = {"accuracy": common.accuracy(probs, labels), "nll": common.nll(mean, labels),
@@ -782,14 +795,13 @@ def predictive_metrics(log_probs, labels):
     for k in (2, 3):
         if k <= probs.shape[1]:
             metrics[f"top{k}_accuracy"] = common.top_k_accuracy(probs, labels, k)
-    of_members = [common.accuracy(member, labels) for member in log_probs]
-    metrics["member_accuracy"] = np.mean(of_members)
+    metrics["member_accuracy"] = np.mean([common.accuracy(own, labels) for own in log_probs])
     metrics["disagreement"] = disagreement(log_probs)
-    return metrics | uncertainty_metrics(common.ensemble_uncertainty(log_probs))
+    return metrics | moments(uncertainty)
 
 
-def uncertainty_metrics(uncertainty):
-    """Mean and population standard deviation over a set of `common.ensemble_uncertainty`."""
+def moments(uncertainty):
+    """Mean and population standard deviation over a set of its `uncertainties`."""
     metrics = {}
     for name in ("total", "aleatoric", "epistemic"):
         metrics[f"{name}_mean"] = uncertainty[name].mean()
@@ -803,30 +815,29 @@ def clean_rows(sets, outputs, distance, key):
     outputs: data.Sets of log probabilities [M, N, K]; key: method and seed, with which rows begin
     """
     test = sets.test
-    log_probs = outputs.test
-    rows = [{**key, "set": test.name, "n": len(test)}]
-    rows[0] |= predictive_metrics(log_probs, test.labels)
-    rows[0]["gradient_distance"] = distance
+    row = {**key, "set": test.name, "n": len(test)}
+    row |= predictive_metrics(outputs.test, test.labels)
+    row["gradient_distance"] = distance
+    rows = [row]
     if sets.val is not None:
         on_val = mean_log_probs(outputs.val)
         temperature = common.fit_temperature(on_val, sets.val.labels)
         # Logarithms of probabilities are logits: their softmax gives the probabilities back.
-        scaled = (mean_log_probs(log_probs) / temperature).log_softmax(1)
-        rows[0]["temperature"] = temperature
-        rows[0]["nll_scaled"] = common.nll(scaled, test.labels)
-        rows[0]["ece15_scaled"] = common.ece(scaled.exp(), test.labels)
-        row = {**key, "set": "val", "n": len(sets.val)}
-        rows.append(row | predictive_metrics(outputs.val, sets.val.labels))
-    inside = common.ensemble_uncertainty(log_probs)
-    for name in sets.ood:
-        mean_log_probs(outputs.ood[name])  # refuses infinite ones
-        outside = common.ensemble_uncertainty(outputs.ood[name])
+        scaled = (mean_log_probs(outputs.test) / temperature).log_softmax(1)
+        row["temperature"] = temperature
+        row["nll_scaled"] = common.nll(scaled, test.labels)
+        row["ece15_scaled"] = common.ece(scaled.exp(), test.labels)
+        val_row = {**key, "set": "val", "n": len(sets.val)}
+        rows.append(val_row | predictive_metrics(outputs.val, sets.val.labels))
+    inside = uncertainties(outputs.test)
+    for name, log_probs in outputs.ood.items():
+        outside = uncertainties(log_probs)
         row = {**key, "set": test.name, "against": name, "n": len(test)}
         for score in ("total", "epistemic"):
             found = common.ood_metrics(inside[score], outside[score], larger_means="ood")
             for metric, value in found.items():
                 row[f"{metric}_{score}"] = value
-        rows.append(row | uncertainty_metrics(outside))
+        rows.append(row | moments(outside))
     return rows
 
 
@@ -848,6 +859,7 @@ def find_shift(test_set, args):
         if not kinds:
             return None
         return Shift(data.corrupted_name(name, kinds), kinds, None)
+    data.check_sizes(test_set, limit=args.shift_examples or math.inf)
     clean = data.evenly(test_set, args.shift_examples or None)
     if isinstance(clean, data.StreamedSet):
         clean = common.on_each_machine(clean.in_memory)
@@ -867,44 +879,58 @@ def corrupted_set(shift, kind, severity, test_set, args):
 DIVERSITY_EXAMPLES = 1000  # of a test set, for the input gradients
 
 
+def severity_row(nets, shift, severity, test_set, args, key):
+    """The row of one severity, with all kinds of corruption as one set."""
+    log_probs = []
+    labels = []
+    distances = []
+    examples = math.ceil(DIVERSITY_EXAMPLES / len(shift.kinds))
+    for kind in shift.kinds:
+        dataset = corrupted_set(shift, kind, severity, test_set, args)
+        log_probs.append(predict(nets, dataset, args))
+        labels.append(dataset.labels)
+        some = data.evenly(dataset, examples)
+        distances.append(gradient_distance(nets, some, args))
+    labels = torch.cat(labels)
+    row = {**key, "set": f"{shift.name}_s{severity}", "severity": severity, "n": len(labels)}
+    row |= common.on_main(pooled_metrics, log_probs, labels)
+    row["gradient_distance"] = np.mean(distances)
+    return row
+
+
+def pooled_metrics(log_probs, labels):
+    """Metrics of the union of sets, from a list of log_probs [M, n, K] and all labels [N]."""
+    return predictive_metrics(torch.cat(log_probs, 1), labels)
+
+
 def evaluate_shift(nets, shift, test_set, args, key):
-    """The rows of each severity, with all kinds of corruption as one set, and of their mean."""
+    """The rows of each severity, and of their mean; one line is printed after each severity."""
     rows = []
     for severity in data.SEVERITIES:
-        log_probs = []
-        labels = []
-        distances = []
-        for kind in shift.kinds:
-            dataset = corrupted_set(shift, kind, severity, test_set, args)
-            log_probs.append(predict(nets, dataset, args))
-            labels.append(dataset.labels)
-            some = data.evenly(dataset, math.ceil(DIVERSITY_EXAMPLES / len(shift.kinds)))
-            distances.append(gradient_distance(nets, some, args))
-        row = {**key, "set": f"{shift.name}_s{severity}", "n": sum(map(len, labels)),
-               "gradient_distance": np.mean(distances)}
-        row |= common.on_main(pooled_metrics, log_probs, labels)
-        common.say(f"{key['method']}-seed{key['seed']}: {row['set']}, {row['n']} images, accuracy "
-                   f"{row['accuracy']:.4f}, NLL {row['nll']:.4f}")
+        row = severity_row(nets, shift, severity, test_set, args, key)
+        scores = f"accuracy {row['accuracy']:.4f}, NLL {row['nll']:.4f}"
+        common.say(f"{row['method']}-seed{row['seed']}: {row['set']}, {row['n']} images: {scores}")
         rows.append(row)
-    mean = {**key, "set": shift.name, "n": sum(row["n"] for row in rows)}
+    mean = {**key, "set": shift.name, "n": 0}
+    for row in rows:
+        mean["n"] += row["n"]
     for metric in ("accuracy", "nll", "ece15", "disagreement", "gradient_distance"):
         mean[metric] = np.mean([row[metric] for row in rows])
     return rows + [mean]
 
 
-def pooled_metrics(log_probs, labels):
-    """Metrics of the union of sets, from lists of log_probs [M, n, K] and labels [n]."""
-    return predictive_metrics(torch.cat(log_probs, 1), torch.cat(labels))
-
-
 def evaluate(nets, sets, shift, args, key):
     """All rows of one ensemble."""
+    test = predict(nets, sets.test, args)
     val = None
     if sets.val is not None:
         val = predict(nets, sets.val, args)
-    ood = {name: predict(nets, dataset, args) for name, dataset in sets.ood.items()}
-    outputs = data.Sets(None, val, predict(nets, sets.test, args), ood, None)
-    distance = gradient_distance(nets, data.evenly(sets.test, DIVERSITY_EXAMPLES), args)
+    ood = {}
+    for name, dataset in sets.ood.items():
+        ood[name] = predict(nets, dataset, args)
+    outputs = data.Sets(None, val, test, ood, None)
+    some = data.evenly(sets.test, DIVERSITY_EXAMPLES)
+    distance = gradient_distance(nets, some, args)
     rows = common.on_main(clean_rows, sets, outputs, distance, key)
     if shift is not None:
         rows += evaluate_shift(nets, shift, sets.test, args, key)
@@ -920,20 +946,20 @@ def paired_differences(rows):
     """Rows of each method minus those of the first one, which has the same seeds and batches."""
     baseline = rows[0]["method"]
     first = {}
-    pairs = []
+    differences = []
     for row in rows:
         place = (row["seed"], row["set"], row.get("against"))
         if row["method"] == baseline:
             first[place] = row
             continue
-        pair = {**row, "method": f"{row['method']} - {baseline}"}
+        difference = {"method": f"{row['method']} - {baseline}"}
         for name, value in row.items():
-            if name in COLUMNS:
-                pair[name] = value - first[place][name]
-            elif name not in common.KEYS and name != "seed":
-                del pair[name]
-        pairs.append(pair)
-    return pairs
+            if name in ("seed", "set", "against", "n", "severity"):
+                difference[name] = value
+            elif name in COLUMNS:
+                difference[name] = value - first[place][name]
+        differences.append(difference)
+    return differences
 
 
 def write_predictions(predictions, sets, run):
@@ -960,57 +986,57 @@ def plot_shift(rows, test_name, shift_name, run):
     methods = list(dict.fromkeys(row["method"] for row in rows))
     figure, axes = common.make_figure(1, len(labels), figsize=(14, 3.5))
     for axis, (metric, label) in zip(axes, labels.items()):
-        for number, (method, colour) in enumerate(zip(methods, common.colours(len(methods)))):
+        for method, colour, marker in zip(methods, common.colours(len(methods)), "osD^vP*"):
             values = {name: [] for name in sets}
             for row in rows:
                 if row["method"] == method and row["set"] in values and "against" not in row:
                     values[row["set"]].append(row[metric])
             mean = [np.mean(of_set) for of_set in values.values()]
             error = [common.standard_error(of_set) or 0 for of_set in values.values()]
-            x = np.arange(len(sets)) + 0.05 * number
-            axis.errorbar(x, mean, error, marker="osD^vP*"[number], ms=4, capsize=2, color=colour,
-                          label=method.replace("_", " "))
+            axis.errorbar(range(len(sets)), mean, error, marker=marker, ms=4, capsize=2,
+                          color=colour, label=method.replace("_", " "))
         axis.set(xlabel=f"severity ({shift_name}; 0 is clean)", ylabel=label)
     axes[0].legend(frameon=False)
     run.save_figure(figure, "shift.png")
 
 
 def plot_toy(points, outputs, run):
-    """Total and epistemic entropy over the plane; outputs {method: log_probs [M, N, K]}."""
-    figure, axes = common.make_figure(2, len(outputs), figsize=(4.4 * len(outputs), 7.4),
+    """Epistemic uncertainty over the plane; outputs {method and seed: log_probs [M, N, K]}."""
+    figure, axes = common.make_figure(1, len(outputs), figsize=(4.4 * len(outputs), 3.7),
                                       squeeze=False)
-    uncertainty = {}
-    for method, log_probs in outputs.items():
-        uncertainty[method] = common.ensemble_uncertainty(log_probs)
-    grid = toy_plane().view(PLANE_SIDE, PLANE_SIDE, 2)
     x, y = points.images.flatten(1).T
-    for row, name in zip(axes, ("total", "epistemic")):
-        highest = max(parts[name].max().item() for parts in uncertainty.values())
-        for axis, (method, parts) in zip(row, uncertainty.items()):
-            picture = parts[name].view(PLANE_SIDE, PLANE_SIDE)
-            mesh = axis.pcolormesh(grid[..., 0], grid[..., 1], picture, vmin=0, vmax=highest)
-            figure.colorbar(mesh, ax=axis, label=f"{name} entropy (nats)")
-            colours = np.array(common.COLOURS)[points.labels]
-            axis.scatter(x, y, 9, colours, edgecolors="white", linewidths=0.4)
-            axis.set(title=method.replace("_", " "), aspect="equal")
+    colours = np.array(common.COLOURS)[points.labels]
+    extent = (-PLANE_LIMIT, PLANE_LIMIT, -PLANE_LIMIT, PLANE_LIMIT)
+    pictures = {}
+    for name, log_probs in outputs.items():
+        uncertainty = common.ensemble_uncertainty(log_probs)["epistemic"]
+        pictures[name] = uncertainty.view(PLANE_SIDE, PLANE_SIDE)
+    highest = max(picture.max() for picture in pictures.values())
+    for axis, name in zip(axes[0], pictures):
+        image = axis.imshow(pictures[name], origin="lower", extent=extent, vmin=0, vmax=highest)
+        axis.scatter(x, y, 9, colours, edgecolors="white", linewidths=0.4)
+        axis.set(title=name.replace("_", " "))
+    figure.colorbar(image, ax=axes, label="epistemic uncertainty (nats)")
     run.save_figure(figure, "toy.png")
 
 
 # ---- Main ---------------------------------------------------------------------------------------
 
 PLANE_SIDE = 120  # points per side of the toy's picture
+PLANE_LIMIT = 12  # its largest coordinate
 
 
 def points_set(name, x, y=None):
     """Points x [N, 2] with labels y [N], or without, as images of one pixel."""
     if y is None:
         y = torch.full((len(x),), -1)
-    return data.ImageSet(name, x[:, :, None, None], y, 5, (0.0, 0.0), (1.0, 1.0))
+    images = x[:, :, None, None]
+    return data.ImageSet(name, images, y, num_classes=5, mean=(0.0, 0.0), std=(1.0, 1.0))
 
 
 def toy_plane():
     """A grid of points [N, 2] around the toy's Gaussians, row by row."""
-    axis = torch.linspace(-12, 12, PLANE_SIDE)
+    axis = torch.linspace(-PLANE_LIMIT, PLANE_LIMIT, PLANE_SIDE)
     y, x = torch.meshgrid(axis, axis, indexing="ij")
     return torch.stack([x, y], 2).flatten(0, 1)
 
@@ -1059,12 +1085,11 @@ def load_sets(args, seed):
                           ood_required="ood" in args.explicit, predict=args.predict)
 
 
-def check_training(sets, args):
-    """Refuse, before training, a network, a basis or corrupted sets that are impossible."""
-    train_set = sets.train
+def check_network(train_set, args):
+    """Refuse, before training, a network that is impossible."""
     net = make_network(args, train_set.num_classes, train_set.shape).to(args.device)
-    smallest = min(args.batch_size, len(train_set), 2)
     weight = next(net.parameters())
+    smallest = min(args.batch_size, len(train_set), 2)
     images = weight.new_zeros(smallest, *train_set.shape)
     labels = torch.zeros(smallest, dtype=torch.long, device=args.device)
     try:
@@ -1074,19 +1099,23 @@ def check_training(sets, args):
         raise UserError(f"--model {args.model} fails on {smallest} images {train_set.shape}, or "
                         f"cannot be differentiated twice: {common.one_line(error)}; use another "
                         "--model, --image-size or --batch-size") from None
-    needed = 5 * 8 * math.prod(train_set.shape) ** 2  # float64, and the workspace of eigh
+
+
+def check_basis(train_set, args):
+    """Refuse, before training, a basis that needs more memory than the device has."""
+    dim = math.prod(train_set.shape)
+    needed = 5 * 8 * dim**2  # in float64, with the workspace of eigh
     memory = common.device_memory(args.device)
-    if needs_basis(args) and memory and needed > memory:
-        raise UserError(f"the basis of {math.prod(train_set.shape)} inputs needs "
-                        f"{needed / 1e9:.0f} GB, and the device has {memory / 1e9:.0f} GB; use "
-                        "--methods forde_identity, or a smaller --image-size")
-    if args.shift != "none":
-        data.check_sizes(sets.test, limit=args.shift_examples or math.inf)
+    if memory and needed > memory:
+        raise UserError(f"the basis of {dim} inputs needs {needed / 1e9:.0f} GB, and the device "
+                        f"has {memory / 1e9:.0f} GB; use --methods forde_identity, or a smaller "
+                        "--image-size")
 
 
 def needs_basis(args):
     """Whether a method uses the eigenvectors of the training images."""
-    return bool({"forde_pca", "forde_tuned"} & set(args.methods)) and args.members > 1
+    some_method = "forde_pca" in args.methods or "forde_tuned" in args.methods
+    return some_method and args.members > 1
 
 
 def second_moments(train_set, args):
@@ -1094,8 +1123,7 @@ def second_moments(train_set, args):
     device = "cpu" if args.device.type == "mps" else args.device  # MPS has no float64
     dim = math.prod(train_set.shape)
     total = torch.zeros(dim, dim, dtype=torch.float64, device=device)
-    loader = data.Loader(train_set, max(512, args.batch_size), args.device, workers=args.workers)
-    for batch in loader.epoch():
+    for batch in batches_of(train_set, args):
         x = batch.images.to(device).flatten(1).double()                # [b, D]
         total.addmm_(x.T, x)
     return total / (len(train_set) - 1)
@@ -1126,9 +1154,10 @@ def metric_of(basis, args):
 
 def run_name(args):
     """The name of the run directory."""
-    width = f"w{args.width:g}" if args.width != 1 else None
-    return common.join_name(data.set_name(args.dataset), args.model, width, f"m{args.members}",
-                            f"seed{args.seed}")
+    name = [data.set_name(args.dataset), args.model]
+    if args.width != 1:
+        name.append(f"w{args.width:g}")
+    return common.join_name(*name, f"m{args.members}", f"seed{args.seed}")
 
 
 def main(argv=None):
@@ -1141,9 +1170,10 @@ def main(argv=None):
     for seed in range(args.seed, args.seed + args.runs):
         sets = load_sets(args, seed)
         shift = find_shift(sets.test, args)
-        check_training(sets, args)
+        check_network(sets.train, args)
         basis = None
         if needs_basis(args) and not args.eval:
+            check_basis(sets.train, args)
             basis = run.keep(f"basis-seed{seed}", run.config,
                              lambda: common.on_main(principal_components, sets.train, args))
         for method in args.methods:
@@ -1154,19 +1184,17 @@ def main(argv=None):
             rows += evaluate(nets, sets, shift, own, {"method": method, "seed": seed})
             if sets.predict is not None:
                 predictions[name] = predict(nets, sets.predict, own)
-    rows += paired_differences(rows)
-
-    shown = [sets.test.name, "val"]
-    if shift is not None:
-        shown.append(shift.name)
-    rows = run.report(rows, COLUMNS, [row for row in rows if row["set"] in shown])
-    if args.predict:
-        common.on_main(write_predictions, predictions, sets, run)
     if args.plot and shift is not None:
         common.on_main(plot_shift, rows, sets.test.name, shift.name, run)
     if args.plot and args.dataset == "toy_classification":
         common.on_main(plot_toy, sets.train.select(slice(200)), predictions, run)
-    return rows
+    if args.predict:
+        common.on_main(write_predictions, predictions, sets, run)
+
+    rows += paired_differences(rows)
+    # The severities of corruption are in the picture and in results.csv.
+    shown = [row for row in rows if "severity" not in row]
+    return run.report(rows, COLUMNS, shown)
 
 
 if __name__ == "__main__":

@@ -92,24 +92,30 @@ def bench_loader():
 
 def bench_ddu():
     """Algorithm 1 on features, and what spectral normalisation costs."""
-    n, dim, k = size(45_000, 2000), size(640, 64), 10
+    n = size(45_000, 2000)
+    dim = size(640, 64)
+    k = 10
     labels = torch.arange(n) % k
     z = torch.randn(n, dim, generator=seeded()).relu() + torch.randn(k, dim)[labels]
-    other, out = torch.randn(dim, dim).double(), torch.empty(n, dim).double()
+    other = torch.randn(dim, dim).double()
+    out = torch.empty(n, dim).double()
 
     def ours():
         gaussians = ddu.fit_gaussians(z, labels, k)
-        return torch.cat([ddu.density_scores(gaussians, part)["density"] for part in z.split(4096)])
+        return ddu.class_log_densities(gaussians, z).logsumexp(1)
 
     def peer():
         wide = z.double()
-        parts = [wide[labels == c] for c in range(k)]
-        return torch.stack([torch.distributions.MultivariateNormal(own.mean(0), torch.cov(own.T))
-                            .log_prob(wide) for own in parts], 1).logsumexp(1)
+        columns = []
+        for c in range(k):
+            rows = wide[labels == c]
+            normal = torch.distributions.MultivariateNormal(rows.mean(0), torch.cov(rows.T))
+            columns.append(normal.log_prob(wide))
+        return torch.stack(columns, 1).logsumexp(1)
 
-    def products():  # covariances: 1 x 2 N D^2, class densities: K, both Mahalanobis distances: 2
+    def products():  # covariances: one of 2 N D^2; a triangular solve for each class: half a one
         wide = z.double()
-        for _ in range(k + 3):
+        for _ in range(1 + k // 2):
             torch.mm(wide, other, out=out)
 
     row(f"fit and score {n:,} x {dim}, {k} classes, float64",
@@ -137,20 +143,22 @@ def bench_forde():
     members, batch, width = size(4, 2), size(32, 8), size(1.0, 0.125)
     own = random_set(batch)
     x = next(iter(data.Loader(own, batch).epoch()))
-    kernel = torch.randn(3072, 3072, generator=seeded()) / 3072**0.5
+    metric = torch.randn(3072, 3072, generator=seeded()) / 3072**0.5
 
     def step_of(method):
         args = options(forde, "--dataset", "cifar10", "--members", members, "--width", width)
         args = forde.with_method(args, method)
         nets = forde.make_ensemble(args, 1, 10, own.shape).train()
         for net in nets:
-            torch.nn.init.normal_(net.head.weight, std=0.05)
-        repel = args.repulsion != "none"
-        chunk = forde.Members(nets, forde.PARTICLES.get(args.repulsion, "none"), args.grad_of)
+            torch.nn.init.normal_(net[-1].weight, std=0.05)
+        ensemble = forde.Members(nets)
 
         def step():
             nets.zero_grad()
-            forde.ensemble_step([chunk], x, kernel if repel else None, args, repel)
+            if method == "deep_ensemble":
+                forde.independent_step([ensemble], x, args)
+            else:
+                forde.ensemble_step(ensemble, x, metric, args)
         return step
 
     row(f"{members} members, {batch} images", best_seconds(
