@@ -1301,10 +1301,7 @@ def train_flows(study, seed, head, delta):
             losses.sum().backward()
             optimiser.step()
             total += losses.detach().mean()
-        if not math.isfinite(total):
-            raise UserError(f"seed {seed}: the ELBO of LA-NF is not finite; use fewer "
-                            "--flow-layers, or leave la_nf out of --methods")
-        study.run.end_epoch(total / steps, n)
+        study.run.end_epoch(total / steps, n, advice="Use fewer --flow-layers")
     return [tensor.detach() for tensor in flows]
 
 
@@ -1860,15 +1857,17 @@ def make_parts(sets, args):
 
 def check_network(train_set, args):
     """Refuse, before training, a network that is impossible; on the main process."""
-    net = make_network(args, train_set, args.dropout)
     # The smallest batch is the last one of an epoch; two examples show what more would.
     smallest = len(train_set) % args.batch_size or args.batch_size
     few = train_set.select(slice(min(smallest, 2)))
     batch = next(iter(make_loader(few, args, len(few)).epoch()))
     try:
+        net = make_network(args, train_set, args.dropout)
         outputs, features = net.train()(batch[0])
         net.head(features)
         data_loss(outputs, batch.labels)
+    except UserError:
+        raise
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"--model {args.model} fails on {smallest} example(s) of {train_set.name}: "
                         f"{common.one_line(error)}; use another --model, --image-size or "
