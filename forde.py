@@ -503,10 +503,12 @@ def data_loss(logits, labels):
 def disagreement(log_probs):
     """Fraction of ordered pairs of members that predict different classes; log_probs [M, N, K]."""
     members, _, num_classes = log_probs.shape
-    votes = F.one_hot(log_probs.argmax(2), num_classes).sum(0).double()  # [N, K]
+    if members == 1:
+        return 0.0
+    votes = F.one_hot(log_probs.argmax(2), num_classes).sum(0)         # [N, K]
     agreeing_pairs = (votes * (votes - 1)).sum(1)                      # [N]
-    pairs = max(1, members * (members - 1))
-    return (1 - agreeing_pairs / pairs).mean().item()
+    share = agreeing_pairs.double() / (members * (members - 1))
+    return 1 - share.mean().item()
 
 
 # ---- Training -----------------------------------------------------------------------------------
@@ -1004,13 +1006,13 @@ def plot_toy(points, outputs, run):
     """Epistemic uncertainty over the plane; outputs {method and seed: log_probs [M, N, K]}."""
     figure, axes = common.make_figure(1, len(outputs), figsize=(4.4 * len(outputs), 3.7),
                                       squeeze=False)
-    x, y = points.images.flatten(1).T
+    x, y = points.images.flatten(1).T.numpy()
     colours = np.array(common.COLOURS)[points.labels]
     extent = (-PLANE_LIMIT, PLANE_LIMIT, -PLANE_LIMIT, PLANE_LIMIT)
     pictures = {}
     for name, log_probs in outputs.items():
         uncertainty = common.ensemble_uncertainty(log_probs)["epistemic"]
-        pictures[name] = uncertainty.view(PLANE_SIDE, PLANE_SIDE)
+        pictures[name] = uncertainty.view(PLANE_SIDE, PLANE_SIDE).numpy()
     highest = max(picture.max() for picture in pictures.values())
     for axis, name in zip(axes[0], pictures):
         image = axis.imshow(pictures[name], origin="lower", extent=extent, vmin=0, vmax=highest)

@@ -166,7 +166,7 @@ def bench_forde(bench):
             0.01, "--batch-size", bench.size(128, 8), "--epochs", 2, "--limit-steps", steps]
     basis, dim = None, math.prod(train_set.shape)
     if bench.asked.tiny:  # a basis of 3072 dimensions takes the CPU minutes
-        basis = torch.eye(dim), torch.ones(dim)
+        basis = {"eigenvectors": torch.eye(dim), "eigenvalues": torch.ones(dim)}
     for method, amp in itertools.product(("deep_ensemble", "forde_pca"), ("off", "bf16")):
         for chunk in (members, members // 2, 1):
             bench.forget_memory()
@@ -179,7 +179,8 @@ def bench_forde(bench):
                         lambda: forde.principal_components(train_set, args))
                     bench.add(f"basis of {dim} dimensions", seconds, "s")
                 nets = forde.make_ensemble(args, 1, 10, train_set.shape)
-                forde.train(nets, {"train": train_set}, basis, run, "nets", args, 1)
+                metric = forde.metric_of(basis, args)
+                forde.train(nets, train_set, metric, args, 1, run, "nets")
                 break
             except torch.OutOfMemoryError:
                 nets = None

@@ -1,6 +1,7 @@
 """forde.py against independent oracles: the repulsion as plain loops over (i, j, b) in float64, the
 networks written out a second time; then the script end to end."""
 
+import csv
 import itertools
 import json
 import math
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_same_checkpoints, in_float64
+from conftest import CPU, Child, assert_same_checkpoints, in_float64, snapshot
 from PIL import Image
 from scipy.stats import entropy
 from sklearn.metrics import accuracy_score, brier_score_loss, roc_auc_score, top_k_accuracy_score
@@ -36,29 +37,28 @@ def double(*shape):
 
 def options(**changes):
     """The options of a miniature network, as parse_args and with_method would resolve them."""
-    return SimpleNamespace(**{**dict(
-        model="resnet9", width=0.05, hidden=[6, 7], norm=True, members=4, chunk=0, amp="off",
-        device=torch.device("cpu"), repulsion="input_gradient", alpha=1.0, cauchy=0.0,
-        grad_of="logit", eps=1e-24, repulsion_coef=1.0, label_smoothing=0.0, lr=0.1, lr_ratio=0.01,
-        momentum=0.9, weight_decay=5e-4, prior="isotropic", schedule="published", epochs=300),
-        **changes})
+    values = dict(model="resnet9", width=0.05, hidden=[6, 7], members=4, chunk=0, amp="off",
+                  device=torch.device("cpu"), repulsion="input_gradient", alpha=1.0,
+                  grad_of="logit", repulsion_coef=1.0, lr=0.1, lr_ratio=0.01, weight_decay=5e-4,
+                  schedule="published", epochs=300)
+    return SimpleNamespace(**{**values, **changes})
 
 
 def ensemble(args, classes=CLASSES, shape=(3, SIDE, SIDE)):
     """M members whose heads, scales and offsets are not those of the published initialisation."""
-    nets = nn.ModuleList(forde.make_network(args, classes, shape) for _ in range(args.members))
-    with torch.no_grad():
-        for name, p in nets.named_parameters():
+    nets = [forde.make_network(args, classes, shape) for _ in range(args.members)]
+    for net in nets:
+        for p in net.parameters():
             if p.ndim == 1:
-                p.add_(0.3 * torch.randn_like(p))
-            elif "head" in name:
-                p.normal_(0, 0.5)
-    return nets.double()
+                p.data.add_(0.3 * torch.randn_like(p))
+        net[-1].weight.data.normal_(0, 0.5)
+    return nn.ModuleList(nets).double()
 
 
-def make_batch(x=None, y=None):
-    x = double(BATCH, 3, SIDE, SIDE) if x is None else x
-    return data.Batch(x, torch.arange(BATCH) % CLASSES if y is None else y, None, BATCH)
+def make_batch(x=None):
+    if x is None:
+        x = double(BATCH, 3, SIDE, SIDE)
+    return data.Batch(x, torch.arange(len(x)) % CLASSES, None, len(x))
 
 
 def random_basis(dim=DIM):
@@ -67,11 +67,15 @@ def random_basis(dim=DIM):
     return torch.linalg.qr(double(dim, dim))[0], values.sort(descending=True).values
 
 
+def flat(tensors):
+    if torch.is_tensor(tensors):
+        tensors = [tensors]
+    return torch.cat([t.detach().flatten() for t in tensors])
+
+
 def relative(a, b):
     """|a - b| / |b| of two tensors, or of two lists of tensors."""
-    a, b = (torch.cat([t.detach().flatten() for t in ([x] if torch.is_tensor(x) else x)])
-            for x in (a, b))
-    return ((a - b).norm() / b.norm()).item()
+    return ((flat(a) - flat(b)).norm() / flat(b).norm()).item()
 
 
 # ---- Networks -----------------------------------------------------------------------------------
@@ -88,71 +92,89 @@ def plain_conv(x, weight, stride=1):
     return F.conv2d(out, weight, None, stride)
 
 
+def plain_norm(h, weight, bias):
+    def each(t):
+        return t[:, None, None]
+
+    mean = h.mean((0, 2, 3))
+    var = h.square().mean((0, 2, 3)) - mean.square()
+    return each(weight) * (h - each(mean)) / each(var + 1e-5).sqrt() + each(bias)
+
+
 def plain_network(net, x):
-    """(logits, features) of a residual network in training mode, from its parameters by name."""
-    p = {name.removeprefix("extractor."): value for name, value in net.named_parameters()}
-    blocks = [k for k, m in enumerate(net.extractor) if isinstance(m, forde.Residual)]
-    basic = f"{blocks[0]}.before.0.weight" not in p  # one block a group; pre-activation: two
+    """The logits of a residual network in training mode, from its parameters by name."""
+    p = dict(net.named_parameters())
+    blocks = [k for k, m in enumerate(net)
+              if isinstance(m, (forde.BasicBlock, forde.PreActivationBlock))]
+    basic = isinstance(net[blocks[0]], forde.BasicBlock)  # one block per group; the other has two
 
     def conv(h, at, stride=1):
         return plain_conv(h, p[f"{at}.weight"], stride)
 
     def norm(h, at):
-        mean, square = h.mean((0, 2, 3)), h.square().mean((0, 2, 3))
-        each = lambda t: t[:, None, None]
-        unit = (h - each(mean)) / each(square - mean.square() + 1e-5).sqrt()
-        return each(p[f"{at}.weight"]) * unit + each(p[f"{at}.bias"])
+        return plain_norm(h, p[f"{at}.weight"], p[f"{at}.bias"])
 
-    x = norm(conv(x, 0), 1).relu() if basic else conv(x, 0)
+    x = conv(x, 0)
+    if basic:
+        x = norm(x, 1).relu()
     for number, k in enumerate(blocks):
         stride = 2 if number and (basic or number % 2 == 0) else 1
         h = x if basic else norm(x, f"{k}.before.0").relu()
         z = conv(norm(conv(h, f"{k}.body.0", stride), f"{k}.body.1").relu(), f"{k}.body.3")
-        if f"{k}.shortcut.0.weight" in p:
-            x = conv(h, f"{k}.shortcut.0", stride)
-            x = norm(x, f"{k}.shortcut.1") if basic else x
-        x = (x + norm(z, f"{k}.body.4")).relu() if basic else x + z
-    features = (x if basic else norm(x, blocks[-1] + 1).relu()).mean((2, 3))
-    return features @ p["head.weight"].T + p["head.bias"], features
+        if basic:
+            if f"{k}.shortcut.1.weight" in p:
+                x = norm(conv(h, f"{k}.shortcut.1", stride), f"{k}.shortcut.2")
+            x = (x + norm(z, f"{k}.body.4")).relu()
+        else:
+            if f"{k}.projection.1.weight" in p:
+                x = conv(h, f"{k}.projection.1", stride)
+            x = x + z
+    if not basic:
+        x = norm(x, blocks[-1] + 1).relu()
+    head = len(net) - 1
+    return x.mean((2, 3)) @ p[f"{head}.weight"].T + p[f"{head}.bias"]
 
 
 @pytest.mark.parametrize("model", ["resnet9", "preact_resnet18", "wrn_16_4"])
 def test_networks_are_those_written_out_to_their_second_derivatives(model):
-    [net], batch, results = ensemble(options(model=model, members=1)), make_batch(), []
+    [net] = ensemble(options(model=model, members=1))
+    batch = make_batch()
+    results = []
     for forward in (net, lambda x: plain_network(net, x)):
-        x = batch.images.clone().requires_grad_()
-        logits, features = forward(x)
-        score = logits[range(BATCH), batch.labels].sum()
-        g, = torch.autograd.grad(score, x, create_graph=True)
+        logits, g = forde.input_gradient(forward, batch.images, batch.labels)
         second = torch.autograd.grad(g.square().sum(), list(net.parameters()),
                                      materialize_grads=True, allow_unused=True)
-        results.append((logits, features, g, second))
+        results.append((logits, g, second))
     assert all(relative(own, right) < 1e-9 for own, right in zip(*results))
 
 
 @pytest.mark.parametrize("size", [(8, 8), (7, 10), (1, 2)])
 @pytest.mark.parametrize("kernel, stride", [(3, 1), (3, 2), (1, 1), (1, 2)])
 def test_same_padding_is_xlas(kernel, stride, size):
-    layer, x = forde.Conv2d(2, 3, kernel, stride).double(), double(2, 2, *size)
-    assert relative(layer(x), plain_conv(x, layer.weight, stride)) < 1e-13
+    layer = forde.SameConv2d(2, 3, stride)
+    weight = layer.weight
+    if kernel == 1:
+        layer = nn.Sequential(*forde.projection(2, 3, stride))
+        weight = layer[1].weight
+    x = double(2, 2, *size)
+    assert relative(layer.double()(x), plain_conv(x, weight.double(), stride)) < 1e-13
 
 
-@pytest.mark.parametrize("shape", [(6, 3, 4, 4), (6, 3)])
-def test_batch_norm_is_the_librarys_with_the_published_running_statistics(shape):
-    layer, means, variances = forde.BatchNorm(3).double(), [], []
-    nn.init.normal_(layer.weight)
+@pytest.mark.parametrize("model", ["resnet18", "mlp"])
+def test_running_statistics_are_the_published_averages(model):
+    """average_t = hidden_t / (1 - 0.9^t), hidden_t = 0.9 hidden_(t-1) + 0.1 statistic_t."""
+    [net] = ensemble(options(model=model, members=1, width=0.1))
+    [norm, *_] = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
+    seen = []
+    norm.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].detach()))
     for step in range(1, 5):
-        x = step + step * double(*shape)
-        right = F.batch_norm(x, None, None, layer.weight, layer.bias, True)
-        assert relative(layer(x), right) < 1e-12
-        rows = x.movedim(1, 0).flatten(1)
-        means.append(rows.mean(1))
-        variances.append(rows.var(1, correction=0))
+        forde.set_momentum([net], 0.1 / (1 - 0.9 ** step))
+        net(step + step * double(BATCH, 3, SIDE, SIDE))
+        rows = [x.movedim(1, 0).flatten(1) for x in seen]
         weights = [0.1 * 0.9 ** (step - k - 1) / (1 - 0.9 ** step) for k in range(step)]
-        right = [sum(w * t for w, t in zip(weights, rows)) for rows in (means, variances)]
-        assert relative([layer.running_mean, layer.running_var], right) < 1e-12
-    right = F.batch_norm(x, *right, layer.weight, layer.bias)
-    assert relative(layer.eval()(x), right) < 1e-12
+        mean = sum(w * x.mean(1) for w, x in zip(weights, rows))
+        var = sum(w * x.var(1) for w, x in zip(weights, rows))
+        assert relative([norm.running_mean, norm.running_var], [mean, var]) < 1e-12
 
 
 @pytest.mark.parametrize("model, classes, side, parameters, tensors", [
@@ -169,21 +191,67 @@ def test_mlp_and_the_published_initialisation():
     [net] = ensemble(options(model="mlp", width=1.0, members=1), 4, (5, 1, 1))
     x, p = double(9, 5, 1, 1), net.state_dict()
     h = x.flatten(1)
-    for k in (1, 4):
-        h = h @ p[f"extractor.{k}.weight"].T + p[f"extractor.{k}.bias"]
+    for k in (1, 6):
+        h = h @ p[f"{k}.weight"].T + p[f"{k}.bias"]
         h = (h - h.mean(0)) / (h.var(0, correction=0) + 1e-5).sqrt()
-        h = (h * p[f"extractor.{k + 1}.weight"] + p[f"extractor.{k + 1}.bias"]).relu()
-    assert relative(list(net(x)), [h @ p["head.weight"].T + p["head.bias"], h]) < 1e-12
+        h = (h * p[f"{k + 2}.weight"] + p[f"{k + 2}.bias"]).relu()
+    assert relative(net(x), h @ p["11.weight"].T + p["11.bias"]) < 1e-12
+
     net = forde.make_network(options(model="resnet18", width=0.5), 10, (3, 32, 32))
-    for name, p in net.named_parameters():
+    assert not net[-1].weight.any()
+    for name, p in net[:-1].named_parameters():
         if p.ndim == 4:
             unit = p * p[0].numel() ** 0.5
             assert 1.5 < unit.abs().max() <= 2.0001
             if p.numel() > 30_000:
                 assert abs(unit.std() - 0.8796) < 0.012 and abs(unit.mean()) < 0.02
         else:
-            norm = name.endswith("weight") and "head" not in name
-            assert (p == norm).all(), name
+            assert (p == name.endswith("weight")).all(), name
+
+
+def my_network(args, shape):
+    return [nn.Flatten(), nn.Linear(math.prod(shape), 9), nn.Softplus(), nn.Dropout(0.1)], 9
+
+
+def run_my_network(folder, layers):
+    """What a user's own file does: `import forde`, one more entry of the table, launch."""
+    def build(args, shape):
+        body, dim = my_network(args, shape)
+        return body + layers, dim
+
+    forde.NETWORKS["mine"] = build
+    argv = [*TINY, "--model", "mine", "--methods", "forde_pca", "--epochs", "2"]
+    common.launch(lambda: forde.main([*argv, "--out-dir", str(folder)]))
+
+
+def test_a_network_of_ones_own_is_one_entry(tmp_path):
+    child = Child(tmp_path, run_my_network, tmp_path, []).wait()
+    assert child.status == 0, child.stderr
+    assert [*tmp_path.glob("forde/glyphs-mine-*/forde_pca-seed1.pt")]
+
+
+class Once(torch.autograd.Function):
+    """An operation that has a first derivative, and no second one."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad
+
+
+class OnceDifferentiable(nn.Module):
+    def forward(self, x):
+        return Once.apply(x)
+
+
+def test_a_network_without_second_derivatives_is_refused_before_training(tmp_path):
+    child = Child(tmp_path, run_my_network, tmp_path, [OnceDifferentiable()]).wait()
+    assert child.status == 2 and "differentiated twice" in child.stderr
+    assert child.stderr.count("\n") == 1 and not [*tmp_path.glob("forde/*")]
 
 
 # ---- Method -------------------------------------------------------------------------------------
@@ -200,6 +268,14 @@ def plain_repulsion(g, matrix=None, eps=1e-24):
         h = np.median(d.detach()) / math.log(m) + 1e-12
         kernels = kernels + torch.exp(-d / h)
     return (kernels / size).log().sum() / size
+
+
+def repulsion(g, matrix=None, eps=1e-24):
+    """R of forde.py, by the functions of its Method section."""
+    s = forde.unit_rows(g, eps)
+    if matrix is not None:
+        s = s @ matrix
+    return forde.repulsion(forde.log_kernel(s))
 
 
 def particles(members, batch=4, dim=12, spread=1.0):
@@ -219,12 +295,12 @@ def test_repulsion_is_the_loops(kept, members, eps, spread):
     """At the small spread the floor of the bandwidth counts; the lengths of gradients never do."""
     a, g = None if kept is None else double(12, kept), particles(members, spread=spread)
     right, right_grad = gradient_of(lambda g: plain_repulsion(g, a, eps), g)
-    value, grad = gradient_of(lambda g: forde.repulsion(g, a, eps), g)
+    value, grad = gradient_of(lambda g: repulsion(g, a, eps), g)
     assert value == pytest.approx(right, rel=1e-9) and relative(grad, right_grad) < 1e-9
     assert 0 <= value <= members * math.log(members) / 4
     if eps < 0.1:
         scales = torch.logspace(-3, 3, members).double()[:, None, None]
-        again, scaled = gradient_of(lambda g: forde.repulsion(g, a, eps), scales * g)
+        again, scaled = gradient_of(lambda g: repulsion(g, a, eps), scales * g)
         assert again == pytest.approx(value, rel=1e-9) and relative(scaled * scales, grad) < 1e-9
 
 
@@ -232,7 +308,7 @@ def test_repulsion_is_the_loops(kept, members, eps, spread):
 def test_equal_or_zero_members_are_at_the_maximum_without_a_force(length):
     for members in (2, 3, 10):
         g = length * particles(1).repeat(members, 1, 1)
-        value, grad = gradient_of(forde.repulsion, g)
+        value, grad = gradient_of(repulsion, g)
         assert value == pytest.approx(members * math.log(members) / 4, rel=1e-12)
         assert (grad == 0).all()
 
@@ -250,18 +326,18 @@ def test_rows_without_length_are_constants_and_change_no_other(length):
         g[1, 2], dead[1, 2] = length * torch.randn(12), True
         right, right_grad = gradient_of(
             lambda g: plain_repulsion(torch.where(dead, torch.zeros_like(g), g), a), g)
-        value, grad = gradient_of(lambda g: forde.repulsion(g, a), g)
+        value, grad = gradient_of(lambda g: repulsion(g, a), g)
         assert value == pytest.approx(right, rel=1e-9)
         assert grad.isfinite().all() and (grad[1, 2] == 0).all()
         assert relative(grad, torch.where(dead, 0, right_grad)) < 1e-9
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 0.4, 1.0])
-def test_kernel_map_is_a_root_of_the_inverse_covariance(alpha):
+def test_metric_is_a_root_of_the_inverse_covariance(alpha):
     vectors, values = random_basis(7)
     u, lam = vectors.numpy(), np.diag(values)
     right = np.linalg.inv(alpha * np.linalg.inv(u @ lam @ u.T) + (1 - alpha) * np.eye(7))
-    a = forde.kernel_map(vectors, values, alpha)
+    a = forde.metric_root(vectors, values, alpha)
     np.testing.assert_allclose(a @ a.T, right, rtol=1e-10, atol=1e-10)
 
 
@@ -275,59 +351,26 @@ def plain_rbf(points):
 
 @pytest.mark.parametrize("members", [2, 3, 4, 5])
 def test_rbf_repulsion_is_the_loops(members):
-    points = [double(members, *shape).requires_grad_() for shape in ((3, 2), (4,))]
-    right = plain_rbf(torch.cat([p.flatten(1) for p in points], 1))
-    value, grads = forde.rbf_repulsion(points)
-    assert value.item() == pytest.approx(right.item(), rel=1e-12)
-    assert relative(grads, torch.autograd.grad(right, points)) < 1e-10
-    value, (grad,) = forde.rbf_repulsion([torch.ones(members, 3)])
-    assert value.item() == pytest.approx(members * math.log(members)) and (grad == 0).all()
+    """The gradient is autograd's, with a constant second argument and bandwidth."""
+    right, right_grad = gradient_of(plain_rbf, double(members, 7))
+    torch.manual_seed(0)
+    value, grad = gradient_of(forde.rbf_repulsion, double(members, 7))
+    assert value == pytest.approx(right, rel=1e-12) and relative(grad, right_grad) < 1e-10
+    value, grad = gradient_of(forde.rbf_repulsion, torch.ones(members, 3))
+    assert value == pytest.approx(members * math.log(members)) and (grad == 0).all()
 
 
-def plain_directions(logits, y, weight):
-    """Squared projectors [B, F, F] on five leading directions of the likelihood gradients."""
-    out = []
-    for b, label in enumerate(y):
-        p = logits[:, b].softmax(1).detach().numpy()
-        rows = (np.eye(p.shape[1])[label] - p) @ weight.detach().numpy()
-        _, size, right = np.linalg.svd(rows, full_matrices=False)
-        fade = size[:5] ** 2 / (size[:5] ** 2 + 1e-4 * size[0] ** 2)
-        out.append(right[:5].T * fade ** 2 @ right[:5])
-    return torch.from_numpy(np.stack(out))
-
-
-@pytest.mark.parametrize("members, classes", [(8, 20), (3, 20), (8, 4)])
-def test_feature_directions_are_the_leading_ones(members, classes):
-    logits, y, weight = double(members, 6, classes), torch.arange(6) % classes, double(classes, 9)
-    own = forde.feature_directions(logits, y, weight)
-    assert (own @ own.mT - plain_directions(logits, y, weight)).norm() < 1e-8
-    assert not forde.feature_directions(logits, y, 0 * weight).any()
-
-
-def test_feature_directions_keep_their_digits_in_float32():
-    """A Gram matrix would square the condition: there the third direction was noise."""
-    basis = torch.linalg.qr(double(20, 20))[0]
-    weight = torch.cat([basis[:3] * torch.tensor([[1.0], [1.0], [3e-2]]), torch.zeros(17, 20)])
-    logits, y = double(8, 6, 20), torch.arange(6) + 3
-    wide = forde.feature_directions(logits, y, weight)
-    narrow = forde.feature_directions(logits.float(), y, weight.float()).double()
-    assert (wide.square().sum((1, 2)) > 2.2).all()
-    assert (narrow @ narrow.mT - wide @ wide.mT).abs().max() < 1e-5
+def test_input_gradients_are_constants_without_a_graph():
+    [net] = ensemble(options(members=1))
+    batch = make_batch()
+    with torch.no_grad():
+        constant = forde.input_gradient(net, batch.images, batch.labels)
+    live = forde.input_gradient(net, batch.images, batch.labels)
+    for own, other in zip(constant, live):
+        assert torch.equal(own, other) and other.requires_grad and not own.requires_grad
 
 
 # ---- A step of training -------------------------------------------------------------------------
-
-
-def plain_feature_repulsion(features, project, c):
-    m, size = features.shape[:2]
-    total = torch.log(1 + c * features ** 2).sum()
-    for b in range(size):
-        z = features[:, b]
-        d = torch.stack([torch.stack([(z[i] - z[j].detach()) @ project[b] @ (z[i] - z[j].detach())
-                                      for j in range(m)]) for i in range(m)])
-        h = torch.from_numpy(np.median(d.detach(), axis=0) / math.log(m) + 1e-12)
-        total = total + torch.log(torch.exp(-d / h).sum(1)).sum()
-    return total / size
 
 
 def plain_lit(g):
@@ -340,57 +383,53 @@ class Case:
 
     def __init__(self, **changes):
         self.args = options(**changes)
-        self.nets, self.batch = ensemble(self.args).train(), make_batch()
+        self.nets = ensemble(self.args).train()
+        self.batch = make_batch()
         (vectors, values), alpha = random_basis(), self.args.alpha
-        self.kernel = forde.kernel_map(vectors, values, alpha) if alpha else None
+        self.metric = forde.metric_root(vectors, values, alpha) if alpha else None
         self.matrix = vectors / (alpha / values + 1 - alpha).sqrt() if alpha else None
 
     def oracle(self):
-        """(cross entropy or squared error, R): each network alone, the rest in loops."""
-        (_, y, *_), args, outputs = self.batch, self.args, []
+        """(cross entropy, R): each network alone, the rest in loops."""
+        y = self.batch.labels
+        logits, gradients = [], []
         for net in self.nets:
             x = self.batch.images.clone().requires_grad_()
-            logits, features = net(x)
-            scores = logits.log_softmax(1) if args.grad_of == "logprob" else logits
-            score = scores[:, 0] if y.is_floating_point() else scores[range(BATCH), y]
-            g, = torch.autograd.grad(score.sum(), x, create_graph=True)
-            outputs.append((logits, features, g.flatten(1)))
-        logits, features, g = map(torch.stack, zip(*outputs))
-        loss = sum((f[:, 0] - y).square().mean() / 0.02 if y.is_floating_point() else
-                   F.cross_entropy(f, y, label_smoothing=args.label_smoothing) for f in logits)
-        if args.repulsion == "input_gradient":
-            return loss, plain_repulsion(g, self.matrix)
-        if args.repulsion == "function":
-            prior = torch.log(1 + args.cauchy * logits ** 2).sum()
-            return loss, (plain_rbf(logits.flatten(1)) + prior) / BATCH
-        if args.repulsion == "lit":
-            return loss, plain_lit(g)
-        project = plain_directions(logits, y, self.nets[0].head.weight)
-        return loss, plain_feature_repulsion(features, project, args.cauchy)
+            f = net(x)
+            scores = f.log_softmax(1) if self.args.grad_of == "logprob" else f
+            g, = torch.autograd.grad(scores[range(BATCH), y].sum(), x, create_graph=True)
+            logits.append(f)
+            gradients.append(g.flatten(1))
+        loss = sum(F.cross_entropy(f, y) for f in logits)
+        if self.args.repulsion == "input_gradient":
+            return loss, plain_repulsion(torch.stack(gradients), self.matrix)
+        if self.args.repulsion == "lit":
+            return loss, plain_lit(torch.stack(gradients))
+        z = torch.stack(logits)
+        prior = torch.log(1 + 1e-6 * z ** 2).sum()
+        return loss, (plain_rbf(z.flatten(1)) + prior) / BATCH
 
     def step(self, chunk=0, repel=True):
-        """(outputs of ensemble_step, parameter gradients)."""
-        members, size = self.args.members, chunk or self.args.members
-        chunks = [forde.Members(self.nets[i:i + size], forde.PARTICLES[self.args.repulsion],
-                                self.args.grad_of) for i in range(0, members, size)]
+        """(what the step returns, parameter gradients)."""
+        self.args.chunk = chunk
+        chunks = forde.make_chunks(self.nets, self.args)
         self.nets.zero_grad()
-        out = forde.ensemble_step(chunks, self.batch, self.kernel, self.args, repel)
+        if not repel:
+            out = forde.independent_step(chunks, self.batch, self.args)
+        elif chunk:
+            out = forde.chunked_step(chunks, self.batch, self.metric, self.args)
+        else:
+            out = forde.ensemble_step(chunks[0], self.batch, self.metric, self.args)
         return out, [p.grad.clone() for p in self.nets.parameters()]
 
 
-@pytest.mark.parametrize("chunk", [0, 1])
+@pytest.mark.parametrize("chunk", [0, 1, 2])
 @pytest.mark.parametrize("changes", [
-    dict(members=3), dict(alpha=0.0), dict(alpha=0.4, members=3),
-    dict(members=3, grad_of="logprob", repulsion_coef=2.5, label_smoothing=0.2),
-    dict(repulsion="function", repulsion_coef=0.7, cauchy=0.3),
-    dict(repulsion="feature", repulsion_coef=0.7, cauchy=0.3),
-    dict(repulsion="lit", repulsion_coef=0.7),
-    dict(alpha=0.0, model="mlp", norm=False, hidden=[6, 5], width=1.0)], ids=str)
+    dict(), dict(alpha=0.0), dict(alpha=0.4), dict(grad_of="logprob", repulsion_coef=2.5),
+    dict(repulsion="function", repulsion_coef=0.7), dict(repulsion="lit", repulsion_coef=0.7),
+    dict(alpha=0.0, model="mlp", width=1.0)], ids=str)
 def test_a_step_is_that_of_the_loops(changes, chunk):
     this = Case(**changes)
-    if this.args.model == "mlp":  # regression repels in the gradients of its output
-        this.nets = ensemble(this.args, 1, (2, 1, 1))
-        this.batch = make_batch(double(BATCH, 2, 1, 1), double(BATCH))
     loss, force = this.oracle()
     right = torch.autograd.grad(loss + this.args.repulsion_coef * force, [*this.nets.parameters()],
                                 retain_graph=True)
@@ -399,27 +438,38 @@ def test_a_step_is_that_of_the_loops(changes, chunk):
     assert value.item() == pytest.approx(force.item(), rel=1e-9)
     assert relative(grads, right) < 1e-9 and logits.shape[:2] == (this.args.members, BATCH)
     alone = torch.autograd.grad(loss, [*this.nets.parameters()])
-    assert relative(this.step(chunk, repel=False)[1], alone) < 1e-9
-    forces = [[a - b for a, b in zip(both, loss)] for both, loss in ((grads, alone),
-                                                                    (right, alone))]
+    (total, value, logits), without = this.step(chunk, repel=False)
+    assert total.item() / BATCH == pytest.approx(loss.item(), rel=1e-12) and value == 0
+    assert relative(without, alone) < 1e-9 and logits.shape[:2] == (this.args.members, BATCH)
+    forces = [[a - b for a, b in zip(both, alone)] for both in (grads, right)]
     assert relative(*forces) < 1e-8
 
 
 @pytest.mark.parametrize("chunk", [0, 1])
 def test_published_initialisation_starts_at_the_maximum_without_a_force(chunk):
     this = Case(members=3)
-    this.nets = nn.ModuleList(forde.make_network(this.args, CLASSES, (3, SIDE, SIDE))
-                              for _ in range(3)).double()
+    nets = [forde.make_network(this.args, CLASSES, (3, SIDE, SIDE)) for _ in range(3)]
+    this.nets = nn.ModuleList(nets).double()
+    forde.set_momentum(this.nets, 1.0)
     (_, value, logits), grads = this.step(chunk)
     assert value.item() / 3 == pytest.approx(math.log(3) / BATCH, rel=1e-12)
     assert (logits == 0).all() and sum(g.abs().sum() for g in grads) > 0
-    for net in this.nets:  # a step moves the running statistics once
-        h, norm = F.conv2d(this.batch.images, net.extractor[0].weight, padding=1), net.extractor[1]
-        assert {int(m.num_batches_tracked) for m in net.modules()
-                if isinstance(m, forde.BatchNorm)} == {1}
-        assert relative(norm.running_mean, h.mean((0, 2, 3))) < 1e-9
-        assert relative(norm.running_var, h.var((0, 2, 3), correction=0)) < 1e-9
+    for net in this.nets:
+        h = F.conv2d(this.batch.images, net[0].weight, padding=1)
+        assert relative(net[1].running_mean, h.mean((0, 2, 3))) < 1e-9
+        assert relative(net[1].running_var, h.var((0, 2, 3))) < 1e-9
     assert all(torch.equal(a, b) for a, b in zip(grads, this.step(chunk, repel=False)[1]))
+
+
+@pytest.mark.parametrize("chunk", [0, 1])
+def test_a_step_moves_the_running_statistics_once(chunk):
+    """Also in two passes, of which the first has no graph."""
+    this = Case(members=2)
+    forde.set_momentum(this.nets, 0.25)
+    this.step(chunk)
+    for net in this.nets:
+        mean = F.conv2d(this.batch.images, net[0].weight, padding=1).mean((0, 2, 3))
+        assert relative(net[1].running_mean, 0.25 * mean) < 1e-9
 
 
 def test_bf16_gives_finite_float32_gradients_near_the_right_ones():
@@ -434,60 +484,19 @@ def test_bf16_gives_finite_float32_gradients_near_the_right_ones():
     assert 0 < relative(grads, right) < 0.3
 
 
-def with_random_gradients(nets):
-    for p in nets.parameters():
-        p.grad = torch.randn_like(p)
-    return [p.grad.clone() for p in nets.parameters()]
-
-
 def test_weight_repulsion_is_the_loops_over_n():
     args = options(repulsion="weight", repulsion_coef=0.7)
     nets = ensemble(args)
     right = plain_rbf(torch.stack([torch.cat([p.flatten() for p in n.parameters()]) for n in nets]))
-    grads = with_random_gradients(nets)
-    assert forde.finish_gradients(nets, args, 50, None, repel=False) == 0
-    value = forde.finish_gradients(nets, args, 50, None, repel=True)
+    before = []
+    for p in nets.parameters():
+        p.grad = torch.randn_like(p)
+        before.append(p.grad.clone())
+    value = forde.repel_weights(nets, 50, args)
     assert value.item() == pytest.approx(right.item() / 50, rel=1e-12)
-    added = [p.grad - g for p, g in zip(nets.parameters(), grads)]
+    added = [p.grad - g for p, g in zip(nets.parameters(), before)]
     right = torch.autograd.grad(right, [*nets.parameters()])
     assert relative(added, [0.7 * g / 50 for g in right]) < 1e-9
-
-
-def test_classifier_of_the_feature_repulsion_is_shared():
-    args = options(repulsion="feature")
-    nets = ensemble(args)
-    right = dict(zip(dict(nets.named_parameters()), with_random_gradients(nets)))
-    for end in ("head.weight", "head.bias"):
-        mean = sum(right[f"{i}.{end}"] for i in range(4)) / 4
-        right |= {f"{i}.{end}": mean for i in range(4)}
-    forde.finish_gradients(nets, args, 50, None, True)
-    assert all(relative(p.grad, right[name]) < 1e-12 for name, p in nets.named_parameters())
-
-
-@pytest.mark.parametrize("prior", ["isotropic", "empcov"])
-def test_optimiser_and_the_first_layers_prior(prior):
-    """Nesterov's momentum with decay on everything; EmpCov in place of the first layer's decay."""
-    args = options(members=2, prior=prior, repulsion="none", weight_decay=0.05)
-    nets, x = ensemble(args), np.random.default_rng(0).standard_normal((60, 27))
-    c, precision = np.cov(x.T), None
-    if prior == "empcov":
-        precision = forde.empcov_precision(torch.from_numpy(c))
-        right = np.linalg.inv(c / np.linalg.eigvalsh(c).mean() + 0.1 * np.eye(27))
-        np.testing.assert_allclose(precision, right, rtol=1e-9)
-    optimiser = forde.make_optimiser(nets, args)
-    theta = [p.detach().clone() for p in nets.parameters()]
-    v = [torch.zeros_like(p) for p in theta]
-    for _ in range(3):
-        grads = with_random_gradients(nets)
-        forde.finish_gradients(nets, args, 50, precision, True)
-        optimiser.step()
-        for k, ((name, _), g) in enumerate(zip(nets.named_parameters(), grads)):
-            stem = prior == "empcov" and "extractor.0" in name
-            decay = (theta[k].flatten(1) @ precision).view_as(theta[k]) if stem else theta[k]
-            g = g + 0.05 * decay
-            v[k] = 0.9 * v[k] + g
-            theta[k] = theta[k] - 0.1 * (0.9 * v[k] + g)
-    assert relative(list(nets.parameters()), theta) < 1e-12
 
 
 def test_learning_rate_table():
@@ -495,22 +504,24 @@ def test_learning_rate_table():
     for epoch, lr in table.items():
         for step in (0, 1, 389):  # constant within an epoch
             assert forde.learning_rate(390 * epoch + step, 390, options()) == pytest.approx(lr)
-    cycle = [forde.learning_rate(k, 10, options(schedule="one_cycle", epochs=10)) for k in
-             range(100)]
+    short = options(schedule="one_cycle", epochs=10)
+    cycle = [forde.learning_rate(step, 10, short) for step in range(100)]
     assert max(cycle) == cycle[20] == pytest.approx(0.1)
     assert [cycle[0], cycle[-1]] == pytest.approx([0.1 / 21, 0.1 / 80])
 
 
 # ---- Runs ---------------------------------------------------------------------------------------
 
-TINY = ("--model resnet9 --width 0.02 --members 3 --limit-train 76 -b 16 --epochs 2 --shift none "
-        "--no-plot --diversity-examples 20 --device cpu --workers 0 --ood").split()
+TINY = ("--model resnet9 --width 0.02 --members 3 --limit-train 76 -b 16 --epochs 2 --no-plot "
+        "--device cpu --workers 0 --shift none --ood").split()
+ALL = ["--methods", *forde.METHODS]
 
 
 def keep_few(patch):
     """Test and OOD sets of a hundred images, three kinds of corruption."""
     load = data.load
     patch.setattr(data, "CORRUPTIONS", dict([*data.CORRUPTIONS.items()][:3]))
+    patch.setattr(forde, "DIVERSITY_EXAMPLES", 24)
 
     def load_few(name, split, *rest, **more):
         limit = 100 if split in ("test", "ood") else more.pop("limit", None)
@@ -533,32 +544,37 @@ def tiny(tmp_path, monkeypatch):
 
 
 def weights(folder, method="*", seed=1):
-    [path] = folder.glob(f"**/{method}-seed{seed}.pt")
+    [path] = [p for p in folder.glob(f"**/{method}-seed{seed}.pt") if "basis" not in p.name]
     return torch.load(path, weights_only=True)["net"]
 
 
 def distance(a, b):
-    """The largest relative difference of a tensor of two states."""
+    """The largest relative difference of a tensor of two states, but for the counts of steps."""
     assert a.keys() == b.keys()
     return max(((a[k] - b[k]).double().norm() / b[k].double().norm().clamp_min(1e-3)).item()
-               for k in a)
+               for k in a if "num_batches" not in k)
 
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory):
     """The default command, narrow and short, its picture, and then --eval."""
-    out, seen = tmp_path_factory.mktemp("story"), []
-    options = (f"--out-dir {out} --width 0.1 --members 2 --limit-train 300 --epochs 2 "
-               "--shift-examples 5 --diversity-examples 24 --device cpu --runs 2 "
-               "--predict glyphs_letters").split()
+    out = tmp_path_factory.mktemp("story")
+    seen = []
+    argv = (f"--out-dir {out} --width 0.1 --members 2 --limit-train 300 --epochs 2 "
+            "--shift-examples 5 --device cpu --runs 2 --predict glyphs_letters").split()
     with pytest.MonkeyPatch.context() as patch:
         keep_few(patch)
-        step = forde.ensemble_step
-        patch.setattr(forde, "ensemble_step", lambda chunks, batch, *rest: (
-            seen.append((chunks[0].nets[0].extractor[1].weight.detach().clone(), batch.images)),
-            step(chunks, batch, *rest))[1])
-        rows, trained = forde.main(options), len(seen)
-        again = forde.main([*options, "--eval", "--no-plot"])
+        for name in ("ensemble_step", "independent_step"):
+
+            def watched(members, batch, *rest, step=getattr(forde, name)):
+                first = members[0] if isinstance(members, list) else members
+                seen.append((first.nets[0][1].weight.detach().clone(), batch.images))
+                return step(members, batch, *rest)
+
+            patch.setattr(forde, name, watched)
+        rows = forde.main(argv)
+        trained = len(seen)
+        again = forde.main([*argv, "--eval", "--no-plot"])
     assert len(seen) == trained  # nothing was trained again
     return out, rows, again, seen
 
@@ -569,13 +585,14 @@ def test_the_story(story):
     [folder] = (out / "forde").glob("glyphs-*")
     results = json.loads((folder / "results.json").read_text())
     assert again == rows == results["rows"]
-    assert len(rows) == 2 * 3 * 8  # seeds, methods; test, OOD, five severities, their mean
+    # seeds; methods and two differences; test set, OOD set, five severities, their mean
+    assert len(rows) == 2 * (3 + 2) * 8
     names = {path.name for path in folder.iterdir()}
     assert {"shift.png", "results.csv", *(f"{m}-seed{s}.pt" for m in methods for s in (1, 2)),
-            *(f"predictions-{m}-seed1.csv" for m in methods)} <= names
+            *(f"predictions-{m}-seed{s}.csv" for m in methods for s in (1, 2))} <= names
     for method in methods:
         own = [row for row in rows if row["method"] == method and row["seed"] == 1]
-        for k in ("accuracy", "nll", "ece15", "ece15_by_kind", "gradient_distance"):
+        for k in ("accuracy", "nll", "ece15", "gradient_distance"):
             assert own[-1][k] == pytest.approx(np.mean([row[k] for row in own[2:7]]))
         log = [json.loads(line) for line in open(folder / f"{method}-seed1.jsonl")]
         # one cycle of 18 steps: 300 images make nine batches of 32 an epoch
@@ -589,9 +606,18 @@ def test_the_story(story):
         same = k < 2
         assert torch.equal(first[0][0], other[0][0]) == same
         assert all(torch.equal(a, b) for (_, a), (_, b) in zip(first, other)) == same
-    difference = results["paired"][0]
-    assert difference["method"] == "forde_pca - deep_ensemble" and difference["seed"] == 1
-    assert difference["nll"] == pytest.approx(rows[8]["nll"] - rows[0]["nll"])
+
+
+def test_the_storys_differences_are_paired(story):
+    _, rows, *_ = story
+    by = {(row["method"], row["seed"], row["set"], row.get("against")): row for row in rows}
+    pairs = [key for key in by if key[0] == "forde_pca - deep_ensemble"]
+    assert len(pairs) == 16
+    for key in pairs:
+        own, base = by["forde_pca", *key[1:]], by["deep_ensemble", *key[1:]]
+        for metric in set(forde.COLUMNS) & own.keys():
+            assert by[key][metric] == pytest.approx(own[metric] - base[metric])
+        assert "member_accuracy" not in by[key] and by[key]["n"] == own["n"]
 
 
 def plain_metrics(p, y):
@@ -604,11 +630,17 @@ def plain_metrics(p, y):
             "member_accuracy": (votes == y).mean(),
             "disagreement": np.mean([a != b for a, b in itertools.combinations(votes, 2)] or 0),
             "brier": brier_score_loss(y, mean, labels=classes),
-            **{f"top{k}_accuracy": top_k_accuracy_score(y, mean, k=k, labels=classes)
-               for k in (2, 3)},
+            "top2_accuracy": top_k_accuracy_score(y, mean, k=2, labels=classes),
+            "top3_accuracy": top_k_accuracy_score(y, mean, k=3, labels=classes),
             "total_mean": total.mean(), "aleatoric_mean": aleatoric.mean(),
             "epistemic_mean": (total - aleatoric).mean(),
             "epistemic_std": (total - aleatoric).std()}
+
+
+def assert_metrics(row, p, y, tolerance):
+    for key, value in plain_metrics(p, y).items():
+        expected = value if value is None else pytest.approx(value, abs=tolerance)
+        assert row[key] == expected, key
 
 
 @pytest.mark.parametrize("members, skill", [(1, 1.0), (3, 1.0), (4, -3.0), (2, 40.0)])
@@ -616,23 +648,22 @@ def test_predictive_metrics(members, skill):
     y, z = torch.randint(5, (60,)), 2 * double(members, 60, 5)
     z[:, range(60), y] += skill
     values = forde.predictive_metrics(z.log_softmax(2), y)
-    for key, value in plain_metrics(z.softmax(2).numpy(), y.numpy()).items():
-        assert values[key] == (None if value is None else pytest.approx(value, abs=1e-9)), key
+    assert_metrics(values, z.softmax(2).numpy(), y.numpy(), 1e-9)
 
 
-def test_temperature_is_fitted_on_the_validation_set(monkeypatch):
-    outputs = {name: (3 * double(2, 200, 5)).log_softmax(2) for name in ("test", "val")}
-    monkeypatch.setattr(forde, "predict", lambda nets, dataset, args: outputs[dataset.name])
+def test_temperature_is_fitted_on_the_validation_set():
     y = torch.arange(200) % 5
-    sets = {name: data.ImageSet(name, torch.zeros(200, 1, 1, 1), y, 5, (0.0,), (1.0,))
-            for name in outputs}
-    rows, _ = forde.evaluate(None, {**sets, "ood": {}, "shift": ("", [], None)},
-                             SimpleNamespace(members=1, diversity_examples=1))
-    mean = {name: log_probs.exp().mean(0).log() for name, log_probs in outputs.items()}
-    temperature = common.fit_temperature(mean["val"], y)
+    outputs = [(3 * double(2, 200, 5)).log_softmax(2) for _ in range(2)]
+    sets = [data.ImageSet(name, torch.zeros(200, 1, 1, 1), y, 5, (0.0,), (1.0,))
+            for name in ("val", "test")]
+    rows = forde.clean_rows(data.Sets(None, *sets, {}, None), data.Sets(None, *outputs, {}, None),
+                            0.5, {"method": "lit", "seed": 1})
+    val, test = (log_probs.exp().mean(0).log() for log_probs in outputs)
+    temperature = common.fit_temperature(val, y)
     assert rows[0]["temperature"] == pytest.approx(temperature, rel=1e-6)
-    scaled = F.cross_entropy(mean["test"] / temperature, y).item()
+    scaled = F.cross_entropy(test / temperature, y).item()
     assert rows[0]["nll_scaled"] == pytest.approx(scaled, rel=1e-6)
+    assert (rows[1]["set"], rows[1]["n"]) == ("val", 200)
 
 
 def test_the_storys_evaluation_is_that_of_the_saved_members(story):
@@ -644,36 +675,75 @@ def test_the_storys_evaluation_is_that_of_the_saved_members(story):
     letters = data.match(data.load("glyphs_letters", "test", limit=100), test)
     some = data.evenly(test, 24)
     third = [data.corrupted(data.evenly(test, 5), kind, 3) for kind in [*data.CORRUPTIONS][:3]]
-    unit = lambda s: (s.images.double() / 255 - s.mean[0]) / s.std[0]
+
+    def unit(dataset):
+        return (dataset.images.double() / 255 - dataset.mean[0]) / dataset.std[0]
+
     with torch.no_grad():
-        p, q, shifted = (torch.stack([net(x)[0].softmax(1) for net in nets]).numpy() for x in (
+        p, q, shifted = (torch.stack([net(x).softmax(1) for net in nets]).numpy() for x in (
             unit(test), unit(letters), torch.cat([unit(s) for s in third])))
     own = [row for row in rows if (row["method"], row["seed"]) == ("forde_pca", 2)]
-    for key, value in plain_metrics(p, test.labels.numpy()).items():
-        assert own[0][key] == (None if value is None else pytest.approx(value, abs=1e-5)), key
+    assert_metrics(own[0], p, test.labels.numpy(), 1e-5)
     uncertainty = np.concatenate([entropy(r.mean(0), axis=1) - entropy(r, axis=2).mean(0)
                                   for r in (p, q)])
     auroc = roc_auc_score(np.repeat([0, 1], 100), uncertainty)
     assert own[1]["auroc_epistemic"] == pytest.approx(auroc, abs=2e-3)
     x = unit(some).requires_grad_()
-    g = [torch.autograd.grad(net(x)[0][range(24), some.labels].sum(), x)[0].flatten(1)
+    g = [torch.autograd.grad(net(x)[range(24), some.labels].sum(), x)[0].flatten(1)
          for net in nets]
     assert own[0]["gradient_distance"] == pytest.approx(
         1 - F.cosine_similarity(*g).mean().item(), abs=1e-5)
     right = plain_metrics(shifted, torch.cat([s.labels for s in third]).numpy())
-    assert own[4]["set"] == "glyphs_c_s3"
+    assert own[4]["set"] == "glyphs_c_s3" and own[4]["n"] == 15
     assert own[4]["nll"] == pytest.approx(right["nll"], abs=1e-5)
+
+
+def test_n_is_the_number_of_examples_of_the_set(tiny, tmp_path):
+    """Also in a comparison with a set of another size."""
+    rows = tiny("--ood", "glyphs_letters", f"folder:{write_folder(tmp_path / 'odd', 3)}",
+                "--methods", "deep_ensemble")
+    assert rows["deep_ensemble", "glyphs"]["n"] == 100
+    assert rows["deep_ensemble", "glyphs", "odd"]["n"] == 100
+
+
+def test_predictions_of_several_methods_are_announced(tiny, tmp_path, capsys):
+    """One line says what the files are called, of which --help knows only predictions.csv."""
+    run = ["--predict", "glyphs_letters", "--epochs", 1]
+    tiny(*run, "--methods", "lit", "--name", "one")
+    assert "METHOD" not in capsys.readouterr().out
+    assert (tmp_path / "forde/one/predictions.csv").exists()
+    tiny(*run, "--methods", "lit", "deep_ensemble", "--name", "two")
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "METHOD" in line]
+    assert "predictions-METHOD-seedN.csv" in line
+    with open(tmp_path / "forde/two/predictions-lit-seed1.csv") as file:
+        table = [*csv.DictReader(file)]
+    assert len(table) == 100
+    assert {"index", "predicted", "confidence", "total", "epistemic"} <= table[0].keys()
+
+
+def test_evaluation_under_corruption_prints_a_line_for_each_severity(tiny, capsys):
+    rows = tiny("--shift", "computed", "--shift-examples", 4, "--methods", "lit", "--epochs", 1)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "lit-seed1: glyphs_c" in line]
+    assert len(lines) == 5
+    nll = rows["lit", "glyphs_c_s2"]["nll"]
+    assert "glyphs_c_s2" in lines[1] and "12 images" in lines[1] and f"{nll:.4f}" in lines[1]
+
+
+def test_a_slow_first_epoch_is_announced(tiny, monkeypatch, capsys):
+    clock = itertools.count(0, 60)
+    monkeypatch.setattr(common.time, "perf_counter", lambda: next(clock))
+    tiny("--limit-train", 200, "--methods", "lit", "--epochs", 1)
+    assert "an epoch has 13 steps" in capsys.readouterr().out
 
 
 def test_every_method_and_one_that_was_killed(tiny, tmp_path, monkeypatch):
     """Killed in the second step of the second method's second epoch: the same weights, bit for bit.
     All methods repel but the deep ensemble, and no two end alike."""
-    every = ["--methods", *forde.METHODS, "--prior", "empcov", "--augment", "--val-fraction", 0.01,
-             "--published-split", "--eval-every", 1]
+    every = [*ALL, "--augment", "--val-fraction", 0.01, "--published-split"]
     passes, moments = [], forde.second_moments
     monkeypatch.setattr(forde, "second_moments", lambda *a: (passes.append(a), moments(*a))[1])
     calm, real, steps = tiny(*every, "--name", "calm"), forde.learning_rate, []
-    assert len(passes) == 2  # the basis, the prior's covariance: once for all methods
+    assert len(passes) == 1  # once for all methods
 
     def killed(step, *rest):
         steps.append(step)
@@ -686,6 +756,7 @@ def test_every_method_and_one_that_was_killed(tiny, tmp_path, monkeypatch):
         tiny(*every, "--name", "again")
     assert steps[-1] == 5
     assert tiny(*every, "--name", "again") == calm
+    assert len(passes) == 2  # the basis was kept
     folder = tmp_path / "forde"
     states = {m: weights(folder / "calm", m) for m in forde.METHODS}
     for method, state in states.items():
@@ -693,18 +764,55 @@ def test_every_method_and_one_that_was_killed(tiny, tmp_path, monkeypatch):
         assert_same_checkpoints(folder / f"calm/{name}.pt", folder / f"again/{name}.pt")
         log = [json.loads(line) for line in open(folder / f"calm/{name}.jsonl")]
         assert (log[-1]["repulsion"] == 0) == (method == "deep_ensemble")
-        assert all(log[k]["val_nll"] > 0 for k in (0, 1)) and calm[method, "glyphs"]["temperature"]
+        assert calm[method, "glyphs"]["temperature"] and calm[method, "val"]["n"] > 0
         assert sum(distance(state, other) < 1e-6 for other in states.values()) == 1
         if method == "weight_rde":  # its prior is divided by the number of examples
             assert 0.2 < 75 * log[-1]["repulsion"] < math.log(3)
 
 
+def test_killed_while_the_basis_is_written(tiny, tmp_path, monkeypatch):
+    """What is left of the file lies in the run directory, and the same command removes it."""
+    real = common.os.replace
+
+    def killed(source, target):
+        if "options" not in str(target):
+            raise KeyboardInterrupt
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(common.os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            tiny("--methods", "forde_pca")
+    assert [*tmp_path.glob("forde/*/.*.tmp")] and not [*tmp_path.glob("forde/.*")]
+    assert tiny("--methods", "forde_pca")
+    assert not [*tmp_path.glob("**/.*.tmp")]
+
+
+def test_a_refused_start_leaves_nothing_that_the_next_command_meets(tiny, tmp_path, monkeypatch):
+    """The basis does not fit in memory, the network fails: another command may use the name."""
+    with monkeypatch.context() as patch:
+        patch.setattr(common, "device_memory", lambda device: 1e6)
+        with pytest.raises(UserError, match="basis of 784 inputs"):
+            tiny("--methods", "deep_ensemble", "forde_pca", "--name", "a")
+    with pytest.raises(UserError, match="cannot be differentiated|fails on"):
+        tiny("--methods", "forde_pca", "--name", "a", "--limit-train", 2, "--model", "mlp", "-b", 1)
+    assert not [*tmp_path.glob("forde/*")]
+    tiny("--methods", "forde_identity", "--name", "a", "--epochs", 1)
+
+
+def test_a_single_training_image_is_refused(tiny, features):
+    """It has no second moments; the division by N - 1 = 0 was reported as divergence."""
+    for more in ((), features):
+        with pytest.raises(UserError, match="at least two"):
+            tiny(*more, "--limit-train", 1, "--methods", "forde_pca")
+
+
 @pytest.mark.parametrize("a, b", [
     ("--methods forde_tuned --alpha 1", "--methods forde_pca"),
     ("--methods forde_tuned --alpha 0", "--methods forde_identity"),
-    ("--methods forde_pca --pca-components 784", "--methods forde_pca"),
     ("--methods forde_pca --chunk 1", "--methods forde_pca"),
-    ("--methods feature_rde --chunk 1", "--methods feature_rde"),
+    ("--methods function_rde --chunk 1", "--methods function_rde"),
+    ("--methods weight_rde --chunk 1", "--methods weight_rde"),
     # the first step is from a head of zeros, where nothing repels
     ("--methods forde_identity --repulse-every 100", "--methods deep_ensemble"),
     ("--methods weight_rde --repulsion-coef 0", "--methods deep_ensemble")])
@@ -721,12 +829,13 @@ def test_augmentation_is_of_training_alone(tiny, tmp_path):
     assert tiny(*run, "a", "--no-augment", "--eval") == rows
     tiny(*run, "b", "--no-augment")
     assert distance(*(weights(tmp_path / "forde" / name) for name in "ab")) > 1e-3
-    with pytest.raises(UserError, match="glyphs are not finite.*--lr"):
+    with pytest.raises(UserError, match="not finite.*--lr"):
         tiny(*run, "c", "--lr", 1e38, "--limit-steps", 1)
 
 
 SPREAD = [f"-b 15 --limit-steps 3 --augment --methods {' '.join(forde.METHODS)}",
-          "-b 15 --limit-steps 3 --chunk 1 --prior empcov --grad-of logprob --methods forde_tuned"]
+          "-b 15 --limit-steps 3 --chunk 1 --grad-of logprob --methods forde_tuned",
+          "-b 15 --limit-steps 3 --model mlp --hidden 9 --methods forde_pca"]
 
 
 def few_in_float64(folder):
@@ -742,7 +851,7 @@ def test_two_processes_equal_one(ranks, tmp_path):
     two = ranks(few_in_float64, tmp_path / "two")[0]
     for k, rows in enumerate(few_in_float64(tmp_path / "one")):
         one, other = (tmp_path / name / "forde" / f"run{k}" for name in ("one", "two"))
-        for path in one.glob("*.pt"):
+        for path in one.glob("*_*-seed1.pt"):
             a, b = (torch.load(p, weights_only=True)["net"] for p in (path, other / path.name))
             assert distance(b, a) < 1e-10, path.name
         environment = json.loads((other / "results.json").read_text())["environment"]
@@ -755,12 +864,14 @@ def test_two_processes_equal_one(ranks, tmp_path):
 def test_more_processes_than_examples_is_refused(monkeypatch):
     monkeypatch.setattr(common, "world_size", lambda: 30)
     monkeypatch.setattr(common, "broadcast", lambda value: value)
-    args = forde.parse_args([*TINY, "-b", "30"])
-    with pytest.raises(UserError, match=r"30 process\(es\) cannot share 20 "):
-        forde.load_sets(args, 1)
+    monkeypatch.setattr(common, "gather_objects", lambda value: [value])
+    args = forde.parse_args([*TINY, "-b", "30", "--shift", "computed", "--shift-examples", "20"])
+    sets = forde.load_sets(args, 1)
+    with pytest.raises(UserError, match=r"20 example\(s\) cannot be distributed over 30 "):
+        forde.find_shift(sets.test, args)
 
 
-# ---- Features, toys, own data -------------------------------------------------------------------
+# ---- Features, toy, own data --------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -778,28 +889,29 @@ def features(tmp_path):
 
 def test_features_and_their_ood_set_of_other_classes(tiny, features, tmp_path):
     far = tmp_path / "far.npz"
-    rows = tiny(*features, "--methods", "forde_pca", "feature_rde", "--ood", far)
-    assert rows["forde_pca", "test", "far"]["n"] == 50
+    rows = tiny(*features, "--methods", "forde_pca", "--ood", far, "--predict", far)
+    assert rows["forde_pca", "test", "far"]["n"] == 70
     assert rows["forde_pca", "test", "far"]["auroc_epistemic"] > 0.5
-    # another file of the same name: another basis
-    with np.load(tmp_path / "train.npz") as old:
-        np.savez(tmp_path / "train.npz", features=2 * old["features"], labels=old["labels"])
-    tiny(*features, "--methods", "forde_pca", "--name", "other")
-    assert len([*(tmp_path / "forde").glob("pca-*.pt")]) == 2
+    [path] = tmp_path.glob("forde/*/predictions.csv")
+    assert len(path.read_text().splitlines()) == 51
 
 
-def test_toys(tiny, tmp_path):
+def test_the_toy(tiny, tmp_path):
     short = "--model mlp --members 3 --epochs 1 -b 200 --width 1 --lr 0.02 --plot".split()
-    rows = tiny("--dataset", "toy_classification", *short)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("test_forde.TINY", [word for word in TINY if word not in (
+            "--ood", "--limit-train", "76", "--workers", "0")])
+        rows = tiny("--dataset", "toy_classification", *short)
     test = rows["forde_identity", "toy_classification"]
     assert test["accuracy"] > 0.3 and test["n"] == 100
-    assert rows["forde_identity", "toy_classification", "far"]["epistemic_mean"] > 0
-    rows = tiny("--dataset", "toy_regression", *short, "--lr", 1e-4)
-    row = rows["forde_identity", "toy_regression"]
-    assert row["rmse"] > 0 and row["far_std_mean"] > 0 and row["std_mean"] > 0
-    alone = tiny("--dataset", "toy_regression", *short, "--lr", 1e-4, "--members", 1)
-    assert alone["deep_ensemble", "toy_regression"]["far_std_mean"] == 0
-    assert len([*tmp_path.glob("**/toy.png")]) == 3
+    far = rows["forde_identity", "toy_classification", "far"]
+    assert far["epistemic_mean"] > 0 and far["n"] == 100
+    [picture] = tmp_path.glob("**/toy.png")
+    assert Image.open(picture).size[0] > 600
+    plane, sets = forde.toy_plane(), forde.load_toy()
+    assert torch.equal(plane[:2], torch.tensor([[-12.0, -12.0], [-12 + 24 / 119, -12.0]]))
+    gaps = torch.cdist(sets.ood["far"].images.flatten(1), sets.train.images.flatten(1)).amin(1)
+    assert gaps.min() > 3 and len(sets.train) == 10_000
 
 
 def write_images(folder, count, side):
@@ -809,15 +921,28 @@ def write_images(folder, count, side):
         Image.fromarray(pixels).save(folder / f"{k}.png", compress_level=1)
 
 
-def test_own_folder_and_ambiguous_digits(tiny, tmp_path):
+def write_folder(folder, count, side=8):
     for part, label in itertools.product(("train", "test"), "ab"):
-        write_images(tmp_path / "own" / part / label, 12 if part == "train" else 3, 8)
-    rows = tiny("--dataset", f"folder:{tmp_path / 'own'}/", "--image-size", 8,
-                "--methods", "forde_pca", "lit", "-b", 8)
+        write_images(folder / part / label, 4 * count if part == "train" else count, side)
+    return folder
+
+
+def test_own_folder_and_ambiguous_digits(tiny, tmp_path):
+    own = write_folder(tmp_path / "own", 3)
+    rows = tiny("--dataset", f"folder:{own}/", "--image-size", 8, "--methods", "forde_pca", "lit",
+                "-b", 8)
     assert rows["forde_pca", "own"]["n"] == 6 and [*tmp_path.glob("forde/own-resnet9-*")]
     rows = tiny("--dataset", "dirty_glyphs", "--shift", "computed", "--shift-examples", 3,
                 "--methods", "forde_identity")
     assert rows["forde_identity", "dirty_glyphs_computed_c"]["n"] == 5 * 3 * len(data.CORRUPTIONS)
+
+
+def test_own_large_images_are_corrupted_too(tiny, tmp_path):
+    """Files of more than 64 pixels are read when they are needed, but for the corrupted ones."""
+    own = write_folder(tmp_path / "own", 2, side=72)
+    rows = tiny("--dataset", f"folder:{own}", "--image-size", 72, "--methods", "forde_identity",
+                "--shift", "computed", "--shift-examples", 3, "-b", 4, "--epochs", 1)
+    assert rows["forde_identity", "own_computed_c_s1"]["n"] == 3 * len(data.CORRUPTIONS)
 
 
 def test_published_corruptions_and_a_part_of_them(tiny, small_data, tmp_path):
@@ -825,58 +950,43 @@ def test_published_corruptions_and_a_part_of_them(tiny, small_data, tmp_path):
     for kind, severity, label in itertools.product(("fog", "snow"), range(1, 6), range(4)):
         write_images(tmp_path / f"Tiny-ImageNet-C/{kind}/{severity}/n0000000{label}", 2, 64)
     rows = tiny("--dataset", "tiny_imagenet", "--data-dir", tmp_path, "--shift", "published",
-                "--methods", "forde_identity", "--limit-train", 16, "--diversity-examples", 4)
+                "--methods", "forde_identity", "--limit-train", 16)
     assert rows["forde_identity", "tiny_imagenet"]["n"] == 20
     assert rows["forde_identity", "tiny_imagenet_c_2of15_s5"]["n"] == 16
     assert rows["forde_identity", "tiny_imagenet_c_2of15"]["n"] == 80
 
 
-def test_the_basis_and_the_covariance_are_numpys(tmp_path):
-    """Second moments of the normalised images, not centred by pixel, whatever their order."""
-    args = forde.parse_args([*TINY, "--out-dir", str(tmp_path)])
-    (tmp_path / "forde").mkdir()
+def test_the_basis_is_numpys():
+    """Second moments of the normalised images, not centred by pixel."""
+    args = forde.parse_args([*TINY])
     x = torch.randint(256, (9, 3, 2, 2), dtype=torch.uint8)
     images = data.ImageSet("a", x, torch.zeros(9).long(), 5, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
-    vectors, values = forde.principal_components(images, args)
-    x = next(data.Loader(images, 9).epoch()).images.double()
-    np.testing.assert_allclose(vectors * values @ vectors.T, x.flatten(1).T @ x.flatten(1) / 8,
-                               atol=1e-5)
+    basis = forde.principal_components(images, args)
+    vectors, values = basis["eigenvectors"], basis["eigenvalues"]
+    x = next(data.Loader(images, 9).epoch()).images.double().flatten(1)
+    np.testing.assert_allclose(vectors * values @ vectors.T, x.T @ x / 8, atol=1e-5)
     np.testing.assert_allclose(vectors.T @ vectors, np.eye(12), atol=1e-5)
     assert (values >= 0).all() and (values.diff() <= 0).all()
-    patches = F.unfold(x, 3, padding=1).movedim(1, 2).flatten(0, 1)
-    np.testing.assert_allclose(forde.second_moments(images, args, True), np.cov(patches.T),
-                               atol=1e-5)
-    forde.principal_components(images.select(torch.randperm(9)), args)
-    assert len([*(tmp_path / "forde").glob("pca-*.pt")]) == 1
 
 
-def test_a_basis_is_read_once_and_refused_before_training(tiny, tmp_path, monkeypatch):
+def test_sets_are_read_once(tiny, tmp_path, monkeypatch):
     loaded, real = [], data.load
     monkeypatch.setattr(data, "load", lambda name, split, *a, **k: (
         loaded.append(split), real(name, split, *a, **k))[1])
     for name in ("a", "b"):
         tiny("--methods", "forde_pca", "--name", name)
-    assert loaded.count("train") == 2  # once a start
+    assert loaded.count("train") == 2  # once per start
     assert distance(weights(tmp_path / "forde/a"), weights(tmp_path / "forde/b")) == 0
-    [basis] = (tmp_path / "forde").glob("pca-*.pt")
-    tiny("--methods", "forde_pca", "--name", "c", "--pca", basis)
-    for number, content in enumerate((b"no basis", (tmp_path / "forde/a/forde_pca-seed1.pt")
-                                      .read_bytes())):
-        bad = tmp_path / f"bad{number}.pt"
-        bad.write_bytes(content)
-        with pytest.raises(UserError, match=bad.name):
-            tiny("--methods", "deep_ensemble", "forde_pca", "--name", f"d{number}", "--pca", bad)
-        assert not [*(tmp_path / "forde" / f"d{number}").glob("*.pt")]
 
 
-def test_picture_has_error_bars_and_markers(tmp_path):
-    plt, figures = common.pyplot(), []
+def test_picture_has_error_bars_and_markers():
     rows = [{"method": m, "seed": s, "set": name, "accuracy": 0.5 + 0.1 * s, "nll": 1.0 + s,
-             "ece15": 0.1 * s} for m in ("lit", "weight_rde") for s in (1, 2)
-            for name in ("a", *(f"a_c_s{k}" for k in range(1, 6)))]
-    plot = SimpleNamespace(subplots=plt.subplots, close=figures.append)
-    forde.plot_shift(plot, tmp_path / "shift.png", rows, "a", "a_c")
-    bars = figures[0].axes[0].containers
+             "ece15": 0.1 * s, "gradient_distance": 0.1} for m in ("lit", "weight_rde")
+            for s in (1, 2) for name in ("a", *(f"a_c_s{k}" for k in range(1, 6)))]
+    figures = {}
+    run = SimpleNamespace(save_figure=lambda figure, name: figures.update({name: figure}))
+    forde.plot_shift(rows, "a", "a_c", run)
+    bars = figures["shift.png"].axes[0].containers
     assert len(bars) == 2 and all(bar.has_yerr for bar in bars)
     assert len({bar.lines[0].get_marker() for bar in bars}) == 2
     assert np.allclose(bars[0].lines[0].get_ydata(), 0.65)
@@ -889,39 +999,43 @@ def test_picture_has_error_bars_and_markers(tmp_path):
 @pytest.mark.parametrize("argv, named", [
     ("--compile", "--compile"), ("--members 4 --chunk 3", "--chunk 3"),
     ("--dataset features --width 1", "--features"), ("--features a.npz b.npz", "--features"),
-    ("--dataset toy_regression --model resnet9", "resnet9"),
-    ("--model mlp --dataset toy_regression --methods feature_rde", "feature_rde"),
-    ("--model mlp --dataset toy_classification --shift computed", "--shift computed"),
-    ("--model mlp --dataset toy_classification --ood glyphs_letters", "--ood"),
-    ("--model mlp --dataset toy_classification --val-fraction 0.1", "--val-fraction"),
-    ("--eval-every 1", "--val-fraction"), ("--val-fraction 0.00001", "validation"),
+    ("--val-fraction 0.00001", "validation"),
     ("--shift published", "--shift published"), ("--ood far.npz", "far.npz"),
-    ("--methods forde_pca --pca nowhere.pt", "nowhere.pt"), ("--predict nonsense", "nonsense"),
-    ("FEATURES --shift computed", "--shift computed"), ("FEATURES --augment", "--no-augment"),
-    ("FEATURES --ood glyphs_letters", "glyphs_letters"), ("FEATURES --features a b", "no file a"),
-    ("FEATURES --val-fraction 0.1", "--val-fraction")])
+    ("--predict nonsense", "nonsense"),
+    ("FEATURES --shift computed", "--shift none"), ("FEATURES --augment", "--no-augment"),
+    ("FEATURES --ood glyphs_letters", "glyphs_letters"), ("FEATURES --features a b", "found: a"),
+    ("FEATURES --val-fraction 0.1", "--val-fraction"),
+    ("--shift-examples 3", "--shift-examples"), ("--published-split", "--published-split"),
+    ("--hidden 3", "--hidden"), ("--lr-ratio 0.1", "--lr-ratio"),
+    ("--methods forde_pca --alpha 0.1", "--alpha"),
+    ("--methods deep_ensemble --repulse-every 2", "--repulse-every"),
+    ("--members 1 --repulsion-coef 2", "--repulsion-coef")])
 def test_misuse_is_refused_before_training(tiny, features, tmp_path, argv, named):
     more = argv.replace("FEATURES", " ".join(features)).split()
     with pytest.raises(UserError) as refused:
         tiny(*more)
     assert named in str(refused.value) and "\n" not in str(refused.value)
-    assert not [*tmp_path.glob("forde/*")] or "--pca" in argv  # no run directory is claimed
+    assert not [*tmp_path.glob("forde/*")]  # no run directory is made
+
+
+@pytest.mark.parametrize("option", ["--limit-train 5", "--ood glyphs_letters", "--predict glyphs",
+                                    "--val-fraction 0.1", "--image-size 8", "--published-split"])
+def test_options_without_effect_on_the_toy_are_refused(option):
+    with pytest.raises(UserError, match=f"{option.split()[0]} has no effect"):
+        forde.parse_args(["--dataset", "toy_classification", *CPU, *option.split()])
 
 
 def test_presets_are_the_published_settings():
     def resolved(*argv):
-        return vars(forde.parse_args([*argv, "--device", "cpu"]))
+        return vars(forde.parse_args([*argv, *CPU]))
 
     paper = dict(methods=["forde_pca"], members=10, model="resnet18", epochs=300, batch_size=128,
-                 lr=0.1, lr_ratio=0.01, momentum=0.9, weight_decay=5e-4, schedule="published",
-                 width=1, eps=1e-24, alpha=0.4, augment=True, shift="published", val_fraction=0,
-                 limit_train=None, ood=["svhn", "cifar10"])
+                 lr=0.1, lr_ratio=0.01, weight_decay=5e-4, schedule="published", width=1,
+                 alpha=0.4, augment=True, shift="published", val_fraction=0, limit_train=None,
+                 ood=["svhn", "cifar10"])
     cifar10 = dict(paper, alpha=0.2, ood=["svhn", "cifar100"])
     tiny = dict(paper, model="preact_resnet18", epochs=150, lr_ratio=0.001, ood=["svhn"])
     for name, right in (("cifar100", paper), ("cifar10", cifar10), ("tiny_imagenet", tiny)):
         assert right.items() <= resolved("--dataset", name).items()
-    for name, preset in forde.PRESETS.items():  # a key that "" lacks would be the default's
-        assert preset.keys() <= forde.PRESETS[""].keys(), name
-    args = forde.parse_args(["--dataset", "cifar10", "--device", "cpu"])
-    assert [forde.with_method(args, m).cauchy for m in ("feature_rde", "function_rde", "lit")] == [
-        1e-3, 1e-6, 0]
+    own = resolved("--dataset", "folder:somewhere")
+    assert (own["ood"], own["epochs"], own["batch_size"]) == ([], 20, 32)
