@@ -91,7 +91,7 @@ class Bench:
     def save(self, tests="not run"):
         content = {"environment": self.environment, "bf16_peak_tflops": self.peak, "tests": tests,
                    "seconds": LIMIT_S - self.left_s(), "rows": self.rows}
-        Path(self.asked.out).write_text(json.dumps(common.plain(content), indent=1))
+        Path(self.asked.out).write_text(json.dumps(common.as_json(content), indent=1))
 
     def images(self, split, n, side=32, classes=10):
         """CIFAR-10's where --data-dir is given, else random ones."""
