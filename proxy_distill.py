@@ -11,7 +11,8 @@ Targets", NeurIPS 2021, arXiv:2105.06987. The method:
      minimises the REVERSE divergence KL(Dir(alpha) || Dir(pi beta_0 + 1)) / beta_0, in which a
      class weighs as much as pi. In the forward divergence, and in the likelihood of EnD2, a
      thousand unlikely classes outweigh the likely one.
-  4. The student predicts softmax(z); alpha tells epistemic from aleatoric uncertainty.
+  4. The student predicts softmax(z), the mean of Dir(exp(z)), which tells epistemic from
+     aleatoric uncertainty.
 
 Usage:
   python proxy_distill.py                        # numbers (1000 classes), offline, two CPU cores
@@ -24,8 +25,22 @@ Usage:
 Expected (more in tests/RESULTS.md): to be measured.
 
 Differences from the published code (github.com/yandex-research/proxy-dirichlet-distillation):
-  - The default loss is the paper's, rkl_proxy; the published ImageNet command has the forward KL.
-  - Offsets are 1 by default (there: 0) and stored with the student.
+  - The default loss is the paper's; the published ImageNet command has the forward divergence.
+  - The offsets of the losses are 1 (there: 0).
+  - Kept: the published reverse KL has a target of precision beta_0 + 2 K. --target-offset 0 is the
+    paper's beta_0 + K.
+  - RMI is float64 and at least 0, and nothing is added inside logarithms and gamma functions
+    (there: float32 and 2^-23, so that identical members have negative precisions).
+  - The proxy is evaluated with the number of classes (there: of members), EPKL is a mean over pairs
+    (there: a sum), RMI is EPKL - MI (there: that sum - MI).
+  - A single softmax has no epistemic uncertainty (there: that of Dir(exp(z)), of arbitrary scale).
+  - MIMO averages probabilities (there: logits) and is evaluated as an ensemble.
+  - Batch norm and metrics are over all processes (there: over those of one GPU); --opt adam has the
+    schedule (there: AdamW without); the step schedule has no milestone before the second epoch.
+  - Images are resized in proportion, by Pillow (there: both sides to 256, by OpenCV), and those of
+    ImageNet-C not again. --amp is bfloat16, but for the last layer (there: float16).
+  - PRR shares ties (there: order of rows); ECE has 15 bins (a, b] (there: 10, [a, b)); means over
+    corruptions are new. The last epoch counts (there: the last, or the best on validation images).
 """
 
 import argparse
@@ -468,7 +483,7 @@ class Outputs(NamedTuple):
 
     log_probs: Tensor      # [B, K]  its prediction
     measures: dict         # {name: [B]} of those MEASURES that it has
-    log_precision: Tensor  # [B]  ln alpha_0; of an ensemble ln beta_0, of a softmax ln sum exp(z)
+    log_precision: Tensor  # [B]  ln sum_k exp(z_k); of an ensemble ln beta_0
 
 
 def ensemble_outputs(ensemble):
@@ -511,11 +526,14 @@ def softmax_outputs(logits):
     return Outputs(log_probs, measures, z.logsumexp(-1))
 
 
-def student_outputs(logits, offset=1.0):
-    """Outputs of a student: softmax(z) predicts, without the offset; Dir(exp(z) + offset) measures."""
+def student_outputs(logits):
+    """Outputs of a student: those of Dir(exp(z)), whose mean is the prediction softmax(z).
+
+    published code: the offset of the loss is not added in the evaluation.
+    """
+    z = logits.double()
     # exp overflows at 709; out-of-distribution inputs of large networks can reach that.
-    alpha = logits.double().clamp_max(600).exp() + offset
-    return dirichlet_outputs(alpha, logits.double().log_softmax(-1))
+    return dirichlet_outputs(z.clamp(-600, 600).exp(), z.log_softmax(-1))
 
 
 def proxy_outputs(ensemble):
@@ -801,24 +819,21 @@ LIGHTNING = [(OrderedDict, f"pytorch_lightning.{name}") for name in LIGHTNING_NA
 OPTION_OF = {"member": "--ensemble-paths", "student": "--student-path", "mimo": "--mimo-path"}
 
 
-class File(NamedTuple):
-    """The content of a file of a network: this script's, torchvision's or a Lightning checkpoint."""
-
-    weights: dict      # a state dict, with torchvision's names
-    options: dict      # that the network was trained with, as far as the file tells
-    kind: str | None   # "member", "student_<loss>" or "mimo", if the file tells
-
-
 def read_file(path):
-    """The File at a path; nothing but tensors and plain values is read, and nothing is run."""
+    """The weights in a file of a network, with torchvision's names, and what network it is.
+
+    The latter is "member", "student_<loss>", "mimo", or None if the file does not tell. Nothing but
+    tensors and plain values is read, and nothing is run.
+    """
     with torch.serialization.safe_globals(LIGHTNING):
         state = common.load_checkpoint(path)
-    identity = state.get("identity")
-    options = identity or state.get("hyper_parameters") or {}
-    kind = options.get("kind")
+    kind = None
+    if "identity" in state:
+        kind = state["identity"].get("kind")
     # Of the published networks, students alone have a loss among their options.
+    options = state.get("hyper_parameters") or {}
     loss = options.get("loss_type", options.get("loss"))
-    if kind is None and loss in LOSSES:
+    if loss in LOSSES:
         kind = f"student_{loss}"
     weights = state
     for key in ("state_dict", "net"):
@@ -831,28 +846,31 @@ def read_file(path):
             prefix = name.removesuffix("fc.weight")
     weights = {name.removeprefix(prefix): value for name, value in weights.items()
                if isinstance(name, str) and isinstance(value, Tensor)}
-    return File(weights, dict(options), kind)
+    return weights, kind
 
 
 def read_network(path, kind, like, args):
-    """A network of a kind of OPTION_OF from a file, and its File; `like` is the test set."""
-    file = read_file(path)
-    if file.kind is not None and not file.kind.startswith(kind):
-        found = file.kind.split("_")[0]
+    """The network of a file, and what `read_file` says it is; `like` is the test set.
+
+    kind: what it has to be, one of OPTION_OF.
+    """
+    weights, found = read_file(path)
+    if found is not None and not found.startswith(kind):
+        found = found.split("_")[0]
         raise UserError(f"{path} is a {found}, not a {kind}; give it with {OPTION_OF[found]}")
     if kind == "mimo":
-        subnetworks = max(1, len(file.weights.get("fc.bias", ())) // like.num_classes)
+        subnetworks = max(1, len(weights.get("fc.bias", ())) // like.num_classes)
         whole = make_mimo(args, like.num_classes, like.shape, subnetworks)
         net = whole.net
     else:
         whole = make_network(args, like.num_classes, like.shape)
         net = whole
     try:
-        net.load_state_dict(file.weights)
+        net.load_state_dict(weights)
     except RuntimeError as error:
         raise UserError(f"{path} does not fit --model {args.model} --width {args.width:g} and "
                         f"{like.num_classes} classes ({common.one_line(error)})") from None
-    return whole.eval().requires_grad_(False), file
+    return whole.eval().requires_grad_(False), found
 
 
 def make_members(sets, args, run, seed):
@@ -865,13 +883,6 @@ def make_members(sets, args, run, seed):
         for member in range(args.members):
             members.append(train_member(sets.train, args, run, seed + member))
     return members
-
-
-def read_student(path, like, args):
-    """The student in a file: its name, its network, and the offset of its concentrations."""
-    net, file = read_network(path, "student", like, args)
-    name = file.kind or "student_rkl_proxy"
-    return name, net, float(file.options.get("model_offset", args.model_offset))
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
@@ -888,7 +899,6 @@ class Networks(NamedTuple):
 
     members: list
     others: dict    # {"student_<loss>" or "mimo": network}
-    offset: float   # m in the concentrations of the students
 
 
 def evaluation_loader(dataset, args):
@@ -909,7 +919,7 @@ def all_logits(networks, images, args):
     return logits
 
 
-def all_outputs(logits, offset):
+def all_outputs(logits):
     """The Outputs of each row of the table, {row: Outputs}, from `all_logits`."""
     found = {}
     for name, z in logits.items():
@@ -920,7 +930,7 @@ def all_outputs(logits, offset):
         elif name == "student_forward_kl":
             found[name] = softmax_outputs(z)
         else:
-            found[name] = student_outputs(z, offset)
+            found[name] = student_outputs(z)
     if "members" in logits and logits["members"].shape[1] > 1:
         ensemble = ensemble_statistics(logits["members"].unbind(1))
         found["ensemble"] = ensemble_outputs(ensemble)
@@ -959,11 +969,11 @@ def score(networks, dataset, args, classes=None):
     batches = {}
     for batch in evaluation_loader(dataset, args).epoch():
         logits = all_logits(networks, batch.images, args)
-        outputs = all_outputs(logits, networks.offset)
+        outputs = all_outputs(logits)
         predictions = outputs
         if classes is not None:
             restricted = {name: z[..., classes] for name, z in logits.items()}
-            predictions = all_outputs(restricted, networks.offset)
+            predictions = all_outputs(restricted)
         for row in outputs:
             columns = columns_of(predictions[row].log_probs, outputs[row], batch.labels)
             batches.setdefault(row, []).append({"index": batch.index, **columns})
@@ -996,6 +1006,9 @@ def detection_metrics(inside, outside):
             found = common.ood_metrics(inside[name], outside[name], larger_means="ood")
             metrics[f"auroc_{name}"] = found["auroc"]
             metrics[f"fpr95_{name}"] = found["fpr95"]
+    # Of a softmax, the logarithm of the precision is minus the energy score.
+    found = common.ood_metrics(inside["precision"], outside["precision"], larger_means="id")
+    metrics["auroc_precision"] = found["auroc"]
     return metrics
 
 
@@ -1172,7 +1185,7 @@ def predict(networks, dataset, args):
     best = [row for row in BEST if row in networks_by_row(networks)][-1]
     batches = []
     for batch in evaluation_loader(dataset, args).epoch():
-        outputs = all_outputs(all_logits(networks, batch.images, args), networks.offset)[best]
+        outputs = all_outputs(all_logits(networks, batch.images, args))[best]
         batches.append({"index": batch.index, "log_probs": outputs.log_probs, **outputs.measures})
     return common.gather_rows(batches)
 
@@ -1323,7 +1336,7 @@ def digest_of_files(paths):
 
 
 COLUMNS = ["accuracy", "nll", "ece15", "prr_total", "spearman_precision", "ms_per_example",
-           "auroc_epistemic", "auroc_total"]
+           "auroc_epistemic", "auroc_total", "auroc_precision"]
 
 
 def main(argv=None):
@@ -1343,19 +1356,18 @@ def main(argv=None):
         seed = args.seed + number * args.members
         members = make_members(sets, args, run, seed)
         others = {}
-        offset = args.model_offset
         if args.losses:
             teachers = make_teachers(members, sets.train, args)
         for loss in args.losses:
             others[f"student_{loss}"] = train_student(loss, teachers, sets.train, args, run, seed)
         if args.student_path:
-            name, net, offset = read_student(args.student_path, sets.test, args)
-            others[name] = net
+            net, kind = read_network(args.student_path, "student", sets.test, args)
+            others[kind or "student_rkl_proxy"] = net
         if args.mimo:
             others["mimo"] = train_mimo(sets.train, args, run, seed)
         if args.mimo_path:
             others["mimo"], _ = read_network(args.mimo_path, "mimo", sets.test, args)
-        networks = Networks(members, others, offset)
+        networks = Networks(members, others)
         rows += evaluate(networks, sets, corruptions, seed, args, run)
     # The table shows the test set; results.csv has all rows.
     shown = [row for row in rows if row["set"] == sets.test.name]

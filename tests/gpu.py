@@ -211,7 +211,7 @@ def bench_proxy_distill(bench):
         bench.add(f"{args.model} training, batch {batch}, amp {amp}",
                   run.history[-1]["examples_per_s"], "images/s", training_flops)
         bench.forget_memory()
-        networks = proxy_distill.Networks([net], {}, 1.0)
+        networks = proxy_distill.Networks([net], {})
 
         def evaluate():
             return proxy_distill.score(networks, dataset, args)

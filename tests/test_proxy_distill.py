@@ -78,7 +78,7 @@ def test_members_that_agree_or_are_certain_stay_finite(dtype):
     same = pd.ensemble_statistics([z] * 5)
     assert (same.rmi >= 0).all() and same.rmi.max() < 1e-13
     np.testing.assert_allclose(pd.proxy_precision(same), 999 * 2.0**23, rtol=1e-6)
-    for out in (pd.ensemble_outputs(same), pd.proxy_outputs(same), pd.student_outputs(9 * z, 0.0)):
+    for out in (pd.ensemble_outputs(same), pd.proxy_outputs(same), pd.student_outputs(9 * z)):
         for name in pd.MEASURES:
             assert (out.measures[name] >= 0).all()  # not -1e-16
     gap = torch.zeros(3, 2, 40)
@@ -258,22 +258,21 @@ def test_the_proxy_is_scored_with_the_number_of_classes():
     assert torch.equal(out.log_probs, ensemble.log_probs)
 
 
-def test_student_predicts_without_the_offset_and_measures_with_it():
+def test_a_student_is_the_dirichlet_whose_mean_it_predicts():
     z = 3 * torch.randn(40, 8).double()
-    for m in (0.0, 1.0, 5.0):
-        out = pd.student_outputs(z, m)
-        np.testing.assert_allclose(out.log_probs, log_softmax(z.numpy(), -1), rtol=1e-12)
-        np.testing.assert_allclose(out.log_precision.exp(), z.exp().sum(-1) + 8 * m, rtol=1e-12)
-        p = (z.exp() + m) / (z.exp() + m).sum(-1, keepdim=True)
-        np.testing.assert_allclose(out.measures["total"], stats.entropy(p.numpy(), axis=-1))
-        np.testing.assert_allclose(out.measures["confidence"], 1 - softmax(z.numpy(), -1).max(-1),
-                                   rtol=1e-9, atol=1e-15)
+    out = pd.student_outputs(z)
     plain = pd.softmax_outputs(z)
     assert set(plain.measures) == {"confidence", "total"}  # a softmax has no more
-    np.testing.assert_allclose(plain.measures["total"], stats.entropy(softmax(z, -1), axis=-1))
+    for own in (out, plain):
+        np.testing.assert_allclose(own.log_probs, log_softmax(z.numpy(), -1), rtol=1e-12)
+        np.testing.assert_allclose(own.log_precision.exp(), z.exp().sum(-1), rtol=1e-12)
+        p = softmax(z, -1)
+        np.testing.assert_allclose(own.measures["total"], stats.entropy(p, axis=-1), rtol=1e-9)
+        np.testing.assert_allclose(own.measures["confidence"], 1 - p.max(-1), rtol=1e-9, atol=1e-15)
+    np.testing.assert_allclose(out.measures["epkl"], 7 / z.exp().sum(-1), rtol=1e-12)
     # exp overflows at 709; out-of-distribution inputs of large nets reach it
-    z = torch.tensor([[800.0, 0.0, -5.0], [2000.0, 1999.0, 0.0], [1.0, 2.0, 3.0]])
-    for out in (pd.softmax_outputs(z), pd.student_outputs(z), pd.student_outputs(z, 0.0)):
+    z = torch.tensor([[800.0, 0.0, -5.0], [2000.0, 1999.0, 0.0], [-900.0, -800.0, -999.0]])
+    for out in (pd.softmax_outputs(z), pd.student_outputs(z)):
         values = list(out.measures.values()) + [out.log_probs, out.log_precision]
         assert all(value.isfinite().all() for value in values)
 
@@ -408,17 +407,16 @@ def test_lightnings_files_load_and_predict_what_torchvisions_networks_do(tmp_pat
     path = tmp_path / "student.ckpt"
     save_as_lightning(path, theirs, style, loss_type="rkl_proxy", model_offset=0.5)
     resnet = dict(model="resnet50", classes=20, size=96, channels=3, width=1.0)
-    ours, file = read(path, "student", **resnet)
-    assert len(file.weights) == 320 and file.kind == "student_rkl_proxy"
-    assert file.options["model_offset"] == 0.5
+    ours, kind = read(path, "student", **resnet)
+    assert kind == "student_rkl_proxy"
     x = torch.randn(2, 3, 96, 96)
     with torch.no_grad():
         right = theirs(x)
         logits = ours(x)
     np.testing.assert_allclose(logits, right, rtol=1e-4, atol=1e-4 * right.abs().max())
     torch.save(dict(reversed(theirs.state_dict().items())), path)  # torchvision's own, any order
-    ours, file = read(path, **resnet)
-    assert file.kind is None and torch.equal(ours.conv1.weight, theirs.conv1.weight)
+    ours, kind = read(path, **resnet)
+    assert kind is None and torch.equal(ours.conv1.weight, theirs.conv1.weight)
 
 
 class Hostile:
@@ -486,10 +484,10 @@ def test_metrics_are_scikit_learns_and_torchmetrics():
 
 def saved(logits, labels, classes=None):
     """What `score` finds for a set with these logits."""
-    outputs = pd.all_outputs(logits, 0.5)
+    outputs = pd.all_outputs(logits)
     some = outputs
     if classes is not None:
-        some = pd.all_outputs({name: z[..., classes] for name, z in logits.items()}, 0.5)
+        some = pd.all_outputs({name: z[..., classes] for name, z in logits.items()})
     return {row: pd.columns_of(some[row].log_probs, outputs[row], labels) for row in outputs}
 
 
@@ -509,8 +507,8 @@ def test_rows_compare_the_sets_that_they_name():
     rows = pd.test_rows("test", columns, {"single": 0.1})
     rows += pd.ood_rows(odd, saved(outside, odd.labels, classes), classes, test, columns)
     by = {(row["method"], row["set"], row.get("against")): row for row in rows}
-    own = pd.student_outputs(inside["student_rkl_proxy"], 0.5)
-    other = pd.student_outputs(outside["student_rkl_proxy"], 0.5)
+    own = pd.student_outputs(inside["student_rkl_proxy"])
+    other = pd.student_outputs(outside["student_rkl_proxy"])
     within = torch.isin(test.labels, classes)
     for kept, name in ((within | True, "test"), (within, "test, its classes")):
         row = by["student_rkl_proxy", name, "odd"]
@@ -522,6 +520,10 @@ def test_rows_compare_the_sets_that_they_name():
             assert row[f"auroc_{measure}"] == pytest.approx(right)
             limit = min(t for t in a if (a <= t).double().mean() >= 0.95)
             assert row[f"fpr95_{measure}"] == pytest.approx((b <= limit).double().mean().item())
+        assert row["auroc_precision"] == pytest.approx(row["auroc_epkl"])
+        energy = [-torch.logsumexp(z[:, 0], 1) for z in (inside["members"][kept], outside["members"])]
+        right = roc_auc_score([0] * kept.sum() + [1] * 40, torch.cat(energy))
+        assert by["single", name, "odd"]["auroc_precision"] == pytest.approx(right)
     ensemble = pd.ensemble_outputs(pd.ensemble_statistics(inside["members"].unbind(1)))
     student = by["student_rkl_proxy", "test", None]
     for name in pd.MEASURES[1:]:
@@ -545,7 +547,7 @@ def test_a_subset_of_classes_is_that_of_its_logits():
     logits = {"members": torch.randn(40, 3, 30), "mimo": torch.randn(40, 2, 30),
               "student_rkl_proxy": torch.randn(40, 30), "student_forward_kl": torch.randn(40, 30)}
     own = saved(logits, torch.arange(40) % 7, classes)
-    whole = pd.all_outputs(logits, 0.5)
+    whole = pd.all_outputs(logits)
     few = {name: z[..., classes].double().softmax(-1) for name, z in logits.items()}
     right = {"single": few["members"][:, 0], "mimo": few["mimo"].mean(1),
              "ensemble": few["members"].mean(1), "ensemble_proxy": few["members"].mean(1),
@@ -556,7 +558,7 @@ def test_a_subset_of_classes_is_that_of_its_logits():
         np.testing.assert_allclose(own[name]["max_prob"], p.amax(1), rtol=1e-9, err_msg=name)
         for measure, value in whole[name].measures.items():
             assert torch.equal(own[name][measure], value)
-    assert set(pd.all_outputs({"members": logits["members"][:, :1]}, 1.0)) == {"single"}
+    assert set(pd.all_outputs({"members": logits["members"][:, :1]})) == {"single"}
 
 
 # ---- Runs ---------------------------------------------------------------------------------------
@@ -864,8 +866,8 @@ def test_files_say_what_they_are(small, tmp_path):
         with pytest.raises(UserError, match=re.escape(said)):
             pd.main(argv)
     assert snapshot(root) == before
-    # The file of a student says which loss and which offset it has.
-    rows = pd.main(given(files, "--student-path", lightning, "--model-offset", 3))
+    # The file of a student says which loss it has.
+    rows = pd.main(given(files, "--student-path", lightning))
     assert {row["method"] for row in rows} == {"proxy, forward KL"}
     again = pd.main(given(files, "--name", "again", "--student-path", student))
     assert {row["method"] for row in again} == {"proxy, reverse KL"}
