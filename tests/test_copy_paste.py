@@ -84,7 +84,7 @@ def test_ddu_density(method):
 @pytest.mark.parametrize("m", [2, 4, 5])
 def test_forde_repulsion_and_its_gradient(method, m):
     g, a, b = double(m, 3, 6).requires_grad_(), double(6, 4), 3
-    value = method.repulsion(g, a)
+    value = method.repulsion(method.log_kernel(method.unit_rows(g) @ a))
     gradient, = torch.autograd.grad(value, g)
     length = np.linalg.norm(g.detach(), axis=-1)
     unit = g.detach().numpy() / length[..., None]
@@ -197,30 +197,52 @@ def test_proxy_distill_mimo(method):
 
 
 def test_swag_laplace_ensembles_swag(method):
-    iterates, scale, r, p = double(4, 6), 0.7, 4, 6
+    iterates = double(4, 6)
     mean, variance, deviations = method.swag_moments(iterates.clone())
     close(variance, iterates.var(0, correction=0))
-    basis = torch.eye(p + r).double()  # samples are linear in the noise: their covariance, exactly
-    root = method.swag_samples(mean, variance, deviations, basis[:, :p].clone(), basis[:, p:],
-                               scale) - mean
-    wanted = iterates.var(0, correction=0).diag() + iterates.T.cov()
-    close(root.T @ root, scale * wanted / 2)
+    basis = torch.eye(10).double()  # samples are linear in the noise: their covariance, exactly
+    samples = method.swag_samples(mean, variance, deviations, basis[:, :6], basis[:, 6:])
+    root = samples - mean
+    close(root.T @ root, (iterates.var(0, correction=0).diag() + iterates.T.cov()) / 2)
 
 
 def test_swag_laplace_ensembles_laplace(method):
-    x, y, theta, delta = double(30, 4), torch.arange(30) % 3, double(15), 0.2
+    x = double(30, 4)
+    y = torch.arange(30) % 3
+    theta = double(15)
 
     def loss(theta):
         logits = x @ theta[:12].view(3, 4).T + theta[12:]
         return torch.nn.functional.cross_entropy(logits, y, reduction="sum")
 
-    last, hessian = method.LastLayer(x, y), torch.autograd.functional.hessian(loss, theta)
+    last = method.LastLayer(x, y)
     outputs = method.head_outputs(theta[None], last)
     close(-30 * method.log_predictive_density(outputs, y), loss(theta))
-    for structure, wanted in (("full", hessian), ("diag", hessian.diagonal().diag())):
-        spectrum = method.decompose(structure, last, theta)
-        root = method.laplace_samples(theta, spectrum, delta, torch.eye(15).double()) - theta
-        close(root.T @ root, torch.linalg.inv(wanted + delta * torch.eye(15)), rtol=1e-7)
+    hessian = torch.autograd.functional.hessian(loss, theta)
+    cases = ((method.full_spectrum, hessian),
+             (method.diagonal_spectrum, hessian.diagonal().diag()))
+    for find, wanted in cases:
+        samples = method.laplace_samples(theta, find(theta, last), 0.2, torch.eye(15).double())
+        root = samples - theta
+        close(root.T @ root, torch.linalg.inv(wanted + 0.2 * torch.eye(15)), rtol=1e-7)
+
+
+def test_swag_laplace_ensembles_imports_are_those_of_its_comment():
+    text = (REPO / "swag_laplace_ensembles.py").read_text()
+    section = re.search(r"^# ---- Method -+\n(.*?)^# ---- Training -+\n", text, re.M | re.S)[1]
+    listed = re.findall(r"^#   ((?:import|from) .*)$", section, re.M)
+    module = types.ModuleType("pasted")
+    exec("\n".join(listed) + "\n" + section, vars(module))
+    samples = double(5, 7, 3).log_softmax(-1)
+    (mixture,) = module.running_mixtures(iter(samples), [5])
+    close(mixture.log_probs, samples.exp().mean(0).log())
+    flow = [double(2, 4, 15), double(2, 4), double(2, 4)]
+    last = module.LastLayer(double(6, 4), torch.arange(6) % 3)
+    theta = double(15)
+    spectrum = module.full_spectrum(theta, last)
+    losses = module.negative_elbo(flow, theta, spectrum, 1.0, torch.ones(2), double(1, 15), last, 6)
+    assert losses.shape == (2,) and losses.isfinite().all()
+    assert module.member_combinations(30, 2)[0] == [5, 11]
 
 
 def test_the_gpu_script_runs_on_the_cpu(tmp_path):
