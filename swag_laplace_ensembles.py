@@ -645,20 +645,28 @@ def full_spectrum(theta, last):
     return Spectrum(values, basis[theta_order(c, d1 - 1)].to(last.x))
 
 
-def contrast_ggn(x, probs, contrasts):
+def contrast_ggn(x, probs, contrasts, stripe=64):
     """V^T H V in float64, [C - 1, D + 1, C - 1, D + 1], for contrasts V [C, C - 1] between classes.
 
     No Jacobian is formed: the block of two contrasts a and b is the Gram matrix of the features,
     in which example n has the weight v_a^T (diag p_n - p_n p_n^T) v_b.
     """
-    x1 = with_ones(x)                                                          # [N, D + 1]
-    means = probs @ contrasts                                                  # [N, C - 1]  p^T v
     k = contrasts.shape[1]
-    h = torch.zeros(k, x1.shape[1], k, x1.shape[1], dtype=torch.float64, device=x.device)
+    d1 = x.shape[1] + 1
+    h = torch.zeros(k, d1, k, d1, dtype=torch.float64, device=x.device)
+    for x1, p in zip(with_ones(x).split(8192), probs.split(8192)):             # [n, D + 1], [n, C]
+        means = p @ contrasts                                                  # [n, C - 1]
+        for a in range(k):
+            for b in range(a, k):
+                weight = p @ (contrasts[:, a] * contrasts[:, b]) - means[:, a] * means[:, b]
+                weighted = weight[:, None] * x1                                # [n, D + 1]
+                # Gram matrices are symmetric: in stripes, about their upper half is enough.
+                for i in range(0, d1, stripe):
+                    h[a, i:i + stripe, b, i:] += x1[:, i:i + stripe].T @ weighted[:, i:]
     for a in range(k):
         for b in range(a, k):
-            weight = probs @ (contrasts[:, a] * contrasts[:, b]) - means[:, a] * means[:, b]
-            block = x1.T @ (weight[:, None] * x1)                              # [D + 1, D + 1]
+            block = h[a, :, b].triu()
+            block = block + block.triu(1).T
             h[a, :, b] = block
             h[b, :, a] = block
     return h
