@@ -264,34 +264,36 @@ def bench_proxy_distill():
 
 
 def bench_laplace():
-    """Last layer, full: fit, the grid of 21 prior precisions, predictions by samples.
+    """Last layer of CIFAR-10's size: fit, the grid of 21 prior precisions, predictions by samples.
 
     The peer's network is the last layer alone: what it spends on features is not counted."""
     from laplace import Laplace
-    n, n_val, n_test, d, k, samples = size((8000, 1000, 1500, 256, 10, 200),
+    n, n_val, n_test, d, k, samples = size((48_000, 2000, 10_000, 256, 10, 200),
                                            (300, 50, 50, 16, 3, 20))
     head = torch.nn.Linear(d, k)
     x = torch.randn(n + n_val + n_test, d, generator=seeded()).relu()
     with torch.no_grad():
         head.weight.copy_(0.3 * torch.randn(k, d, generator=seeded()))
         y = torch.distributions.Categorical(logits=head(x)).sample()
-    parts = [sle.LastLayer(*rows) for rows in zip(*(t.split([n, n_val, n_test]) for t in (x, y)))]
-    theta, found = sle.flat_head(head).detach(), {}
+    train, val, test = [sle.LastLayer(*rows) for rows in zip(
+        x.split([n, n_val, n_test]), y.split([n, n_val, n_test]))]
+    theta = sle.flat_head(head).detach()
+    found = {}
 
-    @torch.no_grad()
     def ours():
-        spectrum = sle.decompose("full", parts[0], theta)
+        spectrum = sle.full_spectrum(theta, train)
         noise = torch.randn(100, len(theta), generator=seeded())
-        scores = sle.precision_scores(theta, spectrum, parts[1], noise)
+        scores = sle.precision_scores(theta, spectrum, val, noise)
         found["delta"] = sle.LAPLACE_GRID[int(np.argmax(scores))]
         noise = torch.randn(samples, len(theta), generator=seeded())
         heads = sle.laplace_samples(theta, spectrum, found["delta"], noise)
-        found["ours"] = torch.cat([sle.head_outputs(heads, sle.LastLayer(rows, None)).logsumexp(0)
-                                   for rows in parts[2].x.split(500)]) - math.log(samples)
+        outputs = [sle.head_outputs(heads, sle.LastLayer(rows, None)).logsumexp(0)
+                   for rows in test.x.split(500)]
+        found["ours"] = torch.cat(outputs) - math.log(samples)
 
     def theirs():
         loaders = [torch.utils.data.DataLoader([*zip(p.x, p.labels)], rows)
-                   for p, rows in zip(parts, (500, n_val, 1000))]
+                   for p, rows in ((train, 500), (val, n_val), (test, 1000))]
         net = torch.nn.Sequential(torch.nn.Identity(), head)
         peer = Laplace(net, "classification", "last_layer", "full")
         peer.fit(loaders[0])
@@ -299,12 +301,12 @@ def bench_laplace():
             "nn", "gridsearch", val_loader=loaders[1], n_samples=100, grid_size=21,
             link_approx="mc", loss=lambda p, y: F.nll_loss(p.log(), y))
         peer.prior_precision = found["delta"]
-        found["theirs"] = torch.cat([peer(rows, "nn", link_approx="mc", n_samples=samples)
-                                     for rows, _ in loaders[2]]).log()
+        outputs = [peer(rows, "nn", link_approx="mc", n_samples=samples) for rows, _ in loaders[2]]
+        found["theirs"] = torch.cat(outputs).log()
 
     seconds = best_seconds(ours, theirs, budget_s=25)
-    nll = [common.nll(found[who], parts[2].labels) for who in ("ours", "theirs")]
-    row(f"{n:,} x {d}, {k} classes, {samples} samples of {n_test:,}", seconds, "laplace-torch",
+    nll = [common.nll(found[who], test.labels) for who in ("ours", "theirs")]
+    row(f"{n:,} x {d + 1}, {k} classes, {samples} samples of {n_test:,}", seconds, "laplace-torch",
         note=f"NLL {nll[0]:.4f} and {nll[1]:.4f} (other noise)")
 
 

@@ -224,23 +224,32 @@ def bench_proxy_distill(bench):
 def bench_swag(bench):
     """A sample of WRN-28-10 from 25 iterates: drawn, and evaluated on 10,000 images."""
     own = bench.images("test", bench.size(10_000, 16))
-    argv = ["--dataset", "cifar10", "--model", "wrn_28_10", "--width", bench.size(1.0, 0.05)]
-    argv += bench.size([], ["--depth", 10])
+    model = bench.size("wrn_28_10", "wrn_10_4")
+    argv = ["--dataset", "cifar10", "--model", model, "--width", bench.size(1.0, 0.05)]
     for amp in ("off", "bf16"):
         args = bench.options(sle, *argv, "--amp", amp)
         bench.forget_memory()
-        net = sle.make_network(args, own)
-        mean, rank = sle.get_vector(net), bench.size(25, 3)
+        net = sle.make_network(args, own, 0.0).eval()
+        mean = sle.get_vector(net)
+        rank = bench.size(25, 3)
         if amp == "off":
-            iterates = mean + 1e-3 * sle.seeded_noise((rank, len(mean)), bench.device, 1)
-            moments = sle.swag_moments(iterates)
-            draw = lambda: sle.swag_samples(
-                *moments, sle.seeded_noise((8, len(mean)), bench.device, 2),
-                sle.seeded_noise((8, rank), bench.device, 3))
+            noise = common.seeded_noise((rank, len(mean)), bench.device, 1)
+            moments = sle.swag_moments(mean + 1e-3 * noise)
+
+            def draw():
+                noise = common.seeded_noise((8, len(mean)), bench.device, 2)
+                return sle.swag_samples(*moments, noise,
+                                        common.seeded_noise((8, rank), bench.device, 3))
+
             seconds = min(bench.seconds(draw)[0] for _ in range(3)) / 8
             bench.add(f"SWAG draw of {len(mean):,} weights, rank {rank}", 1e3 * seconds, "ms")
-        sampler = sle.Sampler(net.eval())
-        seconds = min(bench.seconds(lambda: sle.predict(sampler, own, args))[0] for _ in range(2))
+        sets = data.Sets(own, own, own, {}, None)
+        study = sle.Study(args, None, sets, sle.make_parts(sets, args), None, None, False)
+
+        def evaluate():
+            return sle.predict_networks(study, [net], "test", [1])
+
+        seconds = min(bench.seconds(evaluate)[0] for _ in range(2))
         bench.add(f"evaluation of a sample on {len(own):,} images, amp {amp}", seconds, "s")
 
 
