@@ -585,15 +585,15 @@ def test_the_story(story):
     [folder] = (out / "forde").glob("glyphs-*")
     results = json.loads((folder / "results.json").read_text())
     assert again == rows == results["rows"]
-    # seeds; methods and two differences; test set, OOD set, five severities, their mean
-    assert len(rows) == 2 * (3 + 2) * 8
+    # seeds; methods and two differences; test, val and OOD set, five severities, their mean
+    assert len(rows) == 2 * (3 + 2) * 9
     names = {path.name for path in folder.iterdir()}
     assert {"shift.png", "results.csv", *(f"{m}-seed{s}.pt" for m in methods for s in (1, 2)),
             *(f"predictions-{m}-seed{s}.csv" for m in methods for s in (1, 2))} <= names
     for method in methods:
         own = [row for row in rows if row["method"] == method and row["seed"] == 1]
         for k in ("accuracy", "nll", "ece15", "gradient_distance"):
-            assert own[-1][k] == pytest.approx(np.mean([row[k] for row in own[2:7]]))
+            assert own[-1][k] == pytest.approx(np.mean([row[k] for row in own[3:8]]))
         log = [json.loads(line) for line in open(folder / f"{method}-seed1.jsonl")]
         # one cycle of 18 steps: 300 images make nine batches of 32 an epoch
         assert [row["lr"] for row in log] == pytest.approx([0.1 * 10 / 14.4, 0.1 / 14.4])
@@ -612,7 +612,7 @@ def test_the_storys_differences_are_paired(story):
     _, rows, *_ = story
     by = {(row["method"], row["seed"], row["set"], row.get("against")): row for row in rows}
     pairs = [key for key in by if key[0] == "forde_pca - deep_ensemble"]
-    assert len(pairs) == 16
+    assert len(pairs) == 18
     for key in pairs:
         own, base = by["forde_pca", *key[1:]], by["deep_ensemble", *key[1:]]
         for metric in set(forde.COLUMNS) & own.keys():
@@ -687,15 +687,15 @@ def test_the_storys_evaluation_is_that_of_the_saved_members(story):
     uncertainty = np.concatenate([entropy(r.mean(0), axis=1) - entropy(r, axis=2).mean(0)
                                   for r in (p, q)])
     auroc = roc_auc_score(np.repeat([0, 1], 100), uncertainty)
-    assert own[1]["auroc_epistemic"] == pytest.approx(auroc, abs=2e-3)
+    assert own[2]["auroc_epistemic"] == pytest.approx(auroc, abs=2e-3)
     x = unit(some).requires_grad_()
     g = [torch.autograd.grad(net(x)[range(24), some.labels].sum(), x)[0].flatten(1)
          for net in nets]
     assert own[0]["gradient_distance"] == pytest.approx(
         1 - F.cosine_similarity(*g).mean().item(), abs=1e-5)
     right = plain_metrics(shifted, torch.cat([s.labels for s in third]).numpy())
-    assert own[4]["set"] == "glyphs_c_s3" and own[4]["n"] == 15
-    assert own[4]["nll"] == pytest.approx(right["nll"], abs=1e-5)
+    assert own[5]["set"] == "glyphs_c_s3" and own[5]["n"] == 15
+    assert own[5]["nll"] == pytest.approx(right["nll"], abs=1e-5)
 
 
 def test_n_is_the_number_of_examples_of_the_set(tiny, tmp_path):
@@ -1005,7 +1005,7 @@ def test_picture_has_error_bars_and_markers():
     ("FEATURES --shift computed", "--shift none"), ("FEATURES --augment", "--no-augment"),
     ("FEATURES --ood glyphs_letters", "glyphs_letters"), ("FEATURES --features a b", "found: a"),
     ("FEATURES --val-fraction 0.1", "--val-fraction"),
-    ("--shift-examples 3", "--shift-examples"), ("--published-split", "--published-split"),
+    ("--shift-examples 3", "--shift-examples"), ("--val-fraction 0 --published-split", "--published-split"),
     ("--hidden 3", "--hidden"), ("--lr-ratio 0.1", "--lr-ratio"),
     ("--methods forde_pca --alpha 0.1", "--alpha"),
     ("--methods deep_ensemble --repulse-every 2", "--repulse-every"),
