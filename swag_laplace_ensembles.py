@@ -75,7 +75,7 @@ MOLECULE_LRS = [1e-6, 5e-7, 4e-7, 3e-7, 2e-7, 1e-7, 9e-8, 8e-8, 7e-8, 6e-8, 5e-8
                 6e-10, 5e-10, 1e-10]
 GLYPHS = dict(model="wrn_10_4", width=0.25, epochs=40, batch_size=32, weight_decay=1e-4, members=5,
               ensembles=[1, 2, 5], samples=20, val_samples=10, num_val=500, limit_train=1000,
-              limit_test=1000, swag_epochs=8, swag_lrs=[0.03, 0.01], ood=["glyphs_letters"])
+              limit_test=2000, swag_epochs=8, swag_lrs=[0.03, 0.01], ood=["glyphs_letters"])
 PRESETS = {
     # What the other presets do not say: published settings. The paper trains 30 networks, of seeds
     # 1 to 30, and averages 30 ensembles of each size.
@@ -1314,17 +1314,18 @@ def train_flows(study, seed, head, delta):
 
 
 def take(study, last, rows):
-    """The training examples `rows` [B] of what the last layer sees."""
+    """The training examples `rows` [B], on the CPU, of what the last layer sees."""
     device = last.x.device
-    labels = last.labels[rows.to(device)]
+    examples = rows.to(device, non_blocking=True)
     if not study.molecules:
-        return LastLayer(last.x[rows.to(device)], labels)
+        return LastLayer(last.x[examples], last.labels[examples])
     # Indices are made on the CPU, so that nothing waits for the device.
     sizes = study.sets.train.sizes
-    atoms = data.entries_of(rows, sizes)
+    atoms = data.entries_of(rows, sizes).to(device, non_blocking=True)
     molecule = torch.arange(len(rows)).repeat_interleave(sizes[rows])
-    return LastLayer(last.x[atoms.to(device)], labels, molecule.to(device),
-                     last.offset[rows.to(device)], last.scale)
+    molecule = molecule.to(device, non_blocking=True)
+    return LastLayer(last.x[atoms], last.labels[examples], molecule, last.offset[examples],
+                     last.scale)
 
 
 # MC dropout
@@ -1710,14 +1711,16 @@ def compare(method, rows, scores, base):
     return differences
 
 
-def format_differences(differences, metric):
-    """A table of one metric: a line for each method, a column for each K."""
-    lines = {}
+def say_differences(differences):
+    """Print a table for each metric, with a line for each method and a column for each K."""
+    tables = {}  # {metric: {method: line}}
     for own in differences:
-        if own.metric == metric:
-            line = lines.setdefault(own.method, {f"{metric} minus DE": own.method})
-            line[f"K={own.k}"] = f"{own.mean:+.4f} ± {own.interval:.4f}"
-    return common.format_table(list(lines.values()))
+        lines = tables.setdefault(own.metric, {})
+        line = lines.setdefault(own.method, {f"{own.metric} minus DE": own.method})
+        line[f"K={own.k}"] = f"{own.mean:+.4f} ± {own.interval:.4f}"
+    common.say("\nminus DE of the same members: mean ± 1.96 standard errors over the test examples")
+    for lines in tables.values():
+        common.say("\n" + common.format_table(list(lines.values())))
 
 
 def write_predictions(study, kept):
@@ -1910,15 +1913,15 @@ def check_room(study):
     weights = get_vector(net).nbytes
     # A checkpoint holds the network, that of its best epoch, and the state of the optimiser.
     of_member = 4 * weights
+    iterates = 0
     if "mcdo" in args.methods:
         of_member += 4 * weights * len(DROPOUTS)
     if "swa" in args.methods or "swag" in args.methods:
-        # The iterates of at most two rates are kept.
+        # Those of at most two rates are kept, but while a member chooses its rates, all are there.
         of_member += 2 * weights * args.swag_epochs
+        iterates = weights * args.swag_epochs * len(args.swag_lrs)
     for method in args.methods:
         of_member += bytes_of_predictions(study, method)
-    # While a member chooses its rates, their iterates are all there.
-    iterates = weights * args.swag_epochs * len(args.swag_lrs)
     needed = of_member * args.members * args.runs + iterates
 
     there = sum(path.stat().st_size for path in study.run.dir.glob("*.pt"))
@@ -2015,9 +2018,8 @@ def main(argv=None):
     if study.molecules:
         columns = ["mae", "lpd", "lpd_minus_de", "ece", "auroc_std"]
     rows = study.run.report(rows, columns, differences=[d._asdict() for d in differences])
-    for metric in dict.fromkeys(own.metric for own in differences):
-        common.say(f"\nmean ± 1.96 standard errors over the test examples, which are paired\n"
-                   f"{format_differences(differences, metric)}")
+    if differences:
+        say_differences(differences)
     return rows
 
 
