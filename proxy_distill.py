@@ -101,7 +101,8 @@ def parse_args(argv=None):
         help="severity of Gaussian noise on all images, training images included (paper: 0)")
 
     add = parser.group("network").add_argument
-    add("--model", help="convnet, resnet18 or resnet50, of members and students (paper: resnet50)")
+    add("--model",
+        help="network of members and students: convnet, resnet18 or resnet50 (paper: resnet50)")
 
     add = parser.group("training").add_argument
     add("--member-epochs", "--base-epochs", type=at_least(0),
@@ -109,7 +110,8 @@ def parse_args(argv=None):
     add("--mimo-epochs", type=at_least(0),
         help="number of epochs of the MIMO network (published: 150)")
     add("--opt", choices=["sgd", "adam"],
-        help="optimiser (paper: SGD with Nesterov momentum 0.9); its rate is --lr x batch / 256")
+        help="optimiser (paper: SGD with Nesterov momentum 0.9); the learning rate is --lr x "
+        "--batch-size / 256")
     add("--weight-decay", "--weight_decay", "--wd", type=at_least(0, float),
         help="weight decay, but for batch norm in residual blocks (published: 1e-4)")
     add("--schedule", choices=["step", "cosine"],
@@ -119,10 +121,10 @@ def parse_args(argv=None):
 
     add = parser.group("method").add_argument
     add("--members", type=at_least(1), metavar="M",
-        help="number of networks in the ensemble, with seeds --seed, --seed + 1, ... (paper: 10)")
+        help="number of networks in the ensemble; their seeds start at --seed (paper: 10)")
     add("--ensemble-paths", "--ensemble_paths", nargs="+", default=[], metavar="FILE",
-        help="files of trained members: this script's member-*.pt, torchvision's, or the published "
-        "Lightning checkpoints")
+        help="files of trained members: member-*.pt of other runs, torchvision's, or the "
+        "published Lightning checkpoints")
     add("--losses", nargs="*", choices=LOSSES, metavar="LOSS",
         help="train a student by each: forward_kl (EnD), dirichlet_likelihood (EnD2), proxy "
         "(forward KL to the proxy), rkl_proxy (reverse KL, the paper's); none: no student")
@@ -136,14 +138,14 @@ def parse_args(argv=None):
 
     add = parser.group("evaluation").add_argument
     add("--student-path", metavar="FILE",
-        help="with --eval: evaluate a student from such a file instead of training --losses")
+        help="with --eval: evaluate a student from such a file")
     add("--mimo-path", metavar="FILE",
         help="with --eval: evaluate a MIMO network from such a file")
     add("--ood", nargs="*", metavar="NAME",
         help="out-of-distribution sets; folder:PATH is a folder of images")
     add("--shift", choices=["none", "computed", "published"],
-        help="also evaluate the test set under corruptions: computed here, or the published files "
-        "of CIFAR-C, TinyImageNet-C and ImageNet-C")
+        help="evaluate the test set under corruptions, too: computed ones, or the published "
+        "files of CIFAR-C, TinyImageNet-C and ImageNet-C")
     add("--shift-examples", type=at_least(0), metavar="N",
         help="number of test images under each corruption, evenly spaced; 0: all")
     args = parser.parse(argv)
@@ -161,8 +163,8 @@ def parse_args(argv=None):
 def use_files_alone(args):
     """With the file of a student or of a MIMO network, nothing is trained."""
     if not args.eval:
-        raise UserError("--student-path and --mimo-path are evaluated, not trained; add --eval")
-    common.refuse(args, ["members", "losses", "mimo"], "with --student-path and --mimo-path")
+        raise UserError("--student-path and --mimo-path: these are only evaluated; add --eval")
+    common.refuse(args, ["members", "losses", "mimo"], "with --student-path or --mimo-path")
     args.members = len(args.ensemble_paths)
     args.losses = []
     args.mimo = 0
@@ -171,18 +173,18 @@ def use_files_alone(args):
 def check_options(args):
     """Refuse options that contradict each other, or that would have no effect."""
     if args.losses and args.members < 2:
-        raise UserError(f"--members {args.members}: an ensemble has at least 2; train a single "
-                        "member with --losses and no name after it")
+        raise UserError(f"--members {args.members}: an ensemble has at least 2; to train one "
+                        "member alone, add --losses without a name")
     if args.runs > 1 and files_of(args):
-        raise UserError("--runs needs other members for each seed, but files are given; remove "
-                        "this option")
+        raise UserError("--runs: each run has other members, but files are given; remove this "
+                        "option")
     if args.mimo == 1:
-        raise UserError("--mimo 1: a MIMO network has at least 2 subnetworks; 0 trains none")
+        raise UserError("--mimo 1: a MIMO network has at least 2 subnetworks; 0: no network")
     if args.mimo and args.batch_size < args.mimo * common.world_size():
         raise UserError(f"--batch-size {args.batch_size}: --mimo {args.mimo} needs at least "
                         f"{args.mimo * common.world_size()}")
     if args.device.type == "mps":
-        raise UserError("--device mps has no float64, which the losses need; use --device cpu")
+        raise UserError("--device mps: the losses need float64, use --device cpu")
     if not args.mimo:
         common.refuse(args, ["mimo_epochs"], "without --mimo")
     if not args.losses and not args.eval:
@@ -273,7 +275,7 @@ def convnet(args, shape):
     """Three convolutions, without global pooling: the position of a digit matters."""
     c_in, height, width = shape
     if min(height, width) < 8:
-        raise UserError(f"--model convnet needs images of at least 8 pixels per side, not {shape}")
+        raise UserError(f"--model convnet: {shape} images are too small, it needs 8 x 8 pixels")
     layers = {}
     for stage in range(3):
         c_out = max(1, round(32 * args.width)) * 2**stage
@@ -446,7 +448,8 @@ class ReverseKL(torch.autograd.Function):
     """L = KL(Dir(alpha) || Dir(pi b + 1)) / b + constant [B], with alpha = exp(z) + m:
 
         w_k = (alpha_k - 1) / b - pi_k
-        L = sum_k w_k (psi(alpha_k) - psi(alpha_0)) - [sum_k lnGamma(alpha_k) - lnGamma(alpha_0)] / b
+        L = sum_k w_k [psi(alpha_k) - psi(alpha_0)]
+            - [sum_k lnGamma(alpha_k) - lnGamma(alpha_0)] / b
         dL/dz_k = exp(z_k) [w_k psi'(alpha_k) - psi'(alpha_0) sum_j w_j]
 
     z, pi [B, K] and b [B, 1] in float64; alpha_0 = sum_k alpha_k. The gradient in this closed form
@@ -498,10 +501,10 @@ def ensemble_outputs(ensemble):
 
 
 def dirichlet_outputs(alpha, log_probs):
-    """Outputs of Dir(alpha), alpha [B, K], for a prediction log_probs [B, K].
+    """Outputs of Dir(alpha), alpha [B, K], with the mean p = alpha / alpha_0 = exp(log_probs).
 
-    With p = alpha / alpha_0: total H(p); aleatoric -sum_k p_k (psi(alpha_k + 1) - psi(alpha_0 + 1));
-    epkl (K - 1) / alpha_0 = epistemic + rmi. The confidence is that of the prediction.
+    total H(p); aleatoric -sum_k p_k (psi(alpha_k + 1) - psi(alpha_0 + 1)); epkl = epistemic + rmi
+    = (K - 1) / alpha_0.
     """
     alpha_0 = alpha.sum(-1, keepdim=True)                              # [B, 1]
     p = alpha / alpha_0
@@ -509,7 +512,7 @@ def dirichlet_outputs(alpha, log_probs):
     aleatoric = -(p * (torch.digamma(alpha + 1) - torch.digamma(alpha_0 + 1))).sum(-1)
     epistemic = (total - aleatoric).clamp_min(0)
     epkl = (alpha.shape[-1] - 1) / alpha_0[:, 0]
-    measures = {"confidence": 1 - log_probs.amax(-1).exp(), "total": total, "aleatoric": aleatoric,
+    measures = {"confidence": 1 - p.amax(-1), "total": total, "aleatoric": aleatoric,
                 "epistemic": epistemic, "epkl": epkl, "rmi": (epkl - epistemic).clamp_min(0)}
     return Outputs(log_probs, measures, alpha_0[:, 0].log())
 
@@ -602,8 +605,8 @@ def learning_rate(step, steps_per_epoch, epochs, schedule):
     """The learning rate at a step, counted from the start of training, as a fraction of --lr."""
     if schedule == "step":
         factor = 1.0
-        for milestone in (30, 60, 80):  # published code: of 90 epochs, rounded down for others
-            # A short run starts at the full rate: no milestone comes before its second epoch.
+        for milestone in (30, 60, 80):  # published code: of 90 epochs, else rounded down
+            # Short runs start at the full rate: no milestone comes before the second epoch.
             if step // steps_per_epoch >= max(1, milestone * epochs // 90):
                 factor *= 0.1
         return factor
@@ -649,13 +652,14 @@ def train(net, train_set, batch_loss, plan, args, run):
 
     # The loop starts at the first epoch that is left, and `run.end_epoch` saves and logs.
     for epoch in run.epochs(plan.epochs, plan.name, plan.identity, net=net, optimiser=optimiser):
-        # Every epoch is seeded, so that a resumed run of a network with dropout repeats its masks.
+        # Every epoch is seeded, so that a resumed run draws the same dropout masks.
         common.seed_all(plan.seed, epoch, common.rank())
         model.train()
         totals = torch.zeros(3, dtype=torch.float64, device=args.device)  # loss, right, rows
         for step, batch in run.steps(loader, epoch):
             # A function of the step: a resumed run needs no state of a scheduler.
-            lr = plan.rate * learning_rate(epoch * steps + step, steps, plan.epochs, args.schedule)
+            done = epoch * steps + step
+            lr = plan.rate * learning_rate(done, steps, plan.epochs, args.schedule)
             for group in optimiser.param_groups:
                 group["lr"] = lr
             losses, right, global_rows = batch_loss(model, batch, epoch, step)
@@ -698,7 +702,7 @@ class Teachers(NamedTuple):
     """The members, as the students see them."""
 
     members: list
-    cached: Ensemble | None  # float32 statistics of all N training images, if these never change
+    cached: Ensemble | None  # float32 statistics of all training images, if these never change
 
 
 def make_teachers(members, train_set, args):
@@ -760,8 +764,9 @@ def train_student(loss, teachers, train_set, args, run, seed):
     net = make_network(args, train_set.num_classes, train_set.shape)
     identity = {**run.config, "kind": f"student_{loss}", "seed": seed,
                 "teachers": [common.digest(member) for member in teachers.members]}
-    plan = Plan(f"student_{loss}-of{len(teachers.members)}-seed{seed}", identity, seed, args.epochs,
-                args.batch_size, args.lr * args.batch_size / 256, "agreement")
+    name = f"student_{loss}-of{len(teachers.members)}-seed{seed}"
+    plan = Plan(name, identity, seed, args.epochs, args.batch_size,
+                args.lr * args.batch_size / 256, "agreement")
     return train(net, train_set, batch_loss, plan, args, run)
 
 
@@ -981,7 +986,7 @@ def score(networks, dataset, args, classes=None):
 
 
 def prediction_metrics(own):
-    """Accuracy, NLL, Brier score, calibration (15 bins) and rejection, from the columns of a row."""
+    """Accuracy, likelihood, calibration and rejection, from the columns of one row."""
     bars = common.reliability(own["max_prob"], own["correct"])
     gaps = np.abs(bars.accuracy - bars.confidence)
     metrics = {
@@ -1068,7 +1073,7 @@ def corrupted_set(test, kind, severity, args):
 
 
 def test_rows(name, test, times):
-    """The rows of the test set: metrics, time, and what a student has in common with its teacher."""
+    """The rows of the test set, with times and with rank correlations of the students."""
     for row, own in test.items():
         if not own["log_prob"].isfinite().all():
             raise UserError(f"{ROWS[row]}: its logits on {name} are not finite; train it again "
@@ -1083,7 +1088,7 @@ def test_rows(name, test, times):
 
 
 def set_rows(name, columns):
-    """A row of metrics for each row of the table, on one set."""
+    """Rows of prediction metrics on one set."""
     rows = []
     for row, own in columns.items():
         rows.append({"method": row, "set": name, "n": len(own["correct"]),
@@ -1092,7 +1097,7 @@ def set_rows(name, columns):
 
 
 def pair_rows(name, inside, other, outside, selected=slice(None)):
-    """A row of detection metrics for each row of the table: a set, or rows of it, against another."""
+    """Rows of detection metrics: a set, or the `selected` part of it, against another set."""
     rows = []
     for row, columns in inside.items():
         own = {key: column[selected] for key, column in columns.items()}
@@ -1119,7 +1124,7 @@ def ood_rows(dataset, columns, classes, test, test_columns):
 
 
 def corruption_rows(corrupted, corruptions):
-    """Rows of each corruption and severity, then means over kinds at each severity, and over all."""
+    """Rows of each corruption and severity, then means over kinds and over severities."""
     rows = []
     found = {}
     for (kind, severity), columns in corrupted.items():
@@ -1202,7 +1207,7 @@ def write_predictions(columns, sets, run):
 
 
 def plot_rejection(test, run):
-    """Rejection curves of the test set, and the precision of the students against the ensemble's."""
+    """Rejection curves, and the precision of the students against that of the ensemble."""
     figure, (left, right) = common.make_figure(1, 2, figsize=(11.5, 4.4))
     target = test["ensemble"]["precision"].numpy()
     for (row, own), colour in zip(test.items(), common.colours(len(test))):
