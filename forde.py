@@ -17,9 +17,9 @@ Usage:
   python forde.py --eval --predict glyphs_letters          # evaluate again, predict another set
   python forde.py --dataset features --features train.npz test.npz    # on your own features
 
-Expected (more in tests/RESULTS.md): seeds 1 to 5, 40 seconds per seed on two CPU cores: NLL under
-  corruption 0.644 +- 0.017 (deep ensemble); FoRDE-PCA 0.024 +- 0.009 and FoRDE-identity 0.027 +-
-  0.004 lower (paired difference, mean +- standard error, n = 5).
+Expected (more in tests/RESULTS.md): `python forde.py --runs 5`, 40 seconds per seed on a CPU core:
+  NLL under corruption 0.644 +- 0.017 (deep ensemble), by FoRDE-PCA 0.024 +- 0.009 and by
+  FoRDE-identity 0.027 +- 0.004 lower (mean +- standard error of paired differences, n = 5).
 
 Differences from the published code (github.com/AaltoPML/FoRDE, commit e8f9d74; JAX and Haiku):
   - The paper's Algorithm 1 doubles the exponent and has one bandwidth per example; the published
@@ -34,7 +34,8 @@ Differences from the published code (github.com/AaltoPML/FoRDE, commit e8f9d74; 
     by scikit-learn's seed 88.
   - Nesterov momentum is always on (as there, where its flag is ignored); no warm-up (off there).
   - nll_miss is None where the ensemble makes no error (there NaN); a single member has no R (NaN).
-  - New: tuned lengthscales and the methods that the paper compares, --chunk, --repulse-every.
+  - New: tuned lengthscales and the methods that the paper compares (it has no code for them),
+    --chunk, --repulse-every.
 """
 
 import argparse
@@ -64,7 +65,7 @@ METHODS = {
     "function_rde": dict(repulsion="function"),
     "lit": dict(repulsion="lit"),
 }
-# With a validation set, each seed trains on other images.
+# The validation set is drawn by the seed, so each seed trains on other images.
 GLYPHS = dict(methods=["deep_ensemble", "forde_pca", "forde_identity"], members=8, model="mlp",
               hidden=[128, 128], val_fraction=0.1, limit_train=1000, epochs=16, batch_size=32,
               schedule="one_cycle", augment=False, shift="computed", shift_examples=200,
@@ -318,7 +319,8 @@ def mlp(args, shape):
     return layers, c_in
 
 
-# Your own network is one more entry, such a function by its name. Batch norm is nn.BatchNorm2d.
+# Your own network is one more entry, such a function by its name. Batch norm must be
+# nn.BatchNorm2d, and --chunk needs a network without dropout.
 NETWORKS = {"resnet9": resnet9, "resnet18": resnet18, "preact_resnet18": preact_resnet18,
             "wrn_16_4": wrn_16_4, "mlp": mlp}
 
@@ -1182,24 +1184,26 @@ def main(argv=None):
             basis = run.keep(f"basis-seed{seed}", run.config,
                              lambda: common.on_main(principal_components, sets.train, args))
         for method in args.methods:
-            own = with_method(args, method)
+            method_args = with_method(args, method)
             name = f"{method}-seed{seed}"
-            nets = make_ensemble(own, seed, sets.train.num_classes, sets.train.shape)
-            train(nets, sets.train, metric_of(basis, own), own, seed, run, name)
-            rows += evaluate(nets, sets, shift, own, {"method": method, "seed": seed})
+            nets = make_ensemble(args, seed, sets.train.num_classes, sets.train.shape)
+            metric = metric_of(basis, method_args)
+            train(nets, sets.train, metric, method_args, seed, run, name)
+            rows += evaluate(nets, sets, shift, args, {"method": method, "seed": seed})
             if sets.predict is not None:
-                predictions[name] = predict(nets, sets.predict, own)
+                predictions[name] = predict(nets, sets.predict, args)
+
+    results = rows + paired_differences(rows)
+    # The severities of corruption and the validation set are in results.csv.
+    shown = [row for row in results if "severity" not in row and row["set"] != "val"]
+    results = run.report(results, COLUMNS, shown)
     if args.plot and shift is not None:
         common.on_main(plot_shift, rows, sets.test.name, shift.name, run)
     if args.plot and args.dataset == "toy_classification":
         common.on_main(plot_toy, sets.train.select(slice(200)), predictions, run)
     if args.predict:
         common.on_main(write_predictions, predictions, sets, run)
-
-    rows += paired_differences(rows)
-    # The severities of corruption are in the picture and in results.csv.
-    shown = [row for row in rows if "severity" not in row]
-    return run.report(rows, COLUMNS, shown)
+    return results
 
 
 if __name__ == "__main__":
