@@ -50,7 +50,6 @@ import shutil
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -186,7 +185,7 @@ def check_options(args):
     """Refuse options that contradict each other, or that would have no effect."""
     args.methods = [name for name in METHODS if name == "map" or name in args.methods]
     for option, methods in USED_BY.items():
-        if not any(method in args.methods for method in methods):
+        if not uses(args, *methods):
             common.refuse(args, [option], f"without --methods {' or '.join(methods)}")
     if args.dataset in data.TEXTS + data.MOLECULES:
         common.refuse(args, ["image_size", "num_val", "augment"], f"on {args.dataset}")
@@ -211,6 +210,11 @@ def check_options(args):
     if args.samples < args.ensembles[-1]:
         raise UserError(f"--samples {args.samples}: must be at least one for each member of "
                         f"--ensembles {args.ensembles[-1]}")
+
+
+def uses(args, *methods):
+    """Whether the study compares any of these methods."""
+    return any(method in args.methods for method in methods)
 
 
 # ---- Model --------------------------------------------------------------------------------------
@@ -327,8 +331,9 @@ class Bert(nn.Module):
             # The piece of a small batch that a process gets may be empty; attention refuses it.
             tokens = F.pad(tokens, (0, 0, 0, 1), value=1)
         padding = tokens == 0
-        x = self.words(tokens) + self.types.weight[0] + self.positions.weight[:tokens.shape[1]]
-        x = self.dropout(self.norm(x))                                 # [B, L, dim]
+        x = self.words(tokens) + self.types.weight[0]                  # [B, L, dim]
+        x = x + self.positions.weight[:tokens.shape[1]]
+        x = self.dropout(self.norm(x))
         for layer in self.layers:
             x = layer(x, src_key_padding_mask=padding)
         return self.pooler(x[:n, 0])
@@ -384,8 +389,11 @@ class PaiNNLayer(nn.Module):
         vv = self.dropout(self.v(v))
         # The gradient of |Vv| must be finite where Vv = 0, as at a lone atom.
         length = (vv.square().sum(1) + 1e-30).sqrt()                   # [A, F]
-        a_vv, a_sv, a_ss = self.update(torch.cat([length, s], -1)).chunk(3, -1)
-        return s + a_ss + a_sv * (uv * vv).sum(1), v + uv * a_vv[:, None]
+        scales = self.update(torch.cat([length, s], -1))               # [A, 3 F]
+        a_vv, a_sv, a_ss = scales.chunk(3, -1)
+        s = s + a_ss + a_sv * (uv * vv).sum(1)
+        v = v + uv * a_vv[:, None]
+        return s, v
 
 
 class PaiNN(nn.Module):
@@ -420,17 +428,19 @@ class PaiNN(nn.Module):
 
     def forward(self, molecules):
         edges = (molecules.sources, molecules.targets)
-        offset = molecules.positions[edges[0]] - molecules.positions[edges[1]]     # [E, 3]
-        distance = offset.norm(dim=1, keepdim=True)                                # [E, 1]
+        sources, targets = edges
+        apart = molecules.positions[sources] - molecules.positions[targets]        # [E, 3]
+        distance = apart.norm(dim=1, keepdim=True)                                 # [E, 1]
         rbf = self.edge_features(distance)
         s = self.embedding(molecules.numbers)                                      # [A, F]
         v = s.new_zeros(len(s), 3, s.shape[1])
         for layer in self.layers:
-            s, v = layer(s, v, edges, rbf, offset / distance)
+            s, v = layer(s, v, edges, rbf, apart / distance)
         features = widen(self.readout(s))
-        known = self.statistics[0] + self.references[molecules.numbers]            # [A]
-        last = LastLayer(features, None, molecules.molecule,
-                         sum_by(molecules.molecule, known, molecules.count), self.statistics[1])
+        mean, std = self.statistics
+        known = mean + self.references[molecules.numbers]                          # [A]
+        offset = sum_by(molecules.molecule, known, molecules.count)                # [B]
+        last = LastLayer(features, None, molecules.molecule, offset, std)
         with torch.autocast(features.device.type, enabled=False):
             outputs = head_outputs(flat_head(self.head)[None], last)               # [1, B, 2]
         return outputs[0], features
@@ -567,7 +577,8 @@ def log_density(outputs, labels):
         index = labels.expand(len(outputs), -1)[..., None]                     # [S, N, 1]
         return outputs.gather(-1, index)[..., 0]
     mean, variance = outputs.unbind(-1)
-    return -0.5 * (variance.log() + (labels - mean).square() / variance + math.log(2 * math.pi))
+    distance = (labels - mean).square() / variance
+    return -0.5 * (distance + variance.log() + math.log(2 * math.pi))
 
 
 def log_predictive_density(outputs, labels):
@@ -600,7 +611,9 @@ def with_ones(x):
 def theta_order(c, d):
     """Where theta's numbers are in a table [C, D + 1] with the bias in its last column: [P]."""
     table = torch.arange(c * (d + 1)).view(c, d + 1)
-    return torch.cat([table[:, :-1].flatten(), table[:, -1]])
+    weight = table[:, :-1]
+    bias = table[:, -1]
+    return torch.cat([weight.flatten(), bias])
 
 
 class Spectrum(NamedTuple):
@@ -630,9 +643,9 @@ def full_spectrum(theta, last):
     c = probs.shape[1]
     d1 = last.x.shape[1] + 1
     # An orthonormal basis of R^C: the shift, and the contrasts between classes.
-    eye = torch.eye(c, dtype=torch.float64, device=probs.device)
-    ones = torch.ones_like(eye[:, :1])
-    basis = torch.linalg.qr(torch.cat([ones, eye[:, 1:]], 1)).Q                # [C, C]
+    start = torch.eye(c, dtype=torch.float64, device=probs.device)
+    start[:, 0] = 1
+    basis = torch.linalg.qr(start).Q                                           # [C, C]
     shift = basis[:, :1]
     contrasts = basis[:, 1:]
     h = contrast_ggn(last.x, probs, contrasts.to(probs))
@@ -751,12 +764,13 @@ def negative_elbo(flow, theta, spectrum, delta, precision, noise, last, n):
     [G]; noise [1, P] for all or [G, P]; `last` holds the B examples of the batch; n is N.
     """
     p = noise.shape[1]
+    log_2pi = math.log(2 * math.pi)
     base = laplace_samples(theta, spectrum, delta, noise)
     t, log_det = apply_flow(flow, base)                                        # [G, P], [G]
     log_root = (spectrum.values + delta).log().sum().to(t)
-    log_base = 0.5 * (log_root - noise.square().sum(-1) - p * math.log(2 * math.pi))
+    log_base = 0.5 * (log_root - noise.square().sum(-1) - p * log_2pi)
     log_q = log_base - log_det
-    log_prior = 0.5 * (p * (precision / (2 * math.pi)).log() - precision * t.square().sum(-1))
+    log_prior = 0.5 * (p * (precision.log() - log_2pi) - precision * t.square().sum(-1))
     log_likelihood = log_density(head_outputs(t, last), last.labels).sum(1)
     return log_q - log_prior - n / len(last.labels) * log_likelihood
 
@@ -806,7 +820,8 @@ def mix(mixtures):
     """The Mixture of K members with equally many samples each, from the Mixtures of each."""
     log_probs = torch.stack([own.log_probs for own in mixtures]).double()      # [K, ..., C]
     entropy = torch.stack([own.entropy for own in mixtures])                   # [K, ...]
-    return Mixture(log_probs.logsumexp(0) - math.log(len(mixtures)), entropy.mean(0))
+    mean = log_probs.logsumexp(0) - math.log(len(mixtures))
+    return Mixture(mean, entropy.mean(0))
 
 
 # ---- Training -----------------------------------------------------------------------------------
@@ -1044,11 +1059,11 @@ def swag_networks(study, seed, posterior, samples):
     net = blank_network(study)
     # Eight samples at a time: the deviations, which are large, are read once for all of them.
     for first in range(0, samples, 8):
-        noise = common.seeded_noise((8, len(mean)), mean.device, seed, 13, first // 8)
-        low_rank_noise = common.seeded_noise((8, len(deviations)), mean.device, seed, 14,
-                                             first // 8)
-        block = swag_samples(mean, variance, deviations, noise, low_rank_noise)    # [8, P]
-        for weights in block[:samples - first]:
+        block = first // 8
+        noise = common.seeded_noise((8, len(mean)), mean.device, seed, 13, block)
+        low_rank_noise = common.seeded_noise((8, len(deviations)), mean.device, seed, 14, block)
+        drawn = swag_samples(mean, variance, deviations, noise, low_rank_noise)    # [8, P]
+        for weights in drawn[:samples - first]:
             set_vector(net, weights)
             refresh_batch_norm(study, net)
             yield net.eval()
@@ -1268,11 +1283,12 @@ def sample_flow(study, seed, head, delta):
 
 
 def initial_flows(count, layers, p, seed):
-    """`count` equal flows, whose numbers are uniform in +-1 / sqrt(P), as published."""
+    """`count` equal flows, whose numbers are uniform in +- 1 / sqrt(P), as published."""
     generator = torch.Generator().manual_seed(common.derive_seed(seed, 16))
     flows = nn.ParameterList()
+    bound = p**-0.5
     for shape in ((layers, p), (layers,), (layers,)):
-        start = torch.empty(shape).uniform_(-p**-0.5, p**-0.5, generator=generator)
+        start = torch.empty(shape).uniform_(-bound, bound, generator=generator)
         flows.append(start.expand(count, *shape).clone())
     return flows
 
@@ -1285,6 +1301,7 @@ def train_flows(study, seed, head, delta):
     args = study.args
     theta = head.theta
     train = head.sees("train")
+    spectrum = head.spectrum()
     n = len(train.labels)
     flows = initial_flows(len(FLOW_GRID), args.flow_layers, len(theta), seed).to(theta.device)
     precisions = torch.tensor(FLOW_GRID, device=theta.device)
@@ -1292,6 +1309,7 @@ def train_flows(study, seed, head, delta):
     steps = min(math.ceil(n / args.batch_size), args.limit_steps or n)
     made_from = identity(study, seed, weights=head.weights, structure=args.structure,
                          layers=args.flow_layers, base=delta)
+    # Their last completed epoch is read, as in `train_map`.
     for epoch in study.run.epochs(FLOW_EPOCHS, f"seed{seed}-flows", made_from, flows=flows,
                                   optimiser=optimiser):
         # Batches and noise depend on (seed, epoch).
@@ -1303,7 +1321,7 @@ def train_flows(study, seed, head, delta):
             lr = 1e-3 * cosine((epoch + step / steps) / FLOW_EPOCHS)
             optimiser.param_groups[0]["lr"] = lr
             batch = take(study, train, batches[step])
-            losses = negative_elbo(list(flows), theta, head.spectrum(), delta, precisions,
+            losses = negative_elbo(list(flows), theta, spectrum, delta, precisions,
                                    noise[step:step + 1], batch, n)                 # [G]
             optimiser.zero_grad()
             losses.sum().backward()
@@ -1525,13 +1543,16 @@ def predict_dropout(study, seed, choice):
     return keep_predictions(study, seed, "mcdo", predict, weights=choice["weights"])
 
 
-def list_ensembles(args, k):
-    """The seeds of the members of all ensembles of K: the published ones, for each run."""
+def list_ensembles(args):
+    """The seeds of the members of all ensembles: the published ones, for each run of M members."""
     found = []
-    for run in range(args.runs):
-        first = args.seed + run * args.members
-        for chosen in member_combinations(args.members, k):
-            found.append([first + member - 1 for member in chosen])
+    for k in args.ensembles:
+        if k > args.members:
+            continue
+        for run in range(args.runs):
+            first = args.seed + run * args.members
+            for chosen in member_combinations(args.members, k):
+                found.append([first + member - 1 for member in chosen])
     return found
 
 
@@ -1630,17 +1651,12 @@ def predict_ensemble(study, method, members):
     return ClassPrediction(log_probs, entropy, share * len(members))
 
 
-def ensemble_sizes(args):
-    """The numbers of members K for which there are enough members."""
-    return [k for k in args.ensembles if k <= args.members]
-
-
 def predictions_of(study, kept, method, part):
     """Yield (seeds of its members, prediction) of each ensemble of a method for a set."""
     states = read_members(study, kept, method, part)
-    for k in ensemble_sizes(study.args):
-        for seeds in list_ensembles(study.args, k):
-            yield seeds, predict_ensemble(study, method, [states[seed] for seed in seeds])
+    for seeds in list_ensembles(study.args):
+        members = [states[seed] for seed in seeds]
+        yield seeds, predict_ensemble(study, method, members)
 
 
 def title(method, k):
@@ -1726,7 +1742,7 @@ def say_differences(differences):
 def write_predictions(study, kept):
     """--predict: predictions.csv of the first of the largest ensembles, for each method."""
     dataset = study.sets.predict
-    seeds = list_ensembles(study.args, ensemble_sizes(study.args)[-1])[0]
+    seeds = max(list_ensembles(study.args), key=len)
     table = {"method": []}
     for method in study.args.methods:
         states = read_members(study, kept, method, "predict")
@@ -1746,18 +1762,22 @@ def plot_differences(study, differences):
     methods = list(dict.fromkeys(own.method for own in differences))
     metrics = list(dict.fromkeys(own.metric for own in differences))
     figure, axes = common.make_figure(1, len(metrics), figsize=(4.5 * len(metrics), 3.8))
-    ks = ensemble_sizes(study.args)
+    ks = list(dict.fromkeys(own.k for own in differences))
     for axis, metric in zip(axes, metrics):
         axis.axhline(0, color="black", lw=1, label="DE")
         for i, (method, colour) in enumerate(zip(methods, common.colours(len(methods)))):
             own = [d for d in differences if d.method == method and d.metric == metric]
             # Methods stand side by side at each K.
-            places = np.arange(len(ks)) + 0.08 * (i - (len(methods) - 1) / 2)
-            axis.errorbar(places, [d.mean for d in own], [d.interval for d in own], fmt="o-", ms=4,
-                          lw=1, capsize=2, color=colour, label=method)
-        axis.set(xlabel="number of members K", ylabel=f"{metric} minus that of DE",
-                 xticks=range(len(ks)), xticklabels=ks)
-    axes[0].legend(frameon=False)
+            shift = 0.08 * (i - (len(methods) - 1) / 2)
+            places = [place + shift for place in range(len(ks))]
+            means = [d.mean for d in own]
+            intervals = [d.interval for d in own]
+            axis.errorbar(places, means, intervals, fmt="o-", ms=4, lw=1, capsize=2, color=colour,
+                          label=method)
+        axis.set(xlabel="number of members K", ylabel=f"{metric} minus that of DE")
+        axis.set_xticks(range(len(ks)), ks)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
     figure.suptitle("bars: 1.96 standard errors over paired test examples", fontsize=9)
     study.run.save_figure(figure, "differences.png")
 
@@ -1889,7 +1909,7 @@ def check_network(train_set, args):
     p = len(flat_head(net.head))
     needed = 40 * p**2
     memory = common.device_memory(torch.device("cpu"))
-    is_full = args.structure == "full" and ("llla" in args.methods or "la_nf" in args.methods)
+    is_full = args.structure == "full" and uses(args, "llla", "la_nf")
     if is_full and memory and needed > memory:
         raise UserError(f"the matrix of a last layer of {p} numbers needs {needed / 1e9:.0f} GB of "
                         f"memory, and there are {memory / 1e9:.0f} GB; use --structure diag")
@@ -1916,7 +1936,7 @@ def check_room(study):
     iterates = 0
     if "mcdo" in args.methods:
         of_member += 4 * weights * len(DROPOUTS)
-    if "swa" in args.methods or "swag" in args.methods:
+    if uses(args, "swa", "swag"):
         # Those of at most two rates are kept, but while a member chooses its rates, all are there.
         of_member += 2 * weights * args.swag_epochs
         iterates = weights * args.swag_epochs * len(args.swag_lrs)
@@ -1959,8 +1979,9 @@ def open_study(args):
     if args.augment:
         map_loader = make_loader(sets.train, args, args.batch_size, shuffle=True,
                                  augment="crop_flip")
-    study = Study(args, run, sets, make_parts(sets, args), map_loader, swag_loader,
-                  args.dataset in data.MOLECULES)
+    parts = make_parts(sets, args)
+    molecules = args.dataset in data.MOLECULES
+    study = Study(args, run, sets, parts, map_loader, swag_loader, molecules)
     common.on_main(check_room, study)
     return study
 
@@ -1992,7 +2013,7 @@ def main(argv=None):
         kept[seed] = {"map": predict_map(study, seed, net)}
         # SGD from theta_m, at rates that validation chooses: the mean of its iterates, and a
         # Gaussian over all weights.
-        if "swa" in args.methods or "swag" in args.methods:
+        if uses(args, "swa", "swag"):
             choice = choose_rates(study, seed, net)
             if "swa" in args.methods:
                 kept[seed]["swa"] = predict_swa(study, seed, choice)
@@ -2000,7 +2021,7 @@ def main(argv=None):
                 kept[seed]["swag"] = predict_swag(study, seed, choice)
         # A Gaussian over the last layer, and that Gaussian through a flow, with prior precisions
         # that validation chooses.
-        if "llla" in args.methods or "la_nf" in args.methods:
+        if uses(args, "llla", "la_nf"):
             head = Head(study, net)
             laplace = fit_laplace(study, seed, head)
             if "llla" in args.methods:

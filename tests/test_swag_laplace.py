@@ -1363,7 +1363,7 @@ def test_what_depends_on_other_options(monkeypatch, capsys):
     capsys.readouterr()
     args = options("cifar10", "--members", 2)
     assert "skipped: ensembles of 5, 10, 20" in capsys.readouterr().out
-    assert sl.ensemble_sizes(args) == [1, 2]
+    assert sl.list_ensembles(args) == [[1], [2], [1, 2]]
     assert sl.sample_counts(args, "swag") == [10, 20, 40, 100, 200]
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     with pytest.raises(UserError, match="float64"):
