@@ -962,8 +962,9 @@ def test_flows_see_all_of_the_training_set(copied, monkeypatch):
 
     monkeypatch.setattr(sl, "negative_elbo", recorded)
     monkeypatch.setattr(sl, "FLOW_EPOCHS", 1)
-    argv = tiny("clusters", out, "--flow-layers", 3, "--predict", "clusters_large")
-    sl.main(argv + ["--members", "1", "--ensembles", "1"])
+    argv = tiny("clusters", out, "--flow-layers", 3, "--predict", "clusters_large", "--samples", 7,
+                "--val-samples", 3, "--members", 1, methods=["la_nf"])
+    sl.main(argv)
     assert calls[0][4].tolist() == list(sl.FLOW_GRID)
     assert {n for *_, n in calls} == {96}
     noises = {noise.sum().item() for *_, noise, _, _ in calls}
@@ -973,7 +974,7 @@ def test_flows_see_all_of_the_training_set(copied, monkeypatch):
     assert row["loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
     header, *lines = (out / RUN / "predictions.csv").read_text().splitlines()
     assert header == "method,index,label,predicted,total,aleatoric,epistemic"
-    assert len(lines) == len(sl.METHODS) * 1000
+    assert [line.split(",")[0] for line in lines] == ["DE"] * 1000 + ["LA-NF"] * 1000
     table = np.array([line.split(",")[4:] for line in lines], float)
     total, aleatoric, epistemic = table.T
     close(total**2, aleatoric**2 + epistemic**2)
@@ -1044,7 +1045,7 @@ def test_more_epochs_of_swag_continue(copied, capsys):
 def test_nothing_stale_is_read_after_fresh(tmp_path, monkeypatch):
     """MAP networks made anew are other ones here: so are all posteriors around them."""
     methods = ("map", "swag", "llla")
-    argv = tiny("glyphs", tmp_path / "a", methods=methods)
+    argv = tiny("glyphs", tmp_path / "a", "--members", 1, methods=methods)
     argv += "--samples 4 --val-samples 2 --swag-epochs 2".split()
     first = by_name(sl.main(argv))
     real = sl.data_loss
@@ -1053,7 +1054,7 @@ def test_nothing_stale_is_read_after_fresh(tmp_path, monkeypatch):
         return 0.5 * real(outputs, labels, y_var)
 
     monkeypatch.setattr(sl, "data_loss", another)
-    sl.main(tiny("glyphs", tmp_path / "a", "--fresh", methods=["map"]))
+    sl.main(tiny("glyphs", tmp_path / "a", "--fresh", "--members", 1, methods=["map"]))
     found = by_name(sl.main(argv))
     clean = by_name(sl.main([str(tmp_path / "b") if word == str(tmp_path / "a") else word
                              for word in argv]))
@@ -1178,13 +1179,17 @@ def quick_in_float64(*argv):
     conftest.run_in_float64(SCRIPT, *argv)
 
 
-@pytest.mark.parametrize("dataset, size, more", [
-    ("glyphs", 3, ["--model", "wrn_16_4_bn"]), ("reviews", 2, ["--dropout", 0]),
-    ("clusters", 2, [])])
-def test_processes_equal_one(tmp_path, dataset, size, more, monkeypatch):
+SAMPLES = "--samples 4 --val-samples 3".split()
+SWAG = [*SAMPLES, "--swag-epochs", 3]
+
+
+@pytest.mark.parametrize("dataset, size, methods, more", [
+    ("glyphs", 3, ["swa", "swag"], [*SWAG, "--model", "wrn_16_4_bn"]),
+    ("reviews", 2, ["llla", "la_nf"], [*SAMPLES, "--dropout", 0]),
+    ("clusters", 2, ["swag", "llla", "la_nf"], SWAG)])
+def test_processes_equal_one(tmp_path, dataset, size, methods, more, monkeypatch):
     """Also where machines have different numbers of processes."""
-    methods = ["map", "swa", "swag", "llla", "la_nf"]
-    more = [*more, *POSTERIORS, "--samples", 4, "--members", 1]
+    more = [*more, "--members", 1]
     argv = [tiny(dataset, tmp_path / n, *more, methods=methods) for n in ("one", "several")]
     ranks = start_ranks(tmp_path, size, quick_in_float64, *argv[1])
     conftest.in_float64(sl, monkeypatch.setattr)
@@ -1206,7 +1211,7 @@ def test_processes_equal_one(tmp_path, dataset, size, more, monkeypatch):
             elif key.startswith(("/heads", "/flows")):  # their noise is float32
                 close(value, b[key], rtol=1e-5, atol=1e-6)
                 compared += 1
-    assert compared > 30
+    assert compared > 20
 
 
 # ---- Room, missing pieces, misuse ---------------------------------------------------------------
