@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CPU, Child, assert_same_checkpoints, in_float64, snapshot
+from conftest import CPU, Child, assert_same_checkpoints, in_float64
 from PIL import Image
 from scipy.stats import entropy
 from sklearn.metrics import accuracy_score, brier_score_loss, roc_auc_score, top_k_accuracy_score
