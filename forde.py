@@ -527,7 +527,7 @@ class Members(nn.Module):
         self.nets = nn.ModuleList(nets)
 
     def forward(self, x, y, particles):
-        """Logits [C, B, K] and particles [C, B, ...] in float32; `particles`: see `particles_of`."""
+        """Logits [C, B, K] and particles [C, B, ...] in float32, by a function of `particles_of`."""
         outputs = [particles(net, x, y) for net in self.nets]
         # bfloat16 is not precise enough for losses and distances; float64 stays.
         logits, points = map(torch.stack, zip(*outputs))
