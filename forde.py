@@ -86,8 +86,6 @@ PRESETS = {
     "features": dict(model="mlp", batch_size=256, lr=0.2, epochs=100, augment=False, shift="none"),
     "glyphs": GLYPHS,
     "dirty_glyphs": GLYPHS,
-    "numbers": dict(members=4, model="resnet9", width=0.25, epochs=8, schedule="one_cycle",
-                    augment=False, shift="none", ood=["glyphs_letters"]),
     # five Gaussians in the plane
     "toy_classification": dict(
         methods=["deep_ensemble", "forde_identity"], members=16, model="mlp",
@@ -527,7 +525,7 @@ class Members(nn.Module):
         self.nets = nn.ModuleList(nets)
 
     def forward(self, x, y, particles):
-        """Logits [C, B, K] and particles [C, B, ...] in float32, by a function of `particles_of`."""
+        """Logits [C, B, K] and particles [C, B, ...], float32, by a function of `particles_of`."""
         outputs = [particles(net, x, y) for net in self.nets]
         # bfloat16 is not precise enough for losses and distances; float64 stays.
         logits, points = map(torch.stack, zip(*outputs))

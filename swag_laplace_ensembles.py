@@ -818,9 +818,9 @@ def running_mixtures(samples, sizes):
 
 def mix(mixtures):
     """The Mixture of K members with equally many samples each, from the Mixtures of each."""
-    log_probs = torch.stack([own.log_probs for own in mixtures]).double()      # [K, ..., C]
-    entropy = torch.stack([own.entropy for own in mixtures])                   # [K, ...]
-    mean = log_probs.logsumexp(0) - math.log(len(mixtures))
+    log_probs = torch.stack([mixture.log_probs for mixture in mixtures])       # [K, ..., C]
+    entropy = torch.stack([mixture.entropy for mixture in mixtures])           # [K, ...]
+    mean = log_probs.double().logsumexp(0) - math.log(len(mixtures))
     return Mixture(mean, entropy.mean(0))
 
 
@@ -1147,7 +1147,7 @@ class Head:
         self.theta = flat_head(net.head).detach().to(float64_device(study.args))   # [P]
         self.weights = common.digest(net)
         self.seen = {}
-        self.known_spectrum = None
+        self.spectrum_found = None
 
     def sees(self, part):
         """A LastLayer, None except on the main process; all processes call this together."""
@@ -1157,9 +1157,9 @@ class Head:
 
     def spectrum(self):
         """That of the curvature on the training set; on the main process, after `sees`."""
-        if self.known_spectrum is None:
-            self.known_spectrum = find_spectrum(self.study, self.theta, self.seen["train"])
-        return self.known_spectrum
+        if self.spectrum_found is None:
+            self.spectrum_found = find_spectrum(self.study, self.theta, self.seen["train"])
+        return self.spectrum_found
 
 
 def last_layer(study, net, part):
@@ -1417,10 +1417,10 @@ def forward(study, net, part):
 def summarise(study, samples, sizes):
     """Predictions from an iterable of the outputs [b, C] of the samples, in one pass."""
     if study.molecules:
-        return {"samples": torch.stack(list(samples), 1)}              # [b, S, 2]
+        return {"samples": torch.stack(list(samples), 1)}                      # [b, S, 2]
     mixtures = running_mixtures(samples, sizes)
-    log_probs = torch.stack([own.log_probs for own in mixtures], 1)    # [b, sizes, C]
-    entropy = torch.stack([own.entropy for own in mixtures], 1)        # [b, sizes]
+    log_probs = torch.stack([mixture.log_probs for mixture in mixtures], 1)    # [b, sizes, C]
+    entropy = torch.stack([mixture.entropy for mixture in mixtures], 1)        # [b, sizes]
     return {"log_probs": log_probs.float(), "entropy": entropy}
 
 
@@ -1474,9 +1474,9 @@ def keep_predictions(study, seed, method, predict, **made_from):
     for part in evaluated(study):
         name = f"seed{seed}-{method}-{part}"
         examples = study.parts[part].digest
-        own_identity = identity(study, seed, sizes=sizes, examples=examples, **made_from)
-        study.run.keep(name, own_identity, partial(predict, part, sizes))
-        kept[part] = name, own_identity
+        of_part = identity(study, seed, sizes=sizes, examples=examples, **made_from)
+        study.run.keep(name, of_part, partial(predict, part, sizes))
+        kept[part] = name, of_part
     return kept
 
 
@@ -1629,8 +1629,8 @@ def read_members(study, kept, method, part):
     """{seed: what a member's posterior predicts of a set}."""
     states = {}
     for seed, by_method in kept.items():
-        name, own_identity = by_method[method][part]
-        states[seed] = study.run.load(name, own_identity)
+        name, made_from = by_method[method][part]
+        states[seed] = study.run.load(name, made_from)
     return states
 
 
@@ -1640,13 +1640,14 @@ def predict_ensemble(study, method, members):
     if method not in POINTS:
         share = study.args.samples // len(members)
     if study.molecules:
-        samples = torch.cat([own["samples"][:, :share] for own in members], 1)     # [N, S, 2]
+        samples = [member["samples"][:, :share] for member in members]
+        samples = torch.cat(samples, 1)                                # [N, S, 2]
         means, variances = samples.transpose(0, 1).unbind(-1)
         return EnergyPrediction(means, variances)
     at = sample_counts(study.args, method).index(share)
     mixtures = []
-    for own in members:
-        mixtures.append(Mixture(own["log_probs"][:, at], own["entropy"][:, at]))
+    for member in members:
+        mixtures.append(Mixture(member["log_probs"][:, at], member["entropy"][:, at]))
     log_probs, entropy = mix(mixtures)
     return ClassPrediction(log_probs, entropy, share * len(members))
 
@@ -1711,15 +1712,15 @@ class Difference(NamedTuple):
 def compare(method, rows, scores, base):
     """The Differences of a method, given its scores and those of DE (`base`), by K and metric.
 
-    Each row of the test set also gets that of its own ensemble, as <metric>_minus_de.
+    Each row of the test set also gets the difference of its ensemble, as <metric>_minus_de.
     """
     differences = []
     for (k, metric), values in scores.items():
         change = torch.stack(values) - torch.stack(base[k, metric])    # [ensembles, N]
         of_k = [row for row in rows if row["method"] == title(method, k)]
         # The rows of the test set come before those of OOD sets.
-        for row, own in zip(of_k, change):
-            row[f"{metric}_minus_de"] = own.mean().item()
+        for row, of_ensemble in zip(of_k, change):
+            row[f"{metric}_minus_de"] = of_ensemble.mean().item()
         of_examples = change.mean(0)                                   # [N]
         mean = of_examples.mean().item()
         interval = 1.96 * of_examples.std().item() / math.sqrt(len(of_examples))
@@ -1730,10 +1731,10 @@ def compare(method, rows, scores, base):
 def say_differences(differences):
     """Print a table for each metric, with a line for each method and a column for each K."""
     tables = {}  # {metric: {method: line}}
-    for own in differences:
-        lines = tables.setdefault(own.metric, {})
-        line = lines.setdefault(own.method, {f"{own.metric} minus DE": own.method})
-        line[f"K={own.k}"] = f"{own.mean:+.4f} ± {own.interval:.4f}"
+    for d in differences:
+        lines = tables.setdefault(d.metric, {})
+        line = lines.setdefault(d.method, {f"{d.metric} minus DE": d.method})
+        line[f"K={d.k}"] = f"{d.mean:+.4f} ± {d.interval:.4f}"
     common.say("\nminus DE of the same members: mean ± 1.96 standard errors over the test examples")
     for lines in tables.values():
         common.say("\n" + common.format_table(list(lines.values())))
@@ -1759,19 +1760,19 @@ def write_predictions(study, kept):
 
 def plot_differences(study, differences):
     """The paper's question: each method minus DE of the same members, by their number K."""
-    methods = list(dict.fromkeys(own.method for own in differences))
-    metrics = list(dict.fromkeys(own.metric for own in differences))
+    methods = list(dict.fromkeys(d.method for d in differences))
+    metrics = list(dict.fromkeys(d.metric for d in differences))
+    ks = list(dict.fromkeys(d.k for d in differences))
     figure, axes = common.make_figure(1, len(metrics), figsize=(4.5 * len(metrics), 3.8))
-    ks = list(dict.fromkeys(own.k for own in differences))
     for axis, metric in zip(axes, metrics):
         axis.axhline(0, color="black", lw=1, label="DE")
         for i, (method, colour) in enumerate(zip(methods, common.colours(len(methods)))):
-            own = [d for d in differences if d.method == method and d.metric == metric]
+            shown = [d for d in differences if d.method == method and d.metric == metric]
             # Methods stand side by side at each K.
             shift = 0.08 * (i - (len(methods) - 1) / 2)
             places = [place + shift for place in range(len(ks))]
-            means = [d.mean for d in own]
-            intervals = [d.interval for d in own]
+            means = [d.mean for d in shown]
+            intervals = [d.interval for d in shown]
             axis.errorbar(places, means, intervals, fmt="o-", ms=4, lw=1, capsize=2, color=colour,
                           label=method)
         axis.set(xlabel="number of members K", ylabel=f"{metric} minus that of DE")
@@ -1992,9 +1993,9 @@ def evaluate(study, kept):
     rows, base = evaluate_method(study, kept, "map")
     differences = []
     for method in args.methods[1:]:
-        own, scores = evaluate_method(study, kept, method)
-        differences += compare(method, own, scores, base)
-        rows += own
+        method_rows, scores = evaluate_method(study, kept, method)
+        differences += compare(method, method_rows, scores, base)
+        rows += method_rows
     if args.predict:
         write_predictions(study, kept)
     if args.plot and differences:
