@@ -132,8 +132,8 @@ def parse_args(argv=None):
         "for 500 weights, at most 2048 (published: 6000 for WRN-28-10, 256 for ResNet-18)")
     add("--tau-d", type=w2_threshold, metavar="{auto,W2}", help="Wasserstein-2 distance, not "
         "squared, below which Gaussians merge; AUTO (published: 3.873e-4)")
-    add("--draw", choices=["hier", "shared"], help="hier: w = m + s eps, with (m, s) drawn once for each "
-        "Gaussian; shared: w = m (published)")
+    add("--draw", choices=["hier", "shared"], help="hier: w = m + s eps, with (m, s) drawn once "
+        "for each Gaussian; shared: w = m (published)")
 
     add = parser.group("evaluation").add_argument
     add("--mc", type=at_least(1),
@@ -452,11 +452,10 @@ class Mixture(NamedTuple):
     covariance: Tensor  # [K, 2, 2]  S_k
 
 
-BLOCK = 2**15    # points that are treated at a time
-NEIGHBOURS = 16  # where K is larger, only these nearest Gaussians of a point count
+BLOCK = 2**15  # points that are treated at a time
 
 
-def nearest(x, centre, count=NEIGHBOURS):
+def nearest(x, centre, count):
     """The numbers [n, count] of the centres [K, 2] that are nearest to points [n, 2].
 
     The axes are divided by the spread of the centres: mu and sigma differ by orders of magnitude.
@@ -544,7 +543,7 @@ def fit_mixture(x, k, generator, iterations=30, most=1_000_000):
     history = []
     for step in range(iterations):
         if step % 5 == 0:
-            neighbours = nearest(sample, mixture.centre)               # [n, J]
+            neighbours = nearest(sample, mixture.centre, 16)           # [n, J]
         mixture, log_likelihood = em_step(sample, neighbours, mixture, ridge)
         history.append(log_likelihood)
     alive = mixture.weight > 0
@@ -552,10 +551,10 @@ def fit_mixture(x, k, generator, iterations=30, most=1_000_000):
 
 
 def assign(x, mixture):
-    """The most probable component [n] of each point x [n, 2]."""
+    """The most probable component [n] of each point x [n, 2], one of its eight nearest."""
     labels = []
     for block in x.split(BLOCK):
-        k = nearest(block, mixture.centre)                             # [b, J]
+        k = nearest(block, mixture.centre, 8)                          # [b, J]
         best = log_joint(block, mixture, k).argmax(1, keepdim=True)
         labels.append(k.gather(1, best)[:, 0])
     return torch.cat(labels)
@@ -577,7 +576,7 @@ class SharedWeights(NamedTuple):
 
 def second_components(x, mixture, k):
     """The most probable component [n] but k [n] of points x [n, 2], and the posterior of k."""
-    others = nearest(x, mixture.centre)                                # [n, J]
+    others = nearest(x, mixture.centre, 8)                             # [n, J]
     joint = log_joint(x, mixture, others)
     joint = joint.masked_fill(others == k[:, None], -math.inf)
     best, position = joint.max(1)
@@ -631,8 +630,9 @@ def determinant(matrix):
 
 def merge_distances(k, mixture, gradient, tau_g, tau_v):
     """W2 [K] of component k from all; infinite where they may not merge."""
-    distance = wasserstein(mixture.centre[k], mixture.covariance[k], mixture.centre, mixture.covariance)
-    variance = mixture.covariance.diagonal(dim1=1, dim2=2).mean(1)     # [K]  tr S / 2
+    _, centre, covariance = mixture
+    distance = wasserstein(centre[k], covariance[k], centre, covariance)
+    variance = covariance.diagonal(dim1=1, dim2=2).mean(1)             # [K]  tr S / 2
     too_different = (gradient - gradient[k]).abs() >= tau_g
     too_different |= (variance - variance[k]).abs() >= tau_v
     too_different[k] = True
@@ -645,18 +645,18 @@ def merge_mixture(mixture, gradient, tau_d, tau_g=math.inf, tau_v=1e-3):
     Two may merge if their W2 < tau_d, their gradients [K] (mean magnitudes of the members) differ
     by less than tau_g and their variances tr S / 2 by less than tau_v. Moments are matched: the
     weight, mean and covariance of the whole mixture stay. Memory: 8 K^2 bytes.
-    Returns the mixture and the new number [K] of each component.
     """
     mixture = Mixture(*[tensor.clone() for tensor in mixture])
     gradient = gradient.clone()
-    number = torch.arange(len(gradient))
-    table = torch.stack([merge_distances(k, mixture, gradient, tau_g, tau_v) for k in number])
+    table = []
+    for k in range(len(gradient)):
+        table.append(merge_distances(k, mixture, gradient, tau_g, tau_v))
+    table = torch.stack(table)                                         # [K, K]
     closest = table.amin(1)                                            # [K]
     while closest.min() < tau_d:
         kept = int(closest.argmin())
         gone = int(table[kept].argmin())
         merge_pair(mixture, gradient, kept, gone)
-        number[number == gone] = kept
         # Rows whose closest component was one of the two look for another one.
         stale = (closest == table[kept]) | (closest == table[gone])
         stale &= closest < math.inf
@@ -667,8 +667,8 @@ def merge_mixture(mixture, gradient, tau_d, tau_g=math.inf, tau_v=1e-3):
         table[:, kept] = distance
         closest = torch.minimum(closest, distance)
         closest[stale] = table[stale].amin(1)
-    kept, number = number.unique(return_inverse=True)
-    return Mixture(*[tensor[kept] for tensor in mixture]), number
+    left = mixture.weight > 0
+    return Mixture(*[tensor[left] for tensor in mixture])
 
 
 def merge_pair(mixture, gradient, kept, gone):
@@ -725,15 +725,10 @@ def share_weights(mu, sigma, gradient, options, generator):
     label[inliers] = assign(points[inliers], mixture)
 
     # published code: the members of small components become outliers
-    members = label[inliers].bincount(minlength=len(mixture.weight))
-    is_large = members > options.min_cluster
-    if not is_large.any():
+    label, mixture = keep_components(label, mixture, options.min_cluster + 1)
+    if len(mixture.weight) == 0:
         raise ValueError(f"no Gaussian has more than {options.min_cluster} weights; there are too "
                          f"many Gaussians ({k0})")
-    label = renumber(label, torch.where(is_large, is_large.cumsum(0) - 1, -1))
-    weight = mixture.weight[is_large]
-    mixture = Mixture(weight / weight.sum(), mixture.centre[is_large],
-                      mixture.covariance[is_large])
     before = encode(points, label, mixture, options.level)
 
     rows = (label >= 0).nonzero()[:, 0]
@@ -742,14 +737,25 @@ def share_weights(mu, sigma, gradient, options, generator):
     tau_d = options.tau_d
     if tau_d == "auto":
         tau_d = AUTO_TAU_D * sigma[rows].median().item()
-    mixture, number = merge_mixture(mixture, mean_gradient, tau_d, options.tau_g, options.tau_v)
-    after = encode(points, renumber(label, number), mixture, options.level)
+    mixture = merge_mixture(mixture, mean_gradient, tau_d, options.tau_g, options.tau_v)
+    label[rows] = assign(points[rows], mixture)
+    label, mixture = keep_components(label, mixture, 1)
+    after = encode(points, label, mixture, options.level)
     return before, after, {"k0": k0, "tau_d": tau_d, "em_log_likelihood": log_likelihood}
 
 
-def renumber(label, number):
-    """number[label]; the label -1 stays."""
-    return torch.cat([number, number.new_tensor([-1])])[label]
+def keep_components(label, mixture, least):
+    """Labels [N] and mixture without the components of fewer than `least` members.
+
+    These get the label -1.
+    """
+    members = label[label >= 0].bincount(minlength=len(mixture.weight))
+    keep = members >= least
+    number = torch.where(keep, keep.cumsum(0) - 1, -1)
+    # The last entry is for the label -1.
+    label = torch.cat([number, number.new_tensor([-1])])[label]
+    weight = mixture.weight[keep]
+    return label, Mixture(weight / weight.sum(), mixture.centre[keep], mixture.covariance[keep])
 
 
 # Step 4: the shared Gaussians are drawn and trained.
