@@ -792,6 +792,8 @@ class Parser(argparse.ArgumentParser):
         add("--preset", metavar="NAME", help="use the settings of another data set")
         add("--image-size", type=between(1, 4096, int),
             help="side length of images that are read from files, in pixels")
+        add("--limit-train", type=at_least(2), metavar="N",
+            help="number of training examples, evenly spaced; all without it")
         add = self.groups["network"].add_argument
         add("--width", type=between(0.01, 64), default=1.0,
             help="factor on the number of channels; 1 is the paper's network")

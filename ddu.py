@@ -1008,7 +1008,8 @@ def plot_uncertainty(names, scores, fitted, args, run):
 def load_sets(args, seed):
     """All sets of a run; `seed` splits off the validation set."""
     return data.load_sets(args.dataset, args.data_dir, seed=seed, image_size=args.image_size,
-                          ood=args.ood, ood_required="ood" in args.explicit, predict=args.predict)
+                          limit_train=args.limit_train, ood=args.ood,
+                          ood_required="ood" in args.explicit, predict=args.predict)
 
 
 def check_network(train_set, args):

@@ -109,8 +109,6 @@ def parse_args(argv=None):
         help="fraction of the training set that is held out to fit a temperature (paper: 0)")
     add("--published-split", action=flag, default=False,
         help="hold out equal fractions of all classes, by the published seed")
-    add("--limit-train", type=at_least(1), metavar="N",
-        help="number of training images, evenly spaced")
 
     add = parser.group("network").add_argument
     add("--model", choices=list(NETWORKS),

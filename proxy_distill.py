@@ -95,8 +95,6 @@ def parse_args(argv=None):
     parser = common.Parser(__doc__, PRESETS, "numbers")
     flag = argparse.BooleanOptionalAction
     add = parser.group("data").add_argument
-    add("--limit-train", type=at_least(2), metavar="N",
-        help="train on N images, evenly spaced in the training set")
     add("--noise", type=between(0, 5, int), metavar="SEVERITY",
         help="severity of Gaussian noise on all images, training images included (paper: 0)")
 

@@ -126,8 +126,6 @@ def parse_args(argv=None):
     add = parser.group("data").add_argument
     add("--num-val", type=at_least(1),
         help="number of validation images, which are taken from the training set (published: 2000)")
-    add("--limit-train", type=at_least(2), metavar="N",
-        help="number of training examples, evenly spaced")
     add("--target", help="of qm9: the quantity to predict (paper: u0, the energy at 0 K)")
     add("--vocab", metavar="FILE",
         help="of sst2: a file with one word piece per line (paper: that of bert-base-uncased); "

@@ -803,7 +803,7 @@ def test_a_refused_start_leaves_nothing_that_the_next_command_meets(tiny, tmp_pa
 def test_a_single_training_image_is_refused(tiny, features):
     """It has no second moments; the division by N - 1 = 0 was reported as divergence."""
     for more in ((), features):
-        with pytest.raises(UserError, match="at least two"):
+        with pytest.raises(UserError, match="at least 2"):
             tiny(*more, "--limit-train", 1, "--methods", "forde_pca")
 
 
