@@ -38,8 +38,8 @@ Differences from the published code (github.com/gfhvbjk/Anonymous):
     they drift, also in the test), and dropout is off. Norms and biases train on with --lr-mu.
   - Attention is shared, too. OOD sets are normalised like the training set, MNIST has one channel,
     CIFAR-10 is not rotated, crops reflect the border, and the lengths of the stages are ours.
-  - Predictions are mean probabilities over draws for the whole set; rows also have the published
-    mean logits and votes. OOD sets have as many draws as the test set (there 100), FPR is at 95 %
+  - Predictions are mean probabilities over draws for the whole set; rows also have metrics of
+    the published mean logits. OOD sets have as many draws as the test set (there 100), FPR is at 95 %
     TPR (there at 85 %).
 """
 
@@ -96,7 +96,7 @@ def w2_threshold(text):
 def parse_args(argv=None):
     parser = common.Parser(__doc__, PRESETS, "glyphs")
     add = parser.group("network").add_argument
-    add("--model", "-net", help="lenet, resnet18, resnet50, wide_resnet, or torchvision/NAME for a "
+    add("--model", "-net", help="lenet, resnet18, wide_resnet, or torchvision/NAME for a "
         "pretrained network, with NAME as in torchvision.models.get_model")
     add("--weights", default="DEFAULT",
         help="weights of torchvision/NAME: DEFAULT downloads them; or a file with a state dict")
@@ -168,16 +168,15 @@ def check_options(args):
 
 
 class Residual(nn.Module):
-    """A residual block: after(body(x) + shortcut(x))."""
+    """A residual block of ResNet-18: relu(body(x) + shortcut(x))."""
 
-    def __init__(self, body, shortcut, after):
+    def __init__(self, body, shortcut):
         super().__init__()
         self.body = body
         self.shortcut = shortcut
-        self.after = after
 
     def forward(self, x):
-        return self.after(self.body(x) + self.shortcut(x))
+        return F.relu(self.body(x) + self.shortcut(x))
 
 
 class PreActivation(nn.Module):
@@ -236,43 +235,24 @@ def lenet(args, shape):
 
 
 def resnet18(args, shape):
-    return resnet(args, shape, basic_block, expansion=1, depths=(2, 2, 2, 2))
-
-
-def resnet50(args, shape):
-    return resnet(args, shape, bottleneck_block, expansion=4, depths=(3, 4, 6, 3))
-
-
-def resnet(args, shape, block, expansion, depths):
-    """A ResNet; images of more than 64 pixels get the stem for ImageNet."""
+    """ResNet-18; images of more than 64 pixels get the stem for ImageNet."""
     [width] = channels(args, 64)  # of the stem, doubled in every stage
     if shape[-1] > 64:
-        layers = conv_bn_relu(shape[0], width, kernel=7, stride=2) + [nn.MaxPool2d(3, 2, 1)]
+        layers = conv_bn_relu(shape[0], width, kernel=7, stride=2)
+        layers.append(nn.MaxPool2d(3, 2, 1))
     else:
         layers = conv_bn_relu(shape[0], width)
     c_in = width
-    for stage, depth in enumerate(depths):
-        c_out = expansion * width * 2**stage
-        for index in range(depth):
-            # Every stage but the first one starts by halving the resolution.
-            stride = 2 if stage > 0 and index == 0 else 1
-            body = nn.Sequential(*block(c_in, c_out, stride))
-            shortcut = make_shortcut(c_in, c_out, stride, batch_norm=True)
-            layers.append(Residual(body, shortcut, nn.ReLU()))
-            c_in = c_out
+    # Every stage but the first one starts by halving the resolution.
+    for index, stride in enumerate([1, 1, 2, 1, 2, 1, 2, 1]):
+        c_out = width * 2 ** (index // 2)
+        body = conv_bn_relu(c_in, c_out, stride=stride)
+        body += [conv(c_out, c_out), nn.BatchNorm2d(c_out)]
+        shortcut = make_shortcut(c_in, c_out, stride, batch_norm=True)
+        layers.append(Residual(nn.Sequential(*body), shortcut))
+        c_in = c_out
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return layers, c_in
-
-
-def basic_block(c_in, c_out, stride):
-    return conv_bn_relu(c_in, c_out, stride=stride) + [conv(c_out, c_out), nn.BatchNorm2d(c_out)]
-
-
-def bottleneck_block(c_in, c_out, stride):
-    c = c_out // 4
-    first = conv_bn_relu(c_in, c, kernel=1)
-    second = conv_bn_relu(c, c, stride=stride)
-    return first + second + [conv(c, c_out, kernel=1), nn.BatchNorm2d(c_out)]
 
 
 def wide_resnet(args, shape, depth=28):
@@ -293,7 +273,7 @@ def wide_resnet(args, shape, depth=28):
 
 
 # Your own network is one more entry, such a function by its name.
-NETWORKS = {"lenet": lenet, "resnet18": resnet18, "resnet50": resnet50, "wide_resnet": wide_resnet}
+NETWORKS = {"lenet": lenet, "resnet18": resnet18, "wide_resnet": wide_resnet}
 
 
 def make_network(args, num_classes, shape):
@@ -452,6 +432,11 @@ class Mixture(NamedTuple):
     covariance: Tensor  # [K, 2, 2]  S_k
 
 
+def select(mixture, keep):
+    """The components `keep` (a mask [K]) of a Mixture."""
+    return Mixture(*[tensor[keep] for tensor in mixture])
+
+
 BLOCK = 2**15  # points that are treated at a time
 
 
@@ -477,8 +462,8 @@ def squared_distances(x, mixture, k):
 
 def log_joint(x, mixture, k):
     """log pi_k N(x; c_k, S_k) [n, J] of points [n, 2] and the components k [n, J]."""
-    log_volume = 0.5 * torch.logdet(mixture.covariance) + math.log(2 * math.pi)
-    log_scale = mixture.weight.log() - log_volume                      # [K]
+    log_volume = 0.5 * torch.logdet(mixture.covariance)                # [K]
+    log_scale = mixture.weight.log() - log_volume - math.log(2 * math.pi)
     return log_scale[k] - 0.5 * squared_distances(x, mixture, k)
 
 
@@ -495,7 +480,8 @@ def kmeans_plus_plus(x, k, generator):
         total = distance.cumsum(0)
         if total[-1] == 0:
             break  # every point has been drawn
-        row = torch.searchsorted(total, draw * total[-1], right=True).clamp_max(len(x) - 1)
+        row = torch.searchsorted(total, draw * total[-1], right=True)
+        row = row.clamp_max(len(x) - 1)
         rows.append(row)
         distance = torch.minimum(distance, (x - x[row]).square().sum(1))
     return torch.stack(rows)
@@ -514,13 +500,15 @@ def em_step(x, k, mixture, ridge):
         log_likelihood += joint.logsumexp(1).sum().item() / len(x)
         responsibility = joint.softmax(1)
         products = block[:, :, None] * block[:, None]                  # [b, 2, 2]
-        moments = torch.cat([torch.ones_like(block[:, :1]), block, products.flatten(1)], 1)
+        ones = torch.ones_like(block[:, :1])
+        moments = torch.cat([ones, block, products.flatten(1)], 1)     # [b, 7]
         weighted = responsibility[:, :, None] * moments[:, None]       # [b, J, 7]
         sums.index_add_(0, near.flatten(), weighted.flatten(0, 1))
     mass = sums[:, :1].clamp_min(1e-300)
     centre = sums[:, 1:3] / mass
     second = (sums[:, 3:] / mass).view(-1, 2, 2)
-    covariance = second - centre[:, :, None] * centre[:, None] + ridge
+    first = centre[:, :, None] * centre[:, None]
+    covariance = second - first + ridge
     return Mixture(sums[:, 0] / len(x), centre, covariance), log_likelihood
 
 
@@ -537,17 +525,17 @@ def fit_mixture(x, k, generator, iterations=30, most=1_000_000):
     centre = few[kmeans_plus_plus(few / spread, k, generator)]         # [K, 2]
     # Moments about zero are safe in float64: the ridge is far above their rounding errors.
     ridge = 1e-6 * spread.square().diag()
-    covariance = (spread.square().diag() / len(centre)).expand(len(centre), 2, 2)
-    weight = torch.full((len(centre),), 1 / len(centre)).to(x)
-    mixture = Mixture(weight, centre, covariance)
+    k = len(centre)
+    covariance = spread.square().diag() / k
+    weight = x.new_full((k,), 1 / k)
+    mixture = Mixture(weight, centre, covariance.expand(k, 2, 2))
     history = []
     for step in range(iterations):
         if step % 5 == 0:
             neighbours = nearest(sample, mixture.centre, 16)           # [n, J]
         mixture, log_likelihood = em_step(sample, neighbours, mixture, ridge)
         history.append(log_likelihood)
-    alive = mixture.weight > 0
-    return Mixture(*[tensor[alive] for tensor in mixture]), history
+    return select(mixture, mixture.weight > 0), history
 
 
 def assign(x, mixture):
@@ -667,8 +655,7 @@ def merge_mixture(mixture, gradient, tau_d, tau_g=math.inf, tau_v=1e-3):
         table[:, kept] = distance
         closest = torch.minimum(closest, distance)
         closest[stale] = table[stale].amin(1)
-    left = mixture.weight > 0
-    return Mixture(*[tensor[left] for tensor in mixture])
+    return select(mixture, mixture.weight > 0)
 
 
 def merge_pair(mixture, gradient, kept, gone):
@@ -679,7 +666,8 @@ def merge_pair(mixture, gradient, kept, gone):
     q = weight[gone] / total
     offset = centre[kept] - centre[gone]                               # [2]
     between = p * q * torch.outer(offset, offset)                      # [2, 2]
-    covariance[kept] = p * covariance[kept] + q * covariance[gone] + between
+    within = p * covariance[kept] + q * covariance[gone]               # [2, 2]
+    covariance[kept] = within + between
     centre[kept] = p * centre[kept] + q * centre[gone]
     gradient[kept] = p * gradient[kept] + q * gradient[gone]
     weight[kept] = total
@@ -754,8 +742,8 @@ def keep_components(label, mixture, least):
     number = torch.where(keep, keep.cumsum(0) - 1, -1)
     # The last entry is for the label -1.
     label = torch.cat([number, number.new_tensor([-1])])[label]
-    weight = mixture.weight[keep]
-    return label, Mixture(weight / weight.sum(), mixture.centre[keep], mixture.covariance[keep])
+    weight, centre, covariance = select(mixture, keep)
+    return label, Mixture(weight / weight.sum(), centre, covariance)
 
 
 # Step 4: the shared Gaussians are drawn and trained.
@@ -790,8 +778,9 @@ def fill_in(weights, m, s):
     label = weights.label.clamp_min(0)  # outliers are replaced below
     drawn = m.index_select(0, label) + s.index_select(0, label) * eps
     rows = weights.ellipse
-    other = m.index_select(0, weights.second) + s.index_select(0, weights.second) * eps[rows]
-    blend = weights.alpha * drawn[rows] + (1 - weights.alpha) * other
+    second = weights.second
+    other = m.index_select(0, second) + s.index_select(0, second) * eps[rows]
+    blend = other + weights.alpha * (drawn[rows] - other)
     drawn = drawn.index_copy(0, rows, blend)
     own = weights.outlier_mu + weights.outlier_sigma * eps[weights.outlier]
     return drawn.index_copy(0, weights.outlier, own)
@@ -816,12 +805,10 @@ class SharedNetwork(RandomNetwork):
             if tensor.is_floating_point():
                 tensor = tensor.to(like.dtype)
             self.register_buffer(name, tensor.to(like.device))
-        k = len(weights.centre)
-        n_out = len(weights.outlier)
-        self.shift = nn.Parameter(like.new_zeros(k, 2))
-        self.stretch = nn.Parameter(like.new_zeros(k, 3))  # log M_00, M_10, log M_11
-        self.outlier_shift = nn.Parameter(like.new_zeros(n_out))
-        self.outlier_stretch = nn.Parameter(like.new_zeros(n_out))
+        self.shift = nn.Parameter(torch.zeros_like(self.centre))
+        self.stretch = nn.Parameter(like.new_zeros(len(self.centre), 3))  # log M_00, M_10, log M_11
+        self.outlier_shift = nn.Parameter(torch.zeros_like(self.outlier_mu))
+        self.outlier_stretch = nn.Parameter(torch.zeros_like(self.outlier_mu))
 
     def triangle(self):
         """M [K, 2, 2]."""
@@ -846,42 +833,28 @@ class SharedNetwork(RandomNetwork):
 
             sum_k 1/2 [tr M M^T + |shift|^2 - 2 - ln det M M^T], and the outliers' KL
         """
-        squares = self.triangle().square().sum((1, 2)) + self.shift.square().sum(1)
-        shared = 0.5 * squares - 1 - self.stretch[:, 0] - self.stretch[:, 2]
+        squares = self.triangle().square().sum((1, 2))
+        squares = squares + self.shift.square().sum(1)
+        log_determinant = self.stretch[:, 0] + self.stretch[:, 2]  # of M
+        shared = 0.5 * squares - 1 - log_determinant
         outliers = gaussian_kl(self.outlier_shift, self.outlier_stretch.exp(), 0, 1)
         return shared.sum() + outliers.sum()
 
 
 def storage(weights, rest):
-    """Counts and bytes of SharedWeights beside `rest` bytes that are not shared.
-
-    A label has 2 bytes; an outlier 4 + 8 (index, mu and sigma); a Gaussian 5 floats; an ellipse
-    point 4 + 2 + 4 (index, second label, alpha).
-    """
+    """Counts and bytes of SharedWeights beside `rest` bytes that are not shared."""
     n = len(weights.label)
     outliers = len(weights.outlier)
     ellipses = len(weights.ellipse)
     gaussians = len(weights.centre)
-    total = 2 * n + 12 * outliers + 20 * gaussians + 10 * ellipses + rest
+    total = 2 * n              # labels, int16
+    total += 12 * outliers     # index, mu, sigma
+    total += 10 * ellipses     # index, second component (int16), alpha
+    total += 24 * gaussians    # centre, factor
+    total += rest
     return {"weights": n, "outliers": outliers, "ellipses": ellipses, "gaussians": gaussians,
             "bytes": total, "bytes_vs_mean_field": total / (8 * n + rest),
             "bytes_vs_deterministic": total / (4 * n + rest)}
-
-
-def check_weights(weights, n):
-    """Raise ValueError unless SharedWeights are those of n weights: whole, and in range."""
-    k = len(weights.centre)
-    outliers = len(weights.outlier)
-    ellipses = len(weights.ellipse)
-    sizes = [(n,), (outliers,), (outliers,), (outliers,), (ellipses,), (ellipses,), (ellipses,),
-             (k, 2), (k, 2, 2)]
-    fits = [tuple(tensor.shape) for tensor in weights] == sizes
-    fits = fits and torch.equal((weights.label < 0).nonzero()[:, 0], weights.outlier)
-    for index, low, high in ((weights.label, -1, k), (weights.ellipse, 0, n),
-                             (weights.second, 0, k)):
-        fits = fits and bool(((index >= low) & (index < high)).all())
-    if not fits:
-        raise ValueError(f"these are not {n} shared weights: sizes or numbers do not fit")
 
 
 # ---- Training -----------------------------------------------------------------------------------
@@ -901,7 +874,8 @@ def learning_rate(progress, warm_up):
     """The share of the full rate after the share `progress` of a stage."""
     if progress < warm_up:
         return progress / warm_up
-    return 0.5 * (1 + math.cos(math.pi * (progress - warm_up) / (1 - warm_up)))
+    progress = (progress - warm_up) / (1 - warm_up)
+    return 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def make_optimiser(module, args):
@@ -1004,7 +978,6 @@ class Prediction(NamedTuple):
 
     log_probs: Tensor  # [N, K]  log of the mean of probabilities
     logits: Tensor     # [N, K]  mean of logits
-    votes: Tensor      # [N, K]  share of the draws
     aleatoric: Tensor  # [N]     mean entropy of a draw, in nats
 
 
@@ -1026,8 +999,8 @@ def predict(module, dataset, seed, args):
             common.seed_all(seed, 1000 + sample)
             with common.autocast(args):
                 logits = module(batch.images)
-            drawn.append(logits.cpu().double())
-        prediction = mean_prediction(torch.stack(drawn))
+            drawn.append(logits)
+        prediction = mean_prediction(torch.stack(drawn).cpu().double())
         batches.append({"index": batch.index.cpu(), **prediction._asdict()})
     columns = common.gather_rows(batches)
     if not columns:
@@ -1038,9 +1011,9 @@ def predict(module, dataset, seed, args):
 def mean_prediction(logits):
     """The Prediction of S draws with logits [S, N, K]."""
     log_probs = logits.log_softmax(2)
-    votes = F.one_hot(logits.argmax(2), logits.shape[2]).double()
-    return Prediction(log_probs.logsumexp(0) - math.log(len(logits)), logits.mean(0),
-                      votes.mean(0), torch.special.entr(log_probs.exp()).sum(2).mean(0))
+    mean = log_probs.logsumexp(0) - math.log(len(logits))              # [N, K]
+    entropies = torch.special.entr(log_probs.exp()).sum(2)             # [S, N]
+    return Prediction(mean, logits.mean(0), entropies.mean(0))
 
 
 def uncertainties(prediction):
@@ -1052,7 +1025,7 @@ def uncertainties(prediction):
 
 
 def prediction_metrics(prediction, labels):
-    """Metrics of the mean probabilities, of the mean logits (published) and of the votes."""
+    """Metrics of the mean probabilities, and of the mean logits (published)."""
     metrics = {}
     mean_logits = prediction.logits.log_softmax(1)
     for suffix, log_probs in (("", prediction.log_probs), ("_logits", mean_logits)):
@@ -1061,7 +1034,6 @@ def prediction_metrics(prediction, labels):
         metrics[f"nll{suffix}"] = common.nll(log_probs, labels)
         metrics[f"brier{suffix}"] = common.brier(probs, labels)
         metrics[f"ece15{suffix}"] = common.ece(probs, labels)
-    metrics["accuracy_votes"] = common.accuracy(prediction.votes, labels)
     return metrics
 
 
@@ -1074,16 +1046,17 @@ RATES = {"deterministic": "--lr", "mean-field": "--lr-mu or --lr-rho",
 def evaluate(method, module, sets, size, seed, args):
     """The rows of one network; size: what they say of its storage."""
     test = predict(module, sets.test, seed, args)
-    ood = {name: predict(module, dataset, seed, args) for name, dataset in sets.ood.items()}
+    ood = {}
+    for name, dataset in sets.ood.items():
+        ood[name] = predict(module, dataset, seed, args)
     return common.on_main(make_rows, method, sets.test, test, ood, size, seed, args)
 
 
 def make_rows(method, test_set, test, ood, size, seed, args):
     """A row for the test set, and one for each OOD set."""
-    for prediction in (test, *ood.values()):
-        if not common.all_finite(prediction):
-            raise UserError(f"the outputs of the {method} network are not finite: training "
-                            f"diverged. Lower {RATES.get(method, 'the learning rates')}")
+    if not common.all_finite([test, ood]):
+        raise UserError(f"the outputs of the {method} network are not finite: training diverged. "
+                        f"Lower {RATES.get(method, 'the learning rates')}")
     row = {"method": method, "seed": seed, "set": test_set.name, "n": len(test_set)}
     rows = [row | prediction_metrics(test, test_set.labels) | size]
     inside = uncertainties(test)
@@ -1102,17 +1075,13 @@ def make_rows(method, test_set, test, ood, size, seed, args):
 
 
 def sigma_report(field, args):
-    """{layer: 5 %, 50 % and 95 % quantiles of sigma over the standard deviation of the prior}
+    """{layer: the median of sigma over the standard deviation of the prior}
 
     Prints a warning where little but the prior is left.
     """
-    found = {}
-    collapsed = 0
-    ratio = (field.sigma / field.prior_sd).detach().cpu().double()
-    for name, part in field.split(ratio).items():
-        quantiles = np.quantile(part, [0.05, 0.5, 0.95])
-        found[name] = quantiles.tolist()
-        collapsed += quantiles[1] > 0.9
+    ratios = field.split((field.sigma / field.prior_sd).detach())
+    found = {name: ratio.median().item() for name, ratio in ratios.items()}
+    collapsed = sum(ratio > 0.9 for ratio in found.values())
     # Without a KL term, nothing draws sigma to the prior.
     if collapsed and args.stoch_kl > 0:
         common.say(f"warning: in {collapsed} of {len(found)} layers the median sigma is above 0.9 "
@@ -1131,7 +1100,7 @@ def write_predictions(prediction, sets, run):
 
 # ---- Compressed networks ------------------------------------------------------------------------
 
-FORMAT = "unsure-gbnn2d-3"
+FORMAT = "unsure-gbnn2d-4"
 # What --load takes from the file, not from the command line.
 STORED_OPTIONS = ("model", "width", "draw")
 
@@ -1146,25 +1115,20 @@ def rest_bytes(module):
     return sum(tensor.numel() * tensor.element_size() for tensor in rest_of(module).values())
 
 
-def compress(shared, train_set, args):
-    """The content of a compressed file: the shared weights as they are now, and the rest."""
+def write_compressed(name, shared, train_set, args, run):
+    """Write a compressed file: the shared weights as they are now, the rest, and class names."""
     weights = {}
     for name, tensor in shared.weights()._asdict().items():
-        narrow = torch.int32
-        if tensor.is_floating_point():
-            narrow = torch.float32
-        elif name in ("label", "second"):
-            narrow = torch.int16
-        weights[name] = tensor.detach().cpu().to(narrow)
-    first, second = torch.tril_indices(2, 2)
-    weights["factor"] = weights["factor"][:, first, second]            # [K, 3]
-    return {"format": FORMAT, "dataset": args.dataset, "classes": list(train_set.classes),
-            "shape": list(train_set.shape), "weights": weights, "rest": rest_of(shared),
-            "options": {name: getattr(args, name) for name in STORED_OPTIONS}}
-
-
-def write_compressed(name, shared, train_set, args, run):
-    run.write(name, common.to_bytes(compress(shared, train_set, args)))
+        if name in ("label", "second"):
+            tensor = tensor.short()
+        elif not tensor.is_floating_point():
+            tensor = tensor.int()
+        weights[name] = tensor.detach().cpu()
+    options = {option: getattr(args, option) for option in STORED_OPTIONS}
+    state = {"format": FORMAT, "dataset": args.dataset, "classes": list(train_set.classes),
+             "shape": list(train_set.shape), "weights": weights, "rest": rest_of(shared),
+             "options": options}
+    run.write(name, common.to_bytes(state))
 
 
 def decompress(state, args):
@@ -1172,15 +1136,13 @@ def decompress(state, args):
     weights = {}
     for name, tensor in state["weights"].items():
         if not tensor.is_floating_point():
-            tensor = tensor.int() if name == "label" else tensor.long()
+            tensor = tensor.long()
         weights[name] = tensor
-    l00, l10, l11 = weights["factor"].unbind(1)
-    rows = [l00, torch.zeros_like(l00), l10, l11]
-    weights["factor"] = torch.stack(rows, 1).view(-1, 2, 2)
+    weights = SharedWeights(**weights)
     net = make_network(args, len(state["classes"]), state["shape"])
-    shared = SharedNetwork(net, SharedWeights(**weights), DRAWS[args.draw])
-    n = sum(shape.numel() for shape in shared.shapes.values())
-    check_weights(SharedWeights(**weights), n)
+    shared = SharedNetwork(net, weights, DRAWS[args.draw])
+    # A draw on the CPU refers to every number once: wrong ones are errors, not memory faults.
+    shared.split(draw_weights(weights))
     missing, unexpected = net.load_state_dict(state["rest"], strict=False)
     if set(missing) != set(shared.shapes) or unexpected:
         raise ValueError("other norms or biases than those of the network")
@@ -1205,8 +1167,8 @@ def run_loaded(args):
         raise UserError(f"--load {args.load} does not fit this network: "
                         f"{common.one_line(error)}") from None
     # Files of one name, and other seeds, have directories of their own.
-    name = common.join_name("loaded", Path(args.load).stem, common.digest(shared)[:8])
-    run = common.Run(args, "gbnn2d", f"{name}-seed{args.seed}")
+    name = ["loaded", Path(args.load).stem, common.digest(shared)[:8], f"seed{args.seed}"]
+    run = common.Run(args, "gbnn2d", common.join_name(*name))
     size = storage(shared.weights(), rest_bytes(shared))
     rows = evaluate("loaded", shared, sets, size, args.seed, args)
     if args.predict:
@@ -1330,12 +1292,13 @@ def main(argv=None):
     return run.report(rows, COLUMNS, numbers=numbers)
 
 
+def made_from(module, run):
+    """The identity of a state that is made from the weights of `module`."""
+    return {**run.config, "weights": common.digest(module)}
+
+
 def run_seed(seed, sets, args, run):
     """All steps for one seed: (rows, numbers about the posterior and the mixture)."""
-    def identity(module):
-        """What the next saved state is made from."""
-        return {**run.config, "weights": common.digest(module)}
-
     # Step 1: a deterministic network, then a mean-field posterior over its weights.
     common.seed_all(seed)
     net = make_network(args, sets.train.num_classes, sets.train.shape)
@@ -1348,7 +1311,7 @@ def run_seed(seed, sets, args, run):
     rows = evaluate("deterministic", net, sets, {"bytes": 4 * n + rest}, seed, args)
     stage = Stage("stoch", 1, args.stoch_epochs, args.stoch_kl, RATES["mean-field"])
     # The norms and biases of `net` are trained further in each stage.
-    train(field, stage, seed, sets.train, args, run, identity(net))
+    train(field, stage, seed, sets.train, args, run, made_from(net, run))
     rows += evaluate("mean-field", field, sets, {"bytes": 8 * n + rest}, seed, args)
     numbers = {"sigma_over_prior": sigma_report(field, args)}
 
@@ -1357,7 +1320,7 @@ def run_seed(seed, sets, args, run):
         gradient = gradient_magnitude(field, seed, sets.train, args, run)
         return common.on_main(share, field, gradient, seed, args)
 
-    state = run.keep(f"seed{seed}-gmm", identity(field), make_mixture)
+    state = run.keep(f"seed{seed}-gmm", made_from(field, run), make_mixture)
     numbers |= state["numbers"]
     for method in ("clustered", "merged"):
         weights = SharedWeights(**state[method])
@@ -1366,7 +1329,7 @@ def run_seed(seed, sets, args, run):
 
     # Step 4: the shared Gaussians are trained.
     stage = Stage("final", 3, args.final_epochs, args.beta, RATES["final"])
-    train(shared, stage, seed, sets.train, args, run, identity(shared))
+    train(shared, stage, seed, sets.train, args, run, made_from(shared, run))
     size = storage(weights, rest)
     rows += evaluate("final", shared, sets, size, seed, args)
     common.on_main(write_compressed, f"seed{seed}-compressed.pt", shared, sets.train, args, run)
