@@ -1115,7 +1115,7 @@ def rest_bytes(module):
     return sum(tensor.numel() * tensor.element_size() for tensor in rest_of(module).values())
 
 
-def write_compressed(name, shared, train_set, args, run):
+def write_compressed(file_name, shared, train_set, args, run):
     """Write a compressed file: the shared weights as they are now, the rest, and class names."""
     weights = {}
     for name, tensor in shared.weights()._asdict().items():
@@ -1128,7 +1128,7 @@ def write_compressed(name, shared, train_set, args, run):
     state = {"format": FORMAT, "dataset": args.dataset, "classes": list(train_set.classes),
              "shape": list(train_set.shape), "weights": weights, "rest": rest_of(shared),
              "options": options}
-    run.write(name, common.to_bytes(state))
+    run.write(file_name, common.to_bytes(state))
 
 
 def decompress(state, args):
