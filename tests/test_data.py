@@ -1,6 +1,7 @@
 """data.py: splits, published layouts, own folders, OOD sets, the loader, corruptions, glyphs."""
 
 import hashlib
+import importlib
 import math
 import pickle
 import urllib.request
@@ -17,6 +18,7 @@ from PIL import Image
 import common
 import data
 from common import UserError
+from conftest import SCRIPTS
 from data import ImageSet, Loader, StreamedSet, load, load_sets, match, train_val_split
 
 
@@ -1098,3 +1100,10 @@ def test_glyphs_can_be_read():
     assert (guess == test.labels).double().mean() > 0.8
     assert (guess[test.labels == 6] == 9).double().mean() < 0.02
     assert (guess[test.labels == 9] == 6).double().mean() < 0.02
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_presets_name_sets_that_exist(name):
+    known = {*data.SOURCES, *data.EMBEDDED, *data.TEXTS, *data.MOLECULES}
+    for preset in importlib.import_module(name).PRESETS.values():
+        assert set(preset.get("ood", [])) <= known

@@ -1222,7 +1222,8 @@ def paper_study(tmp_path, dataset="cifar100"):
     args = options(dataset, "--out-dir", tmp_path)
     train = SimpleNamespace(num_classes=100, shape=(3, 32, 32))
     parts = {"train": None, "val": None, "test": SimpleNamespace(dataset=range(10_000)),
-             "ood-svhn_cifar10": SimpleNamespace(dataset=range(36_032))}
+             "ood-svhn": SimpleNamespace(dataset=range(26_032)),
+             "ood-cifar10": SimpleNamespace(dataset=range(10_000))}
     return SimpleNamespace(args=args, run=SimpleNamespace(dir=tmp_path / "runs" / "x"),
                            sets=SimpleNamespace(train=train), parts=parts, molecules=False)
 
