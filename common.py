@@ -1185,15 +1185,16 @@ class Run:
 
         on_main(store)
 
-    def keep(self, name, identity, make):
+    def keep(self, name, identity, make, trains=True):
         """The state `name`: read if it was made from `identity`, or else made by make() and saved.
 
         make() is called on all processes and returns a dictionary; the main process's is saved.
+        If it `trains`, --eval does not call it.
         """
         state = self.load(name, identity)
         if state is not None:
             return state
-        if self.args.eval:
+        if self.args.eval and trains:
             raise UserError(f"{self.dir / name}.pt was not found, or was made with other options; "
                             "finish this run first (the same command without --eval)")
         # What only the main process has (gathered rows, a fit) reaches the others here.

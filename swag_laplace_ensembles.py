@@ -1474,7 +1474,7 @@ def keep_predictions(study, seed, method, predict, **made_from):
         name = f"seed{seed}-{method}-{part}"
         examples = study.parts[part].digest
         of_part = identity(study, seed, sizes=sizes, examples=examples, **made_from)
-        study.run.keep(name, of_part, partial(predict, part, sizes))
+        study.run.keep(name, of_part, partial(predict, part, sizes), trains=False)
         kept[part] = name, of_part
     return kept
 
@@ -1630,6 +1630,9 @@ def read_members(study, kept, method, part):
     for seed, by_method in kept.items():
         name, made_from = by_method[method][part]
         states[seed] = study.run.load(name, made_from)
+        if states[seed] is None:
+            raise UserError(f"{study.run.dir / name}.pt could not be saved: the directory is "
+                            "read-only; evaluate a copy of it")
     return states
 
 

@@ -1258,13 +1258,28 @@ def test_a_matrix_that_no_memory_holds_is_refused_first(monkeypatch, tmp_path):
     sl.main(tiny("glyphs", tmp_path, methods=["map"]))
 
 
+def test_eval_predicts_another_set_and_makes_lost_predictions_anew(copied, monkeypatch):
+    out, rows = copied()
+    monkeypatch.setattr(sl, "negative_elbo", None)
+    monkeypatch.setattr(sl, "train_epoch", None)
+    lost = out / RUN / "seed2-swag-test.pt"
+    content = lost.read_bytes()
+    lost.unlink()
+    again = sl.main(tiny("glyphs", out, "--eval", "--predict", "glyphs_letters"))
+    assert by_name(again) == by_name(rows) and lost.read_bytes() == content
+    header, *lines = (out / RUN / "predictions.csv").read_text().splitlines()
+    assert header.startswith("method,index,predicted,confidence,total,aleatoric,epistemic")
+    assert {line.split(",")[0] for line in lines} == set(sl.METHODS.values())
+
+
 def test_missing_pieces_are_named(copied):
     out, _ = copied()
-    (out / RUN / "seed2-swag-test.pt").unlink()
-    with pytest.raises(UserError, match="seed2-swag-test.*without --eval"):
+    (out / RUN / "seed2-llla.pt").unlink()
+    with pytest.raises(UserError, match="seed2-llla.*without --eval"):
         sl.main(tiny("glyphs", out, "--eval"))
     rate = torch.load(out / RUN / "seed2-swag-choice.pt", weights_only=True)["swag"]
     (out / RUN / f"seed2-swag-lr{rate:g}-2.pt").unlink()
+    (out / RUN / "seed2-swag-test.pt").unlink()
     with pytest.raises(UserError, match=f"lr{rate:g}-2.pt not found; delete"):
         sl.main(tiny("glyphs", out))
 
