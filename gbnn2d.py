@@ -79,7 +79,7 @@ PRESETS = {
     "mnist": dict(MNIST, ood=["fashion_mnist"]),
     "fashion_mnist": dict(MNIST, ood=["mnist"]),
     "glyphs": dict(SMALL, width=0.125, epochs=3, stoch_epochs=2, final_epochs=4, lr_rho=5e-2,
-                   mc=20, ood=["glyphs_letters"]),
+                   k0=700, mc=20, ood=["glyphs_letters"]),
     # Your own images: a small network that trains on two CPU cores in minutes.
     "folder": dict(SMALL, width=0.25, epochs=20, batch_size=32, lr=0.05, lr_rho=5e-2, augment=True,
                    mc=20, ood=[]),
@@ -676,7 +676,7 @@ def merge_pair(mixture, gradient, kept, gone):
 
 
 # --tau-d auto is this share of the median sigma
-AUTO_TAU_D = 0.25
+AUTO_TAU_D = 0.5
 
 
 class SharingOptions(NamedTuple):
@@ -1245,7 +1245,7 @@ def check_network(train_set, args):
     net = make_network(args, train_set.num_classes, train_set.shape)
     # The smallest batch is the last one of an epoch; two images show what more would.
     smallest = len(train_set) % args.batch_size or args.batch_size
-    images = torch.zeros(min(smallest, 2), *train_set.shape, device=args.device)
+    images = torch.zeros(min(smallest, 2), *train_set.shape).to(next(net.parameters()))
     pretrained = args.model.startswith("torchvision/")
     net.train(args.epochs > 0 and not pretrained)
     try:

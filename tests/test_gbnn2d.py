@@ -10,9 +10,8 @@ import ot
 import pytest
 import torch
 import torchvision
-from conftest import CPU, Child, run_gbnn2d_in_float64, start_ranks, wait_for
+from conftest import CPU, Child, run_gbnn2d_in_float64, run_script, start_ranks, wait_for
 from PIL import Image
-from sklearn.cluster import KMeans
 from sklearn.metrics import log_loss
 from sklearn.mixture import GaussianMixture
 from torch import nn
@@ -29,396 +28,495 @@ def seeded():
     torch.manual_seed(0)
 
 
-def full(s):
-    """Matrices [..., 2, 2] of (S_00, S_01, S_11) [..., 3]."""
-    return s[..., [0, 1, 1, 2]].reshape(*s.shape[:-1], 2, 2)
+def seed_of(number):
+    return torch.Generator().manual_seed(number)
+
+
+def double(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
 
 
 def random_mixture(k):
-    weights, a = torch.rand(k).double() + 0.1, 0.1 * torch.randn(k, 2, 2).double()
-    covariances = (a @ a.mT + 1e-3 * torch.eye(2)).flatten(1)[:, [0, 1, 3]]
-    return gbnn2d.Mixture(weights / weights.sum(), torch.randn(k, 2).double(), covariances)
+    weight = torch.rand(k).double() + 0.1
+    root = 0.1 * double(k, 2, 2)
+    covariance = root @ root.mT + 1e-4 * torch.eye(2)
+    return gbnn2d.Mixture(weight / weight.sum(), double(k, 2), covariance)
+
+
+CENTRES = torch.tensor([[-3.0, 5], [0, 0], [4, 1]]).double()
+COVARIANCES = torch.tensor([[[2.0, 0.9], [0.9, 1.0]], [[1.0, 0.3], [0.3, 0.5]],
+                            [[0.4, -0.2], [-0.2, 0.6]]]).double()
 
 
 def cloud(n=3000):
-    """Points of three Gaussians, and the centres of these."""
-    centres = torch.tensor([[-3.0, 5], [0, 0], [4, 1]]).double()
-    covariances = torch.tensor([[2.0, 0.9, 1.0], [1.0, 0.3, 0.5], [0.4, -0.2, 0.6]]).double()
-    return MultivariateNormal(centres, full(covariances)).sample((n // 3,)).flatten(0, 1), centres
+    """Points of three Gaussians."""
+    return MultivariateNormal(CENTRES, COVARIANCES).sample((n // 3,)).flatten(0, 1)
 
 
-def exact_cells(x, count=None):
-    """Every point its own cell: EM without binning."""
-    count = torch.ones(len(x)).double() if count is None else count.double()
-    return gbnn2d.Cells(count, gbnn2d.monomials(x), torch.arange(len(x)).int(),
-                        torch.zeros(2).double(), torch.ones(2).double())
+def everyone(x, centre, count):
+    """Instead of `nearest`: all components."""
+    return torch.arange(len(centre)).expand(len(x), len(centre))
 
 
-def squared_distance(x, centres, covariances):
-    """(x - c)^T S^-1 (x - c) [n], by a solver."""
-    return ((x - centres) * torch.linalg.solve(full(covariances), x - centres)).sum(1)
-
-
-def scikit_learns(points, start, steps, reg):
-    """Its mixture after so many steps of EM from the mixture `start`."""
-    return GaussianMixture(len(start.weights), reg_covar=reg, max_iter=steps, tol=0.0,
-                           weights_init=start.weights, means_init=start.centres,
-                           precisions_init=np.linalg.inv(full(start.covariances))).fit(points)
+def dense_log_joint(x, mixture):
+    """log pi_k N(x; c_k, S_k) [n, K], by torch.distributions."""
+    normals = MultivariateNormal(mixture.centre, mixture.covariance)
+    return normals.log_prob(x[:, None]) + mixture.weight.log()
 
 
 # ---- Sigma, outliers, KL ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["softplus", "published"])
-def test_sigma_maps_round_trip(kind):
+def test_sigma_of_rho_is_sigma():
     sigma = torch.logspace(-4, 0.8, 50).double()
-    rho = gbnn2d.rho_of(sigma, kind)
-    assert (gbnn2d.sigma_of(rho, kind) / sigma - 1).abs().max() < 1e-9
-    single = gbnn2d.sigma_of(gbnn2d.rho_of(sigma.float(), kind), kind)
-    assert (single / sigma - 1).abs().max() < 1e-3
-    low = gbnn2d.sigma_of(torch.tensor([math.log(1 - 3e-4) - 1e-3]), kind)
-    assert (low > 0) == (kind == "softplus")
+    rho = gbnn2d.inverse_softplus(sigma)
+    np.testing.assert_allclose(nn.functional.softplus(rho), sigma, rtol=1e-9)
+    single = nn.functional.softplus(gbnn2d.inverse_softplus(sigma.float()))
+    np.testing.assert_allclose(single, sigma, rtol=1e-3)
 
 
-def test_outliers_are_large_in_magnitude():
-    mu, gradient = 0.01 * torch.randn(1000), torch.rand(1000) * 1e-3
-    mu[3], gradient[7] = -0.3, -5.0  # negative ones too
-    mask = gbnn2d.outlier_mask(mu, gradient, 0.2, 0.01)
-    assert mask[3] and mask[7] and mask.sum() == 11
-    assert gbnn2d.outlier_mask(mu, gradient, 0.2, 0.0).sum() == 1
+def test_outliers():
+    mu = 0.01 * torch.randn(1000)
+    gradient = torch.rand(1000) * 1e-3
+    mu[3] = -0.3  # negative ones, too
+    mu[4] = 0.2   # not above the threshold
+    gradient[7] = 5.0
+    mask = gbnn2d.outlier_mask(mu, gradient, float(mu[4]), 0.01)
+    assert mask[3] and not mask[4] and mask[7] and mask.sum() == 11
+    assert gbnn2d.outlier_mask(mu, gradient, 0.25, 0).sum() == 1
     assert gbnn2d.outlier_mask(mu, torch.ones(1000), 9.0, 0.01).all()  # ties: all of them
-    assert gbnn2d.outlier_mask(mu[:50], gradient[:50].abs(), 9.0, 0.01).sum() == 1  # at least one
+    assert gbnn2d.outlier_mask(mu[:50], gradient[:50], 9.0, 0.01).sum() == 1  # at least one
 
 
-def test_kl_terms_are_those_of_the_gaussians():
-    here, there = ((torch.randn(9).double(), torch.rand(9).double() + 0.1) for _ in range(2))
-    np.testing.assert_allclose(gbnn2d.gaussian_kl(*here, *there),
-                               kl_divergence(Normal(*here), Normal(*there)), rtol=1e-9)
-    code, moves = tiny_code(30), [0.5 * torch.randn(s).double() for s in ((3, 2), (3, 3), 2, 2)]
-    planes, outliers = zip(*(
-        (MultivariateNormal(c.centres, full(gbnn2d.covariances_of(c.factors))),
-         Normal(c.outlier_mu, c.outlier_sigma)) for c in (gbnn2d.move(code, *moves), code)))
-    right = kl_divergence(*planes).sum() + kl_divergence(*outliers).sum()
-    assert gbnn2d.moved_kl(*moves).item() == pytest.approx(right.item(), rel=1e-9)
-    assert gbnn2d.moved_kl(*(0 * m for m in moves)) == 0
+def test_a_kl_is_that_of_the_gaussians():
+    mu = double(9)
+    sigma = torch.rand(9).double() + 0.1
+    prior_mu = double(9)
+    prior_sigma = torch.rand(9).double() + 0.1
+    wanted = kl_divergence(Normal(mu, sigma), Normal(prior_mu, prior_sigma))
+    found = gbnn2d.gaussian_kl(mu, sigma, prior_mu, prior_sigma)
+    np.testing.assert_allclose(found, wanted, rtol=1e-9)
+
+
+def test_the_last_kl_is_that_of_the_gaussians_from_where_they_began():
+    shared = gbnn2d.SharedNetwork(tiny_net().double(), tiny_weights(84))
+    assert shared.kl() == 0
+    start = shared.weights()
+    move_all(shared)
+    now = shared.weights()
+    planes = [MultivariateNormal(w.centre, w.factor @ w.factor.mT) for w in (now, start)]
+    outliers = [Normal(w.outlier_mu, w.outlier_sigma) for w in (now, start)]
+    wanted = kl_divergence(*planes).sum() + kl_divergence(*outliers).sum()
+    assert shared.kl().item() == pytest.approx(wanted.item(), rel=1e-9)
 
 
 # ---- The mixture --------------------------------------------------------------------------------
 
 
-def test_densities_distances_and_the_two_best_are_those_of_the_gaussians():
-    x, mixture = torch.randn(20, 2).double(), random_mixture(20)
-    planes = MultivariateNormal(mixture.centres, full(mixture.covariances))
-    right = planes.log_prob(x[:, None]) + mixture.weights.log()
-    theta, _ = gbnn2d.natural_parameters(mixture)
-    everyone = torch.arange(20).expand(20, 20)
-    np.testing.assert_allclose(gbnn2d.log_joint(theta, gbnn2d.monomials(x), everyone, chunk=7),
-                               right, rtol=1e-9)
-    label, second, alpha, squared = gbnn2d.two_best(x, mixture, everyone)
-    top, best = right.topk(2)
-    assert torch.equal(torch.stack([label, second], 1), best)
+def test_densities_and_second_components_are_those_of_the_gaussians():
+    x = double(20, 2)
+    mixture = random_mixture(7)
+    joint = dense_log_joint(x, mixture)
+    every = everyone(x, mixture.centre, 7)
+    np.testing.assert_allclose(gbnn2d.log_joint(x, mixture, every), joint, rtol=1e-9)
+    top, best = joint.topk(2)
+    assert torch.equal(gbnn2d.assign(x, mixture), best[:, 0])
+    second, alpha = gbnn2d.second_components(x, mixture, best[:, 0])
+    assert torch.equal(second, best[:, 1])
     np.testing.assert_allclose(alpha, top.softmax(1)[:, 0], rtol=1e-9)
-    np.testing.assert_allclose(squared, squared_distance(
-        x, mixture.centres[label], mixture.covariances[label]), rtol=1e-8)
+    # A point may refer to a component that is not the best: then alpha is below one half.
+    first, alpha = gbnn2d.second_components(x, mixture, best[:, 1])
+    assert torch.equal(first, best[:, 0])
+    np.testing.assert_allclose(alpha, top.softmax(1)[:, 1], rtol=1e-9)
 
 
-def test_cells_keep_all_moments():
-    """Also of far points, float32 ones, and of more points than the quantiles look at."""
-    x = torch.cat([torch.randn(400_000, 2), 50 * torch.randn(21, 2)])
-    x = x * torch.tensor([1e-2, 1e-5]) + torch.tensor([0.1, 1e-3])
-    cells = gbnn2d.bin_points(x, bins=16, chunk=99_999)
-    z = (x.double() - cells.shift) / cells.scale
-    assert torch.equal(torch.bincount(cells.index).double(), cells.count)
-    sums = torch.zeros(len(cells.count), 6).double()
-    sums.index_add_(0, cells.index, gbnn2d.monomials(z))
-    np.testing.assert_allclose(cells.moments, sums / cells.count[:, None], rtol=1e-9, atol=1e-9)
+def test_the_nearest_centres_are_those_of_all_distances():
+    scale = torch.tensor([1e-1, 1e-4]).double()
+    centre = double(50, 2) * scale
+    x = double(30, 2) * scale
+    spread = centre.std(0, correction=0)
+    wanted = torch.cdist(x / spread, centre / spread).topk(5, largest=False).indices
+    assert torch.equal(gbnn2d.nearest(x, centre, 5), wanted)
+    assert gbnn2d.nearest(x, centre[:3], 5).shape == (30, 3)
+    assert gbnn2d.nearest(x, centre[:1], 5).tolist() == [[0]] * 30
 
 
 @pytest.mark.parametrize("steps", [1, 50])
-def test_em_is_scikit_learns(steps):
-    """Also with counts, which are repeated points."""
-    x, _ = cloud(600)
-    times = torch.arange(600) % 4 + 1
-    cells, start = exact_cells(x, times), x[[0, 300, 500]] + 0.5
-    first, none = gbnn2d.fit_mixture(cells, start, 0, reg=0.0)
-    peer = scikit_learns(x.repeat_interleave(times, 0), first, steps, 0.0)
-    ours, history = gbnn2d.fit_mixture(cells, start, steps, reg=0.0, tolerance=-1.0)
-    assert none == [] and len(history) == steps and np.all(np.diff(history) > -1e-12)
-    np.testing.assert_allclose(ours.weights, peer.weights_, rtol=1e-7)
-    np.testing.assert_allclose(ours.centres, peer.means_, rtol=1e-6, atol=1e-8)
-    np.testing.assert_allclose(full(ours.covariances), peer.covariances_, rtol=1e-6)
+def test_em_is_scikit_learns(steps, monkeypatch):
+    monkeypatch.setattr(gbnn2d, "BLOCK", 170)  # several blocks, the last one smaller
+    x = cloud(600)
+    mixture = gbnn2d.Mixture(torch.ones(3).double() / 3, x[[0, 300, 500]] + 0.5,
+                             torch.eye(2).double().expand(3, 2, 2))
+    peer = GaussianMixture(3, reg_covar=1e-3, max_iter=steps, tol=0.0, weights_init=mixture.weight,
+                           means_init=mixture.centre,
+                           precisions_init=torch.linalg.inv(mixture.covariance)).fit(x)
+    history = []
+    for _ in range(steps):
+        wanted = dense_log_joint(x, mixture).logsumexp(1).mean().item()
+        near = everyone(x, mixture.centre, 3)
+        mixture, likelihood = gbnn2d.em_step(x, near, mixture, 1e-3 * torch.eye(2))
+        history.append(likelihood)
+        assert likelihood == pytest.approx(wanted, rel=1e-9)
+    assert np.all(np.diff(history) > -1e-3)
+    np.testing.assert_allclose(mixture.weight, peer.weights_, rtol=1e-7)
+    np.testing.assert_allclose(mixture.centre, peer.means_, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(mixture.covariance, peer.covariances_, rtol=1e-6)
 
 
-def test_binned_and_sparse_em_of_twelve_is_close_to_scikit_learns():
-    """Wide and narrow ones, six of them known to a cell: within 1e-4 nats a point."""
-    centres, width = 4 * torch.randn(12, 2).double(), 0.3 + torch.rand(12, 2).double()
-    x = (centres + torch.randn(1667, 12, 2).double() * width).flatten(0, 1)
-    cells = gbnn2d.bin_points(x)
-    z, start = ((p - cells.shift) / cells.scale for p in (x, centres + 0.3))
-    _, history = gbnn2d.fit_mixture(cells, start, 40, neighbours=6, tolerance=-1.0)
-    first, _ = gbnn2d.fit_mixture(exact_cells(z), start, 0)
-    right = scikit_learns(z, first, 40, 1e-6).score(z)
-    assert history[-1] == pytest.approx(right, abs=1e-4) and history[-1] > history[0] + 1e-2
+def test_em_of_the_nearest_of_forty_is_em_of_all(monkeypatch):
+    """Within 1e-3 nats a point, of points like weights; and no worse than scikit-learn's fit."""
+    mu = double(6000) * (1 + torch.rand(6000).double())
+    x = torch.stack([mu, 0.3 * (0.3 * double(6000)).exp() + 0.1 * mu.abs()], 1)
+    sparse, history = gbnn2d.fit_mixture(x, 40, seed_of(1))
+    assert len(sparse.weight) == 40 and sparse.weight.sum().item() == pytest.approx(1, abs=1e-12)
+    likelihood = dense_log_joint(x, sparse).logsumexp(1).mean().item()
+    assert likelihood == pytest.approx(history[-1], abs=5e-3) and likelihood > history[0] + 0.1
+    peer = GaussianMixture(40, max_iter=30, tol=0.0, random_state=0).fit(x)
+    assert likelihood > peer.score(x) - 0.02
+    monkeypatch.setattr(gbnn2d, "nearest", everyone)
+    dense, _ = gbnn2d.fit_mixture(x, 40, seed_of(1))
+    wanted = dense_log_joint(x, dense).logsumexp(1).mean().item()
+    assert likelihood == pytest.approx(wanted, abs=1e-3)
 
 
-def test_mixture_and_labels_are_in_the_units_of_the_weights():
-    x, centres = cloud()
-    scale, shift = torch.tensor([1e-2, 1e-6]).double(), torch.tensor([0.2, 1e-3]).double()
-    x = x * scale + shift  # a fixed reg would swamp this
-    cells = gbnn2d.bin_points(x)
-    start = gbnn2d.kmeans_plus_plus(cells, 3, torch.Generator().manual_seed(0))
-    mixture, _ = gbnn2d.fit_mixture(cells, gbnn2d.kmeans(cells, start))
-    mixture = gbnn2d.rescale(mixture, cells.shift, cells.scale)
-    found = mixture.centres[mixture.centres[:, 0].argsort()]
-    np.testing.assert_allclose((found - shift) / scale, centres, atol=0.2)
-    assert mixture.weights.sum().item() == pytest.approx(1, abs=1e-12)
-    labels, rim, second, alpha = gbnn2d.assign(x, cells, mixture, chunk=700)
-    label, next_one, posterior, squared = gbnn2d.two_best(x, mixture,
-                                                          torch.arange(3).expand(len(x), 3))
-    assert labels.dtype == torch.int16 and torch.equal(labels.long(), label)
-    assert torch.equal(rim, (squared > -2 * math.log(0.05)).nonzero()[:, 0])
-    assert 0.03 < len(rim) / len(x) < 0.07 and torch.equal(second, next_one[rim])
-    np.testing.assert_allclose(alpha, posterior[rim], rtol=1e-6)
+def test_a_mixture_is_in_the_units_of_the_weights(monkeypatch):
+    """Also when it is fitted to a sample."""
+    scale = torch.tensor([1e-2, 1e-6]).double()
+    shift = torch.tensor([0.2, 1e-3]).double()
+    x = cloud(6000) * scale + shift  # a fixed ridge would swamp this
+    mixture, _ = gbnn2d.fit_mixture(x, 3, seed_of(0), most=4000)
+    assert mixture.weight.sum().item() == pytest.approx(1, abs=1e-12)
+    order = mixture.centre[:, 0].argsort()
+    np.testing.assert_allclose((mixture.centre[order] - shift) / scale, CENTRES, atol=0.2)
+    found = mixture.covariance[order] / torch.outer(scale, scale)
+    np.testing.assert_allclose(found, COVARIANCES, atol=0.2)
+
+    joint = dense_log_joint(x, mixture)
+    monkeypatch.setattr(gbnn2d, "BLOCK", 700)
+    label = gbnn2d.assign(x, mixture)
+    assert torch.equal(label, joint.argmax(1))
+    label[::50] = -1  # outliers
+    weights = gbnn2d.encode(x, label, mixture)
+    assert torch.equal(weights.outlier, torch.arange(0, 6000, 50))
+    own = label.clamp_min(0)
+    offset = x - mixture.centre[own]
+    solved = torch.linalg.solve(mixture.covariance[own], offset)
+    outside = ((offset * solved).sum(1) > -2 * math.log(0.05)) & (label >= 0)
+    assert torch.equal(weights.ellipse, outside.nonzero()[:, 0])
+    assert 0.03 < len(weights.ellipse) / len(x) < 0.07
+    top, best = joint[weights.ellipse].topk(2)
+    assert torch.equal(weights.second, best[:, 1])
+    np.testing.assert_allclose(weights.alpha, top.softmax(1)[:, 0], rtol=1e-5)
+    np.testing.assert_allclose(weights.factor @ weights.factor.mT, mixture.covariance, rtol=1e-4)
 
 
-def test_kmeans_is_scikit_learns_and_its_start_spreads():
-    x, _ = cloud(600)
-    times = torch.arange(600) % 3 + 1
-    peer = KMeans(7, init=x[::90], n_init=1, max_iter=100, tol=0.0).fit(x, sample_weight=times)
-    cells = exact_cells(x, times)
-    np.testing.assert_allclose(gbnn2d.kmeans(cells, x[::90], 100), peer.cluster_centers_, rtol=1e-9,
-                               atol=1e-12)
+def test_the_starts_of_em_spread():
     x = torch.tensor([[0.0, 0], [1, 0], [3, 0], [0, 2]]).double()
-    cells, generator = exact_cells(x, torch.tensor([5, 1, 2, 4])), torch.Generator().manual_seed(0)
+    generator = seed_of(0)
     pairs = np.zeros((4, 4))
-    for _ in range(3000):  # the set of two: P(i) P(j | i) + P(j) P(i | j)
-        i, j = sorted(int((x == c).all(1).nonzero()) for c in
-                      gbnn2d.kmeans_plus_plus(cells, 2, generator))
+    for _ in range(3000):
+        i, j = sorted(gbnn2d.kmeans_plus_plus(x, 2, generator).tolist())
         pairs[i, j] += 1 / 3000
-    count, squared = cells.count.numpy(), torch.cdist(x, x).square().numpy()
-    both = count[:, None] / count.sum() * (count * squared) / (squared @ count)[:, None]
+    squared = torch.cdist(x, x).square().numpy()
+    both = 0.25 * squared / squared.sum(1)[:, None]  # P(i) P(j | i)
     np.testing.assert_allclose(pairs, np.triu(both + both.T), atol=4 * math.sqrt(0.25 / 3000))
-    same = exact_cells(torch.ones(10, 2).double())
-    assert len(gbnn2d.kmeans_plus_plus(same, 4, generator)) == 1
+    assert len(gbnn2d.kmeans_plus_plus(torch.ones(10, 2).double(), 4, generator)) == 1
+    assert sorted(gbnn2d.kmeans_plus_plus(x, 9, generator).tolist()) == [0, 1, 2, 3]
 
 
-def test_labels_must_fit_in_int16():
-    x, mixture = cloud(30)[0], random_mixture(32768)
-    with pytest.raises(ValueError, match="32768 components"):
-        gbnn2d.assign(x, gbnn2d.bin_points(x), mixture)
-    labels = gbnn2d.assign(x, gbnn2d.bin_points(x), gbnn2d.Mixture(*(t[1:] for t in mixture)))[0]
-    assert labels.min() >= 0
+def test_points_on_a_line_have_a_mixture():
+    """mu alone varies where no weight has learned a sigma."""
+    x = torch.stack([double(500), torch.full((500,), 1e-3)], 1).double()
+    mixture, history = gbnn2d.fit_mixture(x, 5, seed_of(0))
+    assert mixture.covariance.isfinite().all() and math.isfinite(history[-1])
+    assert (torch.linalg.cholesky_ex(mixture.covariance).info == 0).all()
 
 
 # ---- Merging ------------------------------------------------------------------------------------
 
 
 def test_wasserstein_is_the_general_formula():
-    (_, m, a), (_, n, b) = random_mixture(20), random_mixture(20)
-    a, b = 100 * a, 100 * b
+    _, m, a = random_mixture(20)
+    _, n, b = random_mixture(20)
+    a = 100 * a
+    b = 100 * b
     ours = gbnn2d.wasserstein(m, a, n, b)
-    for w2, *gaussians, p, q in zip(ours, m.numpy(), n.numpy(), *(full(s).numpy() for s in (a, b))):
+    for k in range(20):
+        p = a[k].numpy()
+        q = b[k].numpy()
         assert np.abs(p @ q - q @ p).max() > 1e-3  # they do not commute
-        peer = ot.gaussian.bures_wasserstein_distance(*gaussians, p, q)
-        assert w2.item() == pytest.approx(float(peer), rel=1e-9)
+        peer = ot.gaussian.bures_wasserstein_distance(m[k].numpy(), n[k].numpy(), p, q)
+        assert ours[k].item() == pytest.approx(float(peer), rel=1e-9)
     assert torch.equal(ours, gbnn2d.wasserstein(n, b, m, a))
     assert gbnn2d.wasserstein(m, a, m, a).max() < 1e-7
     np.testing.assert_allclose(gbnn2d.wasserstein(m, a, n, a), (m - n).norm(dim=1), rtol=1e-6)
-    np.testing.assert_allclose(gbnn2d.wasserstein(1e-4 * m, 1e-8 * a, 1e-4 * n, 1e-8 * b),
-                               1e-4 * ours, rtol=1e-9)
-    zero, line = torch.zeros(1, 3).double(), torch.tensor([[1.0, 1.0, 1.0]]).double()
+    small = gbnn2d.wasserstein(1e-4 * m, 1e-8 * a, 1e-4 * n, 1e-8 * b)
+    np.testing.assert_allclose(small, 1e-4 * ours, rtol=1e-9)
+    zero = torch.zeros(1, 2, 2).double()
+    line = torch.ones(1, 2, 2).double()
     assert gbnn2d.wasserstein(m[:1], zero, m[:1], line).item() == pytest.approx(math.sqrt(2))
 
 
+def moments_of(part):
+    """(centre, covariance, gradient) from the sums of the raw moments of members."""
+    first, second, gradient, weight = part
+    centre = first / weight
+    return centre, second / weight - np.outer(centre, centre), gradient / weight
+
+
 def brute_force_merge(mixture, gradient, tau_d, tau_g, tau_v):
-    """All pairs by POT, the closest one that may merge first; sums of raw moments are those of all
-    members: for each component left ((mean, covariance, gradient), weight, members)."""
-    arrays = (t.numpy() for t in (*mixture[:2], full(mixture.covariances), gradient))
-    parts = [[w * c, w * (s + np.outer(c, c)), w * g, w, [k]]
-             for k, (w, c, s, g) in enumerate(zip(*arrays))]
+    """All pairs by POT, the closest one that may merge first.
+
+    Returns (centre, covariance, gradient), weight of each component that is left.
+    """
+    parts = []
+    for k in range(len(gradient)):
+        weight = mixture.weight[k].item()
+        centre = mixture.centre[k].numpy()
+        second = mixture.covariance[k].numpy() + np.outer(centre, centre)
+        parts.append([weight * centre, weight * second, weight * gradient[k].item(), weight])
     while True:
-        found = [(c / w, s / w - np.outer(c, c) / w**2, g / w) for c, s, g, w, _ in parts]
-        pairs = [(ot.gaussian.bures_wasserstein_distance(m, n, s, t), i, j)
-                 for (i, (m, s, g)), (j, (n, t, h)) in itertools.combinations(enumerate(found), 2)
-                 if abs(g - h) < tau_g and abs(np.trace(s - t)) / 2 < tau_v]
+        found = [moments_of(part) for part in parts]
+        pairs = []
+        for (i, (m, s, g)), (j, (n, t, h)) in itertools.combinations(enumerate(found), 2):
+            if abs(g - h) < tau_g and abs(np.trace(s - t)) / 2 < tau_v:
+                pairs.append((ot.gaussian.bures_wasserstein_distance(m, n, s, t), i, j))
         w2, i, j = min(pairs, default=(tau_d, 0, 0))
         if w2 >= tau_d:
-            return [(own, *part[3:]) for own, part in zip(found, parts)]
-        parts[i] = [a + b for a, b in zip(parts[i], parts.pop(j))]
+            return [(*own, part[3]) for own, part in zip(found, parts)]
+        gone = parts.pop(j)
+        parts[i] = [a + b for a, b in zip(parts[i], gone)]
 
 
 @pytest.mark.parametrize("tau_d, tau_g, tau_v, k", [
     (0.0, math.inf, math.inf, 24), (0.4, math.inf, math.inf, None), (0.6, 0.3, math.inf, None),
     (0.6, math.inf, 0.01, None), (math.inf, math.inf, math.inf, 1)])
 def test_merging_is_the_closest_pair_of_all_first(tau_d, tau_g, tau_v, k):
-    mixture, gradient = random_mixture(24), torch.rand(24).double()
-    right = brute_force_merge(mixture, gradient, tau_d, tau_g, tau_v)
-    merged, g, number, heights = gbnn2d.merge_mixture(mixture, gradient, tau_d, tau_g, tau_v)
-    assert len(heights) == 24 - len(g) and all(height < tau_d for height in heights)
-    assert len(right) == len(g) == (k or len(g)) and (k or 2 < len(g) < 23)
-    for new, (wanted, weight, members) in enumerate(right):  # numbered by their first members
-        assert (number == new).nonzero().flatten().tolist() == sorted(members)
-        assert merged.weights[new].item() == pytest.approx(weight, rel=1e-11)
-        for ours, own in zip((merged.centres, full(merged.covariances), g), wanted):
-            np.testing.assert_allclose(ours[new], own, rtol=1e-9, atol=1e-12)
+    mixture = random_mixture(24)
+    gradient = torch.rand(24).double()
+    before = [tensor.clone() for tensor in (*mixture, gradient)]
+    wanted = brute_force_merge(mixture, gradient, tau_d, tau_g, tau_v)
+    merged = gbnn2d.merge_mixture(mixture, gradient, tau_d, tau_g, tau_v)
+    assert len(merged.weight) == len(wanted)
+    assert len(wanted) == k or k is None and 2 < len(wanted) < 23
+    order = np.argsort([centre[0] for centre, *_ in wanted])
+    ours = merged.centre[:, 0].argsort()
+    for mine, his in zip(ours, order):
+        centre, covariance, _, weight = wanted[his]
+        np.testing.assert_allclose(merged.centre[mine], centre, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(merged.covariance[mine], covariance, rtol=1e-9, atol=1e-12)
+        assert merged.weight[mine].item() == pytest.approx(weight, rel=1e-11)
+    for tensor, old in zip((*mixture, gradient), before):
+        assert torch.equal(tensor, old)  # the arguments stay
 
 
-@pytest.mark.parametrize("centres, variances, tau_d, number", [
+@pytest.mark.parametrize("centres, variances, tau_d, weights", [
     # two narrow ones make one that is as wide as the third: closer to it than the fourth is
-    ([[-0.05, 0], [0.05, 0], [0, 0.12], [0.15, 0.12]], [1e-8, 1e-8, 0.0025, 0.0025], 0.16,
-     [0, 0, 0, 1]),
+    ([[-0.05, 0], [0.05, 0], [0, 0.12], [0.15, 0.12]], [1e-8, 1e-8, 0.0025, 0.0025], 0.16, [3, 1]),
     # the last two make one that is closer to that of the first two than the third is
     ([[-0.95, 0], [0.95, 0], [0, -2.3], [-1, 2.05], [1, 2.05]], [1e-8, 1e-8, 0.9025, 1e-8, 1e-8],
-     2.5, [0, 0, 1, 0, 0]),
-    ([[0, 0], [1, 0], [2, 0], [3, 0]], [1e-8] * 4, 1.1, [0, 0, 1, 1]),  # ties, in order
-    ([[0, 0], [1, 0], [0, 0], [1, 0]], [1e-8] * 4, 1e-6, [0, 1, 0, 1])])  # equal ones
-def test_who_merges_with_whom(centres, variances, tau_d, number):
-    covariances = torch.tensor([[v, 0, 1e-8] for v in variances]).double()
-    weights = torch.ones(len(centres)).double() / len(centres)
-    mixture = gbnn2d.Mixture(weights, torch.tensor(centres).double(), covariances)
-    found = gbnn2d.merge_mixture(mixture, torch.zeros(len(centres)), tau_d, tau_v=math.inf)[2]
-    assert found.tolist() == number
+     2.5, [4, 1]),
+    ([[0, 0], [1, 0], [2, 0], [3, 0]], [1e-8] * 4, 1.1, [2, 2]),      # ties, in order
+    ([[0, 0], [1, 0], [0, 0], [1, 0]], [1e-8] * 4, 1e-6, [2, 2])])    # equal ones
+def test_who_merges_with_whom(centres, variances, tau_d, weights):
+    k = len(centres)
+    covariance = torch.diag_embed(torch.tensor([[v, 1e-8] for v in variances]).double())
+    weight = torch.ones(k).double() / k
+    mixture = gbnn2d.Mixture(weight, torch.tensor(centres).double(), covariance)
+    merged = gbnn2d.merge_mixture(mixture, torch.zeros(k), tau_d, tau_v=math.inf)
+    assert (k * merged.weight).round().tolist() == weights
 
 
-# ---- Codes and draws ----------------------------------------------------------------------------
+# ---- Shared weights and draws -------------------------------------------------------------------
 
 
-def tiny_code(n):
+def tiny_weights(n):
     """Three Gaussians, two outliers and two ellipse points, float64."""
-    labels = torch.arange(n) % 3
-    labels[[0, 5]] = -1
-    numbers = [torch.tensor(values).double() for values in (
-        [0.5, -0.4], [0.01, 0.02], [0.7, 0.6], [[0.1, 0.02], [-0.2, 0.03], [0.0, 0.01]],
-        [[0.02, 0.004, 0.003], [0.01, 0.0, 0.002], [0.03, -0.002, 0.001]])]
-    return gbnn2d.Code(labels.short(), torch.tensor([0, 5]), *numbers[:2], torch.tensor([2, 9]),
-                       torch.tensor([0, 1]).short(), *numbers[2:])
+    label = (torch.arange(n) % 3).int()
+    label[[0, 5]] = -1
+    factor = [[[0.1, 0], [0.02, 0.03]], [[0.05, 0], [0.01, 0.04]], [[0.15, 0], [-0.02, 0.03]]]
+    return gbnn2d.SharedWeights(
+        label, torch.tensor([0, 5]), torch.tensor([0.5, -0.4]).double(),
+        torch.tensor([0.01, 0.02]).double(), torch.tensor([2, 9]), torch.tensor([0, 1]),
+        torch.tensor([0.7, 0.6]).double(),
+        torch.tensor([[0.1, 0.02], [-0.2, 0.03], [0.0, 0.01]]).double(),
+        torch.tensor(factor).double())
+
+
+def move_all(shared):
+    for name in ("shift", "stretch", "outlier_shift", "outlier_stretch"):
+        parameter = shared.get_parameter(name)
+        parameter.data = 0.5 * torch.randn_like(parameter)
 
 
 def lenet_weights(n=44_190):
-    mu = 0.05 * torch.randn(n)
+    mu = (0.05 * torch.randn(n)).clamp(-0.19, 0.19)
     mu[:40:9] = torch.tensor([-0.3, 0.21, -0.21, 0.3, 0.7])
-    return mu.clamp(-0.19, 0.19).where(torch.arange(n) >= 40, mu), 1e-3 * torch.randn(n).exp()
+    return mu, 1e-3 * torch.randn(n).exp()
 
 
-@pytest.mark.parametrize("kind", ["em", "kmeans"])
-def test_codes_are_whole_and_repeatable(kind):
-    """Labels contiguous, each in use, outliers alike before and after merging; bit for bit; ellipse
-    points are the inliers outside their ellipse; components of few members dissolved."""
+def test_shared_weights_are_whole_and_repeatable():
+    """Labels contiguous and each in use; outliers alike before and after merging; ellipse points
+    are outside the ellipse of their component; components of few members dissolve."""
     mu, sigma = lenet_weights()
     gradient = torch.rand(len(mu))
-    one, other = (gbnn2d.share_weights(
-        mu, sigma, gradient, torch.Generator().manual_seed(1), k0=60, min_cluster=100, tau_d=3e-3,
-        kind=kind) for _ in range(2))
+    options = gbnn2d.SharingOptions(k0=60, min_cluster=100, tau_d=3e-3)
+    one = gbnn2d.share_weights(mu, sigma, gradient, options, seed_of(1))
+    other = gbnn2d.share_weights(mu, sigma, gradient, options, seed_of(1))
     points = torch.stack([mu, sigma], 1)
-    for code, again in zip(one[:2], other[:2]):
-        assert all(torch.equal(a, b) for a, b in zip(code, again))
-        labels = code.labels.long()
-        assert labels.unique().tolist() == list(range(-1, len(code.centres)))
-        assert torch.equal((labels == -1).nonzero()[:, 0], code.outliers)
-        assert torch.equal(code.outliers, one[0].outliers) and code.labels.dtype == torch.int16
-        assert torch.equal(points[code.outliers], torch.stack(code[2:4], 1))
-        few = (labels >= 0).nonzero()[::7, 0]
-        centres, factors = (t.double()[labels[few]] for t in code[-2:])
-        squared = squared_distance(points[few].double(), centres, gbnn2d.covariances_of(factors))
-        rim = torch.isin(few, code.ellipse)
-        assert ((squared > 5.9915) == rim).double().mean() > 0.9999 and rim.any()
-        assert (labels[code.ellipse] != code.ellipse_second).all()
-        assert ((code.ellipse_alpha >= 0.5) & (code.ellipse_alpha <= 1)).all()
-    assert 1 < len(one[1].centres) < len(one[0].centres) <= 60
-    assert one[2] == other[2] and one[2]["tau_d"] == 3e-3
-    assert torch.bincount(one[0].labels.long() + 1)[1:].min() > 90
-    assert (one[0].labels[mu.abs() > 0.2] == -1).all() and (mu.abs() > 0.2).sum() == 5
+    for weights, again in zip(one[:2], other[:2]):
+        assert all(torch.equal(a, b) for a, b in zip(weights, again))
+        label = weights.label.long()
+        assert label.unique().tolist() == list(range(-1, len(weights.centre)))
+        assert torch.equal((label == -1).nonzero()[:, 0], weights.outlier)
+        assert torch.equal(weights.outlier, one[0].outlier)
+        assert torch.equal(points[weights.outlier],
+                           torch.stack([weights.outlier_mu, weights.outlier_sigma], 1))
+        inliers = (label >= 0).nonzero()[:, 0]
+        offset = points[inliers].double() - weights.centre.double()[label[inliers]]
+        factor = weights.factor.double()[label[inliers]]
+        standard = torch.linalg.solve_triangular(factor, offset[:, :, None], upper=False)
+        in_rim = torch.isin(inliers, weights.ellipse)
+        outside = standard.square().sum((1, 2)) > 5.9915
+        assert (outside == in_rim).double().mean() > 0.9999 and in_rim.any()
+        assert (label[weights.ellipse] != weights.second).all()
+        assert ((weights.alpha >= 0.5) & (weights.alpha <= 1)).all()
+    assert 1 < len(one[1].centre) < len(one[0].centre) <= 60
+    assert one[2] == other[2] and (one[2]["tau_d"], one[2]["k0"]) == (3e-3, 60)
+    assert one[0].label[inliers].bincount().min() > 100
+    assert (one[0].label[mu.abs() > 0.2] == -1).all() and (mu.abs() > 0.2).sum() == 5
 
 
 def test_thresholds():
     mu, sigma = lenet_weights(5000)
-    share = lambda gradient=torch.rand(5000), **options: gbnn2d.share_weights(
-        mu, sigma, gradient, torch.Generator(), **options)
-    same, merged, _ = share(tau_d=0.0)
-    assert all(torch.equal(a, b) for a, b in zip(same, merged))
-    everything = dict(tau_d=math.inf, tau_v=math.inf, fraction=0.0)
-    assert len(share(**everything)[1].centres) == 1
-    signs = share((mu > 0).float(), tau_g=0.5, **everything)[1]  # a member's gradient: 0 or 1
-    assert 2 <= len(signs.centres) <= 3
-    code, _, numbers = share(k0=40, min_cluster=2)
-    centres, covariances = code.centres, gbnn2d.covariances_of(code.factors.double())
-    w2 = gbnn2d.wasserstein(centres[:, None], covariances[:, None], centres, covariances)
-    closest = w2.fill_diagonal_(math.inf).amin(1)
-    assert numbers["tau_d"] == pytest.approx(closest.quantile(0.05).item(), rel=1e-3)
-    for options in (dict(k0=6000), dict(tau_w=0.0), dict(fraction=1.0), dict(min_cluster=9999)):
-        with pytest.raises(ValueError) as error:
-            share(**options)
-        assert "\n" not in str(error.value)
+    gradient = torch.rand(5000)
+
+    def share(gradient=gradient, **options):
+        options = gbnn2d.SharingOptions(**{"k0": 0, **options})
+        return gbnn2d.share_weights(mu, sigma, gradient, options, seed_of(0))
+
+    same, merged, numbers = share(tau_d=0.0)
+    assert all(torch.equal(a, b) for a, b in zip(same, merged)) and numbers["k0"] == 10
+    everything = dict(tau_d=math.inf, tau_v=math.inf, grad_frac=0.0)
+    _, single, _ = share(**everything)
+    assert len(single.centre) == 1
+    draws = gbnn2d.draw_weights(single)
+    assert draws.shape == (5000,) and draws.isfinite().all()
+    assert 2 <= len(share((mu > 0).float(), tau_g=0.5, **everything)[1].centre) <= 3
+    before, _, numbers = share(k0=200, min_cluster=2, tau_d="auto")
+    median = sigma[before.label >= 0].median().item()
+    assert numbers["tau_d"] == pytest.approx(gbnn2d.AUTO_TAU_D * median)
+
+
+@pytest.mark.parametrize("options, said", [
+    (dict(k0=6000), "too few for 6000 Gaussians"), (dict(tau_w=0.0), "only 0 of 5000 weights"),
+    (dict(grad_frac=1.0), "only 0 of"), (dict(min_cluster=9999), "no Gaussian has more than 9999")])
+def test_too_few_weights_are_an_error_of_one_line(options, said):
+    mu, sigma = lenet_weights(5000)
+    options = gbnn2d.SharingOptions(**{"k0": 10, **options})
+    with pytest.raises(ValueError, match=said) as error:
+        gbnn2d.share_weights(mu, sigma, torch.rand(5000), options, seed_of(0))
+    assert "\n" not in str(error.value)
+
+
+def test_a_signed_gradient_is_refused():
+    mu, sigma = lenet_weights(5000)
+    options = gbnn2d.SharingOptions(k0=10)
+    with pytest.raises(ValueError, match="magnitude"):
+        gbnn2d.share_weights(mu, sigma, torch.randn(5000), options, seed_of(0))
+    assert "magnitude" in gbnn2d.share_weights.__doc__
 
 
 def test_a_component_for_each_weight_is_every_weight():
-    mu, sigma = torch.randn(300), torch.rand(300) + 0.1
-    points = torch.stack([mu, sigma], 1)
-    mixture = gbnn2d.Mixture(torch.full((300,), 1 / 300).double(), points.double(),
-                             torch.tensor([[1e-12, 0, 1e-12]]).double().repeat(300, 1))
-    code, _ = gbnn2d.encode(points, torch.arange(300), gbnn2d.bin_points(points), mixture)
-    assert torch.equal(code.labels.long(), torch.arange(300)) and not len(code.ellipse)
-    torch.testing.assert_close(gbnn2d.draw_weights(code, "shared"), mu, rtol=1e-4, atol=1e-5)
-    draws = torch.stack([gbnn2d.draw_weights(code) for _ in range(4000)])
+    mu = torch.randn(300)
+    sigma = torch.rand(300) + 0.1
+    points = torch.stack([mu, sigma], 1).double()
+    mixture = gbnn2d.Mixture(torch.full((300,), 1 / 300).double(), points,
+                             1e-12 * torch.eye(2).double().repeat(300, 1, 1))
+    weights = gbnn2d.encode(points, gbnn2d.assign(points, mixture), mixture)
+    assert torch.equal(weights.label.long(), torch.arange(300)) and len(weights.ellipse) == 0
+    torch.testing.assert_close(gbnn2d.draw_shared_weights(weights), mu, rtol=1e-4, atol=1e-5)
+    draws = torch.stack([gbnn2d.draw_weights(weights) for _ in range(4000)])
     np.testing.assert_allclose(draws.std(0) / sigma, 1, atol=0.06)
 
 
-@pytest.mark.parametrize("draw, variance, correlation", [
-    ("hier", lambda c, s: s[0] + c[1] ** 2 + s[2], lambda c, s, v: s[0] / v),
-    ("shared", lambda c, s: s[0], lambda c, s, v: 1.0),
-    ("perweight", lambda c, s: c[1] ** 2, lambda c, s, v: 0.0)])
-def test_moments_of_the_draws(draw, variance, correlation):
-    code = tiny_code(60)
-    draws = torch.stack([gbnn2d.draw_weights(code, draw) for _ in range(10_000)])
-    for k, (c, s) in enumerate(zip(code.centres, gbnn2d.covariances_of(code.factors))):
-        pair, v = draws[:, [12 + k, 15 + k]], float(variance(c, s))  # members of k
-        assert pair[:, 0].mean().item() == pytest.approx(c[0].item(), abs=0.04 * v**0.5)
-        assert pair[:, 0].var().item() == pytest.approx(v, rel=0.06)
-        assert pair.T.corrcoef()[0, 1] == pytest.approx(float(correlation(c, s, v)), abs=0.05)
-    assert draws[:, 5].std().item() == pytest.approx(0.02, rel=0.06)  # outliers: their own
-    np.testing.assert_allclose(draws.mean(0), gbnn2d.mean_weights(code), atol=2e-3)
-    blended = 0.7 * code.centres[2, 0] + 0.3 * code.centres[0, 0]
-    assert gbnn2d.mean_weights(code)[[0, 2]].tolist() == pytest.approx([0.5, blended.item()])
-
-
-def test_blends_of_ellipse_points():
-    code, spread = tiny_code(60), {}
-    for blend in ("linear", "choose", "mean"):
-        draws = torch.stack([gbnn2d.draw_weights(code, "hier", blend) for _ in range(4000)])[:, 2]
-        assert draws.mean().item() == pytest.approx(gbnn2d.mean_weights(code)[2].item(), abs=3e-3)
-        spread[blend] = draws.std().item()
-    assert spread["mean"] < 1e-8 < 0.01 < spread["linear"] < 0.04 < spread["choose"]
+@pytest.mark.parametrize("draw", ["hier", "shared"])
+def test_moments_of_the_draws(draw):
+    weights = tiny_weights(60)
+    draws = torch.stack([gbnn2d.DRAWS[draw](weights) for _ in range(10_000)])
+    covariance = weights.factor @ weights.factor.mT
+    for k in range(3):
+        c = weights.centre[k]
+        common_part = covariance[k, 0, 0].item()  # of the variance
+        variance = common_part
+        if draw == "hier":
+            variance = common_part + c[1].item() ** 2 + covariance[k, 1, 1].item()
+        pair = draws[:, [12 + k, 15 + k]]  # two members of k
+        assert pair[:, 0].mean().item() == pytest.approx(c[0].item(), abs=0.04 * variance**0.5)
+        assert pair[:, 0].var().item() == pytest.approx(variance, rel=0.06)
+        correlation = pair.T.corrcoef()[0, 1].item()
+        assert correlation == pytest.approx(common_part / variance, abs=0.05)
+        assert (correlation > 0.9999) == (draw == "shared")
+    assert draws[:, 5].mean().item() == pytest.approx(-0.4, abs=1e-3)  # outliers: their own
+    assert draws[:, 5].std().item() == pytest.approx(0.02, rel=0.06)
+    # An ellipse point blends the draws of two components, which are independent but for eps.
+    blended = 0.7 * weights.centre[2, 0] + 0.3 * weights.centre[0, 0]
+    assert draws[:, 2].mean().item() == pytest.approx(blended.item(), abs=5e-3)
+    if draw == "shared":
+        variance = 0.49 * covariance[2, 0, 0] + 0.09 * covariance[0, 0, 0]
+        assert draws[:, 2].var().item() == pytest.approx(variance.item(), rel=0.06)
 
 
 def test_gradients_reach_what_was_moved():
     """By central differences; a component that no weight refers to gets none."""
-    code = tiny_code(60)
-    code = code._replace(labels=torch.where(code.labels == 2, 1, code.labels),
-                         ellipse_second=torch.zeros(2).short())
-    target = torch.randn(60).double()
+    weights = tiny_weights(84)
+    label = torch.where(weights.label == 2, 1, weights.label)
+    weights = weights._replace(label=label, second=torch.zeros(2).long())
+    shared = gbnn2d.SharedNetwork(tiny_net().double(), weights)
+    names = ["shift", "stretch", "outlier_shift", "outlier_stretch"]
+    target = double(84)
 
     def loss(*moves):
         torch.manual_seed(4)
-        return (gbnn2d.draw_weights(gbnn2d.move(code, *moves)) - target).square().sum()
+        state = dict(zip(names, moves))
+        weights = torch.func.functional_call(Drawn(shared), {f"of.{n}": m for n, m in state.items()}, ())
+        return (weights - target).square().sum()
 
-    moves = [(0.1 * torch.randn(s).double()).requires_grad_() for s in ((3, 2), (3, 3), 2, 2)]
+    moves = []
+    for name in names:
+        zeros = shared.get_parameter(name)
+        moves.append((0.1 * torch.randn_like(zeros)).requires_grad_())
     assert torch.autograd.gradcheck(loss, moves, atol=1e-6)
     gradients = torch.autograd.grad(loss(*moves), moves)
     assert all((g[:2] != 0).any() for g in gradients)
     assert (gradients[0][2] == 0).all() and (gradients[1][2] == 0).all()
 
 
-@pytest.mark.parametrize("n, outliers, ellipses, k, trainable, percent", [
-    (11_678_912, 23_013, 10_885, 2217, 57_111, 25.5), (11_210_432, 14_624, 260, 2387, 41_183, 25.3),
-    (11_164_352, 123_310, 57, 1569, 254_465, 26.7)])
-def test_the_published_counts(n, outliers, ellipses, k, trainable, percent):
+class Drawn(nn.Module):
+    """A module whose output is a draw."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
+
+    def forward(self):
+        return self.of.draw()
+
+
+@pytest.mark.parametrize("n, outliers, ellipses, k, percent", [
+    (11_678_912, 23_013, 10_885, 2217, 25.5), (11_210_432, 14_624, 260, 2387, 25.3),
+    (11_164_352, 123_310, 57, 1569, 26.7)])
+def test_the_published_counts(n, outliers, ellipses, k, percent):
     """Of ResNet-18 on ImageNet, CIFAR-100, CIFAR-10; then the bytes of a tiny one, by hand."""
-    report = gbnn2d.storage(gbnn2d.Code(*map(range, (n, outliers, 0, 0, ellipses, 0, 0, k, 0))), 0)
-    assert report["trainable"] == trainable and report["inliers"] == n - outliers
-    assert 100 * report["of_mean_field"] == pytest.approx(percent, abs=0.1)
-    tiny = gbnn2d.storage(tiny_code(84), 84)
-    assert tiny["bytes"] == 2 * 84 + 12 * 2 + 20 * 3 + 10 * 2 + 84
-    assert tiny["of_deterministic"] == pytest.approx(356 / (84 * 4 + 84))
+    counts = [range(count) for count in (n, outliers, 0, 0, ellipses, 0, 0, k, 0)]
+    report = gbnn2d.storage(gbnn2d.SharedWeights(*counts), 0)
+    assert report["gaussians"] == k and report["outliers"] == outliers
+    assert 100 * report["bytes_vs_mean_field"] == pytest.approx(percent, abs=0.1)
+    assert report["bytes_vs_deterministic"] == 2 * report["bytes_vs_mean_field"]
+    tiny = gbnn2d.storage(tiny_weights(84), 84)
+    assert tiny["bytes"] == 2 * 84 + 12 * 2 + 24 * 3 + 10 * 2 + 84
+    assert tiny["bytes_vs_deterministic"] == pytest.approx(368 / (84 * 4 + 84))
+    assert tiny["bytes_vs_mean_field"] == pytest.approx(368 / (84 * 8 + 84))
 
 
 # ---- Networks -----------------------------------------------------------------------------------
@@ -433,50 +531,92 @@ def tiny_net():
                          nn.Linear(16, 3))
 
 
+def number_of_weights(net):
+    return sum(shape.numel() for shape in gbnn2d.RandomNetwork(net).shapes.values())
+
+
 @pytest.mark.parametrize("model, classes, side, size", [
     ("resnet18", 100, 32, 11_210_432), ("resnet18", 10, 32, 11_164_352), ("lenet", 10, 28, 44_490),
     ("resnet18", 1000, 224, 11_678_912), ("wide_resnet", 100, 32, 36_518_832)])
 def test_parameter_counts(model, classes, side, size):
-    args, shape = parse("--dataset", "cifar100", "--model", model), (3, side, side)
+    args = parse("--dataset", "cifar100", "--model", model)
     args.device = "meta"
+    shape = (3, side, side)
     with torch.device("meta"):
-        assert gbnn2d.Layout(gbnn2d.make_network(args, classes, shape)).size == size
+        assert number_of_weights(gbnn2d.make_network(args, classes, shape)) == size
         args.width = 0.5
-        assert 3.5 < size / gbnn2d.Layout(gbnn2d.make_network(args, classes, shape)).size < 4.1
+        assert 3.5 < size / number_of_weights(gbnn2d.make_network(args, classes, shape)) < 4.1
 
 
-def test_layout_is_one_order_and_covers_attention():
-    net = tiny_net()
-    layout = gbnn2d.Layout(net)
-    assert layout.shapes == {"0.weight": (4, 1, 3, 3), "3.weight": (3, 16)} and layout.size == 84
+def test_weights_have_one_order_and_attention_is_covered():
+    shapes = gbnn2d.RandomNetwork(tiny_net()).shapes
+    assert shapes == {"0.weight": (4, 1, 3, 3), "3.weight": (3, 16)}
     vit = torchvision.models.VisionTransformer(8, 4, 1, 2, 8, 16, num_classes=3).eval()
-    field = gbnn2d.MeanField(vit, gbnn2d.Layout(vit), parse())
+    field = gbnn2d.MeanFieldNetwork(vit)
     layer = "encoder.layers.encoder_layer_0."
-    assert [*field.layout.shapes] == [
+    assert list(field.shapes) == [
         "conv_proj.weight", layer + "self_attention.in_proj_weight",
         layer + "self_attention.out_proj.weight", layer + "mlp.0.weight", layer + "mlp.3.weight",
         "heads.head.weight"]  # no embedding, no token
-    weights, x = torch.randn(field.layout.size), torch.randn(2, 3, 8, 8)
+    field.rho.data.fill_(-100)  # no noise
+    field.mu.data = torch.randn(len(field.mu))
+    x = torch.randn(2, 3, 8, 8)
     with torch.no_grad():  # where attention takes its fast path
-        drawn = field.eval()(x, weights)
-        for name, part in field.layout.split(weights).items():
+        drawn = field.eval()(x)
+        for name, part in field.split(field.mu).items():
             vit.get_parameter(name).copy_(part)
         torch.testing.assert_close(drawn, vit(x))
+    with pytest.raises(ValueError, match="no convolution"):
+        gbnn2d.RandomNetwork(nn.Sequential(nn.BatchNorm1d(3)))
 
 
-def test_mean_field_is_in_the_order_of_the_weights():
+def test_a_mean_field_starts_at_the_network():
     net = tiny_net()
-    args = parse("--sigma-init", "0.05", "--prior", "pretrained", "--sigma-map", "published")
-    field = gbnn2d.MeanField(net, gbnn2d.Layout(net), args).eval()
+    field = gbnn2d.MeanFieldNetwork(net, sigma_init=0.05).eval()
     for layer, part in ((net[0], slice(0, 36)), (net[3], slice(36, 84))):
         rms = layer.weight.detach().square().mean().sqrt().expand(part.stop - part.start)
         np.testing.assert_allclose(field.sigma.detach()[part], 0.05 * rms, rtol=1e-4)
         np.testing.assert_allclose(field.prior_sd[part], rms, rtol=1e-6)
-        assert all(torch.equal(t[part], layer.weight.flatten()) for t in (field.mu, field.prior_mu))
+        assert torch.equal(field.mu[part], layer.weight.flatten())
+    wanted = kl_divergence(Normal(field.mu, field.sigma), Normal(0, field.prior_sd)).sum()
+    assert field.kl().item() == pytest.approx(wanted.item(), rel=1e-4)
     x = torch.randn(5, 1, 4, 4)
     assert not torch.equal(field(x), field(x))
-    assert [name for name, p in field.named_parameters() if p.requires_grad] == [
-        "mu", "rho", "net.1.weight", "net.1.bias", "net.3.bias"]
+    trained = [name for name, p in field.named_parameters() if p.requires_grad]
+    assert trained == ["mu", "rho", "net.1.weight", "net.1.bias", "net.3.bias"]
+
+
+def test_a_shared_network_begins_at_its_weights_and_moves():
+    weights = tiny_weights(84)
+    shared = gbnn2d.SharedNetwork(tiny_net().double(), weights)
+    for tensor, start in zip(shared.weights(), weights):
+        assert torch.equal(tensor, start)
+    move_all(shared)
+    now = shared.weights()
+    for k in range(3):
+        centre = weights.centre[k] + weights.factor[k] @ shared.shift[k]
+        np.testing.assert_allclose(now.centre[k].detach(), centre.detach(), rtol=1e-9)
+        a, b, c = shared.stretch[k].tolist()
+        moved = weights.factor[k] @ torch.tensor([[math.exp(a), 0], [b, math.exp(c)]]).double()
+        np.testing.assert_allclose(now.factor[k].detach(), moved, rtol=1e-6)
+    own = weights.outlier_mu + weights.outlier_sigma * shared.outlier_shift
+    np.testing.assert_allclose(now.outlier_mu.detach(), own.detach(), rtol=1e-9)
+    assert (now.outlier_sigma > 0).all()
+
+
+def test_the_optimiser_has_a_group_for_each_learning_rate():
+    """Not one for each parameter, which would rule out its fused step."""
+    args = parse("--lr-mu", "1e-3", "--lr-rho", "1e-2", "--lr-final", "0.2")
+    field = gbnn2d.MeanFieldNetwork(tiny_net())
+    groups = gbnn2d.make_optimiser(field, args).param_groups
+    sizes = {group["lr"]: len(group["params"]) for group in groups}
+    assert sizes == {1e-3: 4, 1e-2: 1}  # mu, the norm's two, a bias; rho
+    shared = gbnn2d.SharedNetwork(tiny_net(), tiny_weights(84))
+    groups = gbnn2d.make_optimiser(shared, args).param_groups
+    assert {group["lr"]: len(group["params"]) for group in groups} == {1e-3: 3, 0.2: 4}
+
+
+# ---- Training and evaluation --------------------------------------------------------------------
 
 
 def tiny_set(n=50, low=0, high=256):
@@ -484,80 +624,116 @@ def tiny_set(n=50, low=0, high=256):
     return data.ImageSet("tiny", images, torch.arange(n) % 3, 3, (0.5,), (0.3,))
 
 
+def as_input(images):
+    return (images / 255.0 - 0.5) / 0.3
+
+
 def test_a_step_of_training_by_hand(tmp_path):
     """Its gradient; Adam's first step is as long as the rate, here after the warm-up."""
-    net, train_set = tiny_net(), tiny_set(32)
+    train_set = tiny_set(32)
     args = parse("-b", "40", "--warm-up", "0.2", "--lr-mu", "1e-3", "--lr-rho", "1e-2",
                  "--out-dir", str(tmp_path))
-    field = gbnn2d.MeanField(net, gbnn2d.Layout(net), args).eval()
-    names = ("mu", "rho", "net.3.bias")
-    before = [field.get_parameter(name).detach().clone() for name in names]
-    [batch], kl = gbnn2d.make_loader(train_set, args).epoch(), field.kl() / 32
-    common.seed_all(args.seed, 1, 0, 0)
+    field = gbnn2d.MeanFieldNetwork(tiny_net()).eval()
+    rates = {"mu": 1e-3, "rho": 1e-2, "net.3.bias": 1e-3}
+    before = {name: field.get_parameter(name).detach().clone() for name in rates}
+    [batch] = data.Loader(train_set, 40, args.device, seed=1, shuffle=True).epoch(0)
+    common.seed_all(1, 1, 0, 0)
+    kl = field.kl() / 32
     loss = nn.functional.cross_entropy(field(batch.images), batch.labels) + 0.3 * kl
-    wanted = torch.autograd.grad(loss, [field.get_parameter(name) for name in names])
+    wanted = torch.autograd.grad(loss, [field.get_parameter(name) for name in rates])
     run = common.Run(args, "gbnn2d", "run")
-    gbnn2d.train(field, "stoch", 1, 0.3, train_set, run, args)
-    rate = 0.5 * (1 + math.cos(math.pi * (0.5 - 0.2) / 0.8))
-    for name, old, gradient, lr in zip(names, before, wanted, (1e-3, 1e-2, 1e-3)):
+    stage = gbnn2d.Stage("stoch", 1, 1, 0.3, "")
+    gbnn2d.train(field, stage, 1, train_set, args, run)
+    share = 0.5 * (1 + math.cos(math.pi * (0.5 - 0.2) / 0.8))
+    for (name, rate), gradient in zip(rates.items(), wanted):
         now = field.get_parameter(name)
         torch.testing.assert_close(now.grad, gradient, rtol=1e-4, atol=1e-6)
-        assert (now - old).abs().median().item() == pytest.approx(lr * rate, rel=1e-3)
+        step = (now - before[name]).abs().median().item()
+        assert step == pytest.approx(rate * share, rel=1e-3)
     assert run.history[0]["kl_nats"] == pytest.approx(kl.item())
 
 
-def test_gradient_is_the_mean_magnitude_of_batches():
-    net, args, train_set = tiny_net(), parse("-b", "16", "--sigma-init", "1e-9"), tiny_set()
-    layout = gbnn2d.Layout(net)
-    ours = gbnn2d.gradient_magnitude(gbnn2d.MeanField(net, layout, args), train_set, args)
-    total, batches = 0, list(gbnn2d.make_loader(train_set, args).epoch())
+def test_learning_rate_rises_then_falls():
+    assert gbnn2d.learning_rate(0.1, 0.2) == 0.5
+    assert gbnn2d.learning_rate(0.2, 0.2) == 1
+    assert gbnn2d.learning_rate(0.6, 0.2) == pytest.approx(0.5)
+    assert gbnn2d.learning_rate(0.0, 0.0) == 1 and gbnn2d.learning_rate(1.0, 0.0) == 0
+
+
+def test_the_gradient_is_the_mean_magnitude_of_batches(tmp_path):
+    net = tiny_net()
+    train_set = tiny_set()
+    args = parse("-b", "16", "--out-dir", str(tmp_path))
+    run = common.Run(args, "gbnn2d", "run")
+    field = gbnn2d.MeanFieldNetwork(net, sigma_init=1e-9)
+    ours = gbnn2d.gradient_magnitude(field, 1, train_set, args, run)
     net.eval().requires_grad_(True)
-    for batch in batches:
-        loss = nn.functional.cross_entropy(net(batch.images), batch.labels)
+    total = 0
+    for rows in torch.arange(50).split(16):  # the last one has two images
+        x = as_input(train_set.images[rows])
+        loss = nn.functional.cross_entropy(net(x), train_set.labels[rows])
         gradients = torch.autograd.grad(loss, [net[0].weight, net[3].weight])
         total = total + torch.cat([g.flatten().abs() for g in gradients])
-    assert len(batches) == 4  # the last of 2 images
     np.testing.assert_allclose(ours, total / 4, rtol=1e-4, atol=1e-7)
 
 
-def test_prediction_and_its_metrics_by_hand():
-    """One draw for the whole set at a time; means of probabilities, of logits, and votes."""
-    net, test_set, args = tiny_net(), tiny_set(700), parse("--mc", "3")
-    shared = gbnn2d.Shared(net, gbnn2d.Layout(net), tiny_code(84), args)
-    shared.factors *= 30  # draws that disagree
-    p = gbnn2d.predict(shared, test_set, args)
-    x, logits = (test_set.images / 255.0 - 0.5) / 0.3, []
+def test_a_prediction_and_its_metrics_by_hand(monkeypatch):
+    """The same draws in each batch, and the set is read once; means of probabilities and logits."""
+    net = tiny_net()
+    test_set = tiny_set(700)
+    args = parse("--mc", "3")
+    weights = tiny_weights(84)
+    shared = gbnn2d.SharedNetwork(net, weights._replace(factor=30 * weights.factor))
+    read = []
+    epoch = data.Loader.epoch
+    monkeypatch.setattr(data.Loader, "epoch", lambda *of: read.append(1) or epoch(*of))
+    p = gbnn2d.predict(shared, test_set, 5, args)
+    assert len(read) == 1
+    logits = []
     for sample in range(3):
-        common.seed_all(args.seed, 1000 + sample)
+        common.seed_all(5, 1000 + sample)
         with torch.no_grad():
-            logits.append(shared(x, shared.draw()).double())
-    logits, labels = torch.stack(logits), test_set.labels
-    probs, aleatoric = logits.softmax(2), Categorical(logits=logits).entropy().mean(0)
-    metrics, scores = gbnn2d.predictive_metrics(p, labels, 10), gbnn2d.uncertainties(p)
+            logits.append(shared(as_input(test_set.images)).double())
+    logits = torch.stack(logits)
+    labels = test_set.labels
+    probs = logits.softmax(2)
     total = Categorical(probs.mean(0)).entropy()
-    np.testing.assert_allclose(p.votes, nn.functional.one_hot(logits.argmax(2), 3).double().mean(0))
+    aleatoric = Categorical(logits=logits).entropy().mean(0)
+    metrics = gbnn2d.prediction_metrics(p, labels)
+    scores = gbnn2d.uncertainties(p)
     np.testing.assert_allclose(p.logits, logits.mean(0), rtol=1e-4, atol=1e-4)
-    for found, right in ((p.log_probs.exp(), probs.mean(0)), (p.aleatoric, aleatoric),
-                         (scores["max_prob"], 1 - probs.mean(0).max(1).values),
-                         (scores["entropy"], total),
-                         (scores["mutual_information"], total - aleatoric)):
-        np.testing.assert_allclose(found, right, atol=1e-5)
-    for name, right in (("nll", log_loss(labels, probs.mean(0))),
-                        ("nll_samples", np.mean([log_loss(labels, own) for own in probs])),
-                        ("nll_logits", log_loss(labels, logits.mean(0).softmax(1)))):
-        assert metrics[name] == pytest.approx(right, rel=1e-4)
-    assert metrics["nll"] < metrics["nll_samples"] - 1e-3  # Jensen
-    assert metrics["ece10"] != metrics["ece15"] != metrics["ece15_logits"]
+    for found, wanted in ((p.log_probs.exp(), probs.mean(0)), (p.aleatoric, aleatoric),
+                          (scores["max_prob"], 1 - probs.mean(0).max(1).values),
+                          (scores["entropy"], total),
+                          (scores["mutual_information"], total - aleatoric)):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert metrics["nll"] == pytest.approx(log_loss(labels, probs.mean(0)), rel=1e-4)
+    of_logits = nn.functional.cross_entropy(logits.mean(0), labels).item()
+    assert metrics["nll_logits"] == pytest.approx(of_logits, rel=1e-4)
+    assert metrics["ece15"] != metrics["ece15_logits"]
 
 
 def test_a_confident_mistake_has_no_cap_and_doubt_is_outside():
     net = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
     net[1].weight.data = torch.tensor([[75.0], [0.0], [0.0]]).expand(3, 16)
     net[1].bias.data = torch.zeros(3)
-    sets = {"test": tiny_set(9, 255), "ood": {"grey": tiny_set(9, 127, 128)}}
-    (row, against), _ = gbnn2d.evaluate("deterministic", net, sets, parse())
-    assert row["nll"] == pytest.approx(2000 * 2 / 3) == row["nll_samples"]
+    ood = {"grey": tiny_set(9, 127, 128)}
+    sets = data.Sets(None, None, tiny_set(9, 255), ood, None)
+    row, against = gbnn2d.evaluate("deterministic", net, sets, {"bytes": 5}, 1, parse())
+    assert row["nll"] == pytest.approx(2000 * 2 / 3) and row["bytes"] == 5 and row["n"] == 9
     assert against["auroc_entropy"] == against["auroc_max_prob"] == 1
+    assert "auroc_mutual_information" not in against
+
+
+def test_a_collapse_onto_the_prior_is_said_where_a_kl_term_caused_it(capsys):
+    """Without one, wide posteriors have other reasons."""
+    field = gbnn2d.MeanFieldNetwork(tiny_net(), sigma_init=1.0)
+    found = gbnn2d.sigma_report(field, parse("--stoch-kl", "1"))
+    assert found == pytest.approx({"0.weight": 1.0, "3.weight": 1.0}, rel=1e-4)
+    assert "in 2 of 2 layers" in capsys.readouterr().out
+    gbnn2d.sigma_report(field, parse("--stoch-kl", "0"))
+    gbnn2d.sigma_report(gbnn2d.MeanFieldNetwork(tiny_net()), parse("--stoch-kl", "1"))
+    assert "collapsed" not in capsys.readouterr().out
 
 
 # ---- Runs ---------------------------------------------------------------------------------------
@@ -570,7 +746,7 @@ def options(folder, *more):
     return ["--dataset", "glyphs", "--model", "lenet", "--width", "1", "--epochs", "2",
             "--stoch-epochs", "1", "--final-epochs", "2", "--limit-steps", "5", "--k0", "40",
             "--mc", "2", "--lr-final", "0.05", *CPU, "--no-plot", "--out-dir",
-            str(folder), "--name", "run", *more]
+            str(folder), "--name", "run", *map(str, more)]
 
 
 def by_method(rows):
@@ -581,46 +757,124 @@ def by_method(rows):
 def story(tmp_path_factory):
     """(folder, rows) of a whole run."""
     folder = tmp_path_factory.mktemp("story")
-    rows = gbnn2d.main(options(folder, "--plot", "--predict", "glyphs", "--export",
-                               str(folder / "small.pt"), "--ece-bins", "10"))
+    rows = gbnn2d.main(options(folder, "--plot", "--predict", "glyphs"))
     return folder, rows
 
 
 def test_the_story_leaves_its_rows_and_files(story):
     folder, rows = story
-    root, found, final = folder / "gbnn2d" / "run", by_method(rows), by_method(rows)["final"]
-    assert {"options.json", "results.json", "results.csv", "plane.png", "weights.png",
-            "predictions.csv", "seed1-compressed.pt", *(f"seed1-{s}.pt" for s in gbnn2d.STAGES)} \
-        <= {path.name for path in root.iterdir()}
+    root = folder / "gbnn2d" / "run"
+    found = by_method(rows)
+    final = found["final"]
+    states = [f"seed1-{name}.pt" for name in ("det", "stoch", "gmm", "final", "compressed")]
+    assert {"options.json", "results.json", "results.csv", "plane.png", "predictions.csv",
+            *states} <= {path.name for path in root.iterdir()}
     results = json.loads((root / "results.json").read_text())
-    assert results["rows"] == rows and [*found] == METHODS
+    assert results["rows"] == rows and list(found) == METHODS
     for row in found.values():
-        assert {"accuracy", "ece15", "ece10", "brier", "nll_logits", "accuracy_votes"} <= {*row}
-        assert row["nll"] <= row["nll_samples"] + 1e-9
+        assert {"accuracy", "ece15", "brier", "nll_logits", "bytes"} <= set(row)
+        assert row["n"] == 2000 and row["set"] == "glyphs"
     against = [row for row in rows if row.get("against") == "glyphs_letters"]
     assert ["auroc_entropy" in row for row in against] == [True] * 5
     assert ["auroc_mutual_information" in row for row in against] == [False] + [True] * 4
-    assert final["inliers"] + final["outliers"] == final["weights"] == 44_190
-    size = (folder / "small.pt").stat().st_size
-    assert size == final["bytes_file"] == pytest.approx(final["bytes"], rel=0.1)
-    numbers = results["numbers"]["1"]
-    assert all(len(numbers[name]) == 5 for name in ("sigma_over_prior", "quantisation_rms",
-                                                    "outlier_share"))
+    assert final["weights"] == 44_190
+    # bytes against the mean-field network, and against the deterministic one
+    for name in ("mean-field", "deterministic"):
+        column = f"bytes_vs_{name.replace('-', '_')}"
+        assert final[column] == pytest.approx(final["bytes"] / found[name]["bytes"])
+        assert column in results["columns"]
+    size = (root / "seed1-compressed.pt").stat().st_size
+    assert size == pytest.approx(final["bytes"], rel=0.1)
+    assert len(results["numbers"]["1"]["sigma_over_prior"]) == 5
     table = np.genfromtxt(root / "predictions.csv", delimiter=",", names=True)
     assert len(table) == 2000 and (table["aleatoric"] > table["epistemic"]).all()
     np.testing.assert_allclose(table["aleatoric"] + table["epistemic"], table["total"])
 
 
-def test_eval_and_load_repeat_the_story(story):
+def load(path, folder, *more):
+    argv = ["--load", path, "--dataset", "glyphs", *CPU, "--mc", 2, "--out-dir", folder, *more]
+    return gbnn2d.main([str(word) for word in argv])
+
+
+def test_eval_and_load_repeat_the_story(story, tmp_path):
+    """Files of one name, and other seeds, have directories of their own."""
     folder, rows = story
-    assert gbnn2d.main(options(folder, "--eval", "--ece-bins", "10")) == rows
-    loaded = gbnn2d.main(["--load", str(folder / "small.pt"), *CPU, "--mc", "2", "--out-dir",
-                          str(folder), "--eval"])
-    results = json.loads((folder / "gbnn2d" / "loaded-small" / "results.json").read_text())
+    assert gbnn2d.main(options(folder, "--eval")) == rows
+    path = folder / "gbnn2d" / "run" / "seed1-compressed.pt"
+    loaded, against = load(path, tmp_path, "--predict", "glyphs_letters")
+    final = by_method(rows)["final"]
+    assert loaded["accuracy"] == final["accuracy"] and loaded["bytes"] == final["bytes"]
+    assert loaded["nll"] == pytest.approx(final["nll"], abs=1e-6)
+    assert against["against"] == "glyphs_letters"
+    [first] = (tmp_path / "gbnn2d").iterdir()
+    results = json.loads((first / "results.json").read_text())
     assert (results["config"]["model"], results["config"]["width"]) == ("lenet", 1)  # the file's
-    assert loaded[0]["accuracy"] == by_method(rows)["final"]["accuracy"]
-    assert loaded[0]["nll"] == pytest.approx(by_method(rows)["final"]["nll"], abs=1e-6)
-    assert [row.get("against") for row in loaded] == [None, "glyphs_letters"]
+    assert (first / "predictions.csv").exists()
+
+    other, _ = load(path, tmp_path, "--seed", "2")
+    assert other["nll"] != loaded["nll"]
+    state = torch.load(path, weights_only=True)
+    assert state["classes"] == [str(digit) for digit in range(10)]
+    state["rest"]["0.bias"] += 1
+    (tmp_path / "other").mkdir()
+    torch.save(state, tmp_path / "other" / path.name)
+    load(tmp_path / "other" / path.name, tmp_path)
+    assert len(list((tmp_path / "gbnn2d").iterdir())) == 3
+
+
+def test_a_story_loaded_has_the_options_of_the_file(story, tmp_path):
+    path = story[0] / "gbnn2d" / "run" / "seed1-compressed.pt"
+    for more in (["--draw", "shared"], ["--width", "2"], ["--model", "lenet"], ["--runs", "2"],
+                 ["--k0", "9"]):
+        with pytest.raises(UserError, match=f"{more[0]} has no effect with --load"):
+            load(path, tmp_path, *more)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_story_loaded_needs_its_classes(story, tmp_path):
+    """Another folder of the same base name has other classes, or images of another size."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    mine = own_folder(tmp_path / "a", side=28)
+    small = ["--model", "lenet", "-b", "20", "--ood", "--epochs", "1", "--no-augment"]
+    gbnn2d.main(options(tmp_path, "--dataset", mine, "--image-size", 28, *small))
+    path = tmp_path / "gbnn2d" / "run" / "seed1-compressed.pt"
+    [row] = load(path, tmp_path, "--dataset", mine, "--image-size", 28)
+    assert row["n"] == 48
+    other = own_folder(tmp_path / "b", side=28, names="wxyz")
+    for dataset, size in ((other, 28), (mine, 32)):
+        with pytest.raises(UserError, match="other classes or another image size"):
+            load(path, tmp_path, "--dataset", dataset, "--image-size", size)
+    with pytest.raises(UserError, match="other classes"):
+        load(story[0] / "gbnn2d" / "run" / "seed1-compressed.pt", tmp_path, "--dataset", mine)
+
+
+def test_what_is_no_compressed_file_of_the_story_is_refused(story, tmp_path):
+    source = story[0] / "gbnn2d" / "run" / "seed1-compressed.pt"
+    whole = torch.load(source, weights_only=True)
+    weights = whole["weights"]
+    rest = whole["rest"]
+    without_rest = {name: value for name, value in whole.items() if name != "rest"}
+    without_factor = {name: value for name, value in weights.items() if name != "factor"}
+    path = tmp_path / "other.pt"
+    wrong = [{**whole, "format": "other"}, without_rest,
+             {**whole, "weights": {**weights, "label": weights["label"][:-1]}},
+             {**whole, "weights": {**weights, "label": weights["label"] + 40}},
+             {**whole, "weights": {**weights, "second": weights["second"] + 40}},
+             {**whole, "weights": without_factor},
+             {**whole, "rest": {**rest, "more": torch.zeros(1)}},
+             {**whole, "options": {**whole["options"], "model": "resnet18"}}]
+    for state in wrong:
+        torch.save(state, path)
+        with pytest.raises(UserError, match="other.pt") as error:
+            load(path, tmp_path)
+        assert "\n" not in str(error.value)
+    content = source.read_bytes()
+    for broken in (content[:-1000], content[:5000] + b"x" + content[5001:], b""):
+        path.write_bytes(broken)
+        with pytest.raises(UserError, match="other.pt") as error:
+            load(path, tmp_path)
+        assert "\n" not in str(error.value)
 
 
 def test_the_last_stage_learns(tmp_path):
@@ -631,17 +885,19 @@ def test_the_last_stage_learns(tmp_path):
     state = state_of(tmp_path, "run", "final")
     assert rows["final"]["nll"] < 0.97 * rows["merged"]["nll"], rows
     assert state["history"][-1]["loss"] < 0.97 * state["history"][0]["loss"], state["history"]
-    assert state["net"]["moves.0"].abs().max() > 1e-3
+    assert state["net"]["shift"].abs().max() > 1e-3
+    assert rows["final"]["gaussians"] < rows["clustered"]["gaussians"]
 
 
-def own_folder(folder):
+def own_folder(folder, side=32, names="abcd"):
     """--dataset of 4 x 12 noisy greys in train and in test, made below `folder`."""
     rng = np.random.default_rng(0)
     for split, k in itertools.product(("train", "test"), range(4)):
-        place = folder / "own" / split / f"c{k}"
+        place = folder / "own" / split / names[k]
         place.mkdir(parents=True)
-        for i, grey in enumerate(rng.integers(60 * k, 60 * k + 60, (12, 32, 32, 3), np.uint8)):
-            Image.fromarray(grey).save(place / f"{i}.png")
+        images = rng.integers(60 * k, 60 * k + 60, (12, side, side, 3), np.uint8)
+        for i, image in enumerate(images):
+            Image.fromarray(image).save(place / f"{i}.png")
     return f"folder:{folder / 'own'}"
 
 
@@ -649,8 +905,8 @@ def state_of(folder, name, stage):
     return torch.load(folder / "gbnn2d" / name / f"seed1-{stage}.pt", weights_only=True)
 
 
-def test_two_processes_equal_one_and_a_killed_run_goes_on_bit_equal(tmp_path):
-    """In float64; and batch norm's statistics stay as stage det left them."""
+def test_two_processes_equal_one_and_a_killed_run_ends_bit_equal(tmp_path):
+    """In float64; and batch norm's statistics stay as the first stage left them."""
     argv = options(tmp_path, "--dataset", own_folder(tmp_path), "--model", "resnet18", "--width",
                    "0.02", "-b", "20", "--ood", "--mc", "1", "--epochs", "1", "--final-epochs", "4",
                    "--workers", "0")
@@ -658,7 +914,7 @@ def test_two_processes_equal_one_and_a_killed_run_goes_on_bit_equal(tmp_path):
     killed = Child(tmp_path, *work, "killed", rank=7)
     wait_for((tmp_path / "gbnn2d/killed/seed1-final.pt").exists)
     killed.process.kill()
-    assert killed.wait().status == -9 and state_of(tmp_path, "killed", "final")["epoch"] < 4
+    assert killed.wait().status == -9 and len(state_of(tmp_path, "killed", "final")["history"]) < 4
     for child in (Child(tmp_path, *work, "killed", rank=8), Child(tmp_path, *work, "one", rank=9),
                   *start_ranks(tmp_path, 2, *work, "two")):
         assert child.wait().status == 0, child.stderr
@@ -670,96 +926,125 @@ def test_two_processes_equal_one_and_a_killed_run_goes_on_bit_equal(tmp_path):
             torch.testing.assert_close(value, two[key], rtol=1e-7, atol=1e-7)
             if "running" in key:
                 assert torch.equal(value, det[key.removeprefix("net.")]) and value.any()
-    one, two = (state_of(tmp_path, n, "gmm")["merged"]["labels"] for n in ("one", "two"))
-    results = json.loads((tmp_path / "gbnn2d/killed/results.json").read_text())
-    assert torch.equal(one, two) and "gmm" not in results["seconds"]  # it has the killed run's
+    one, two = (state_of(tmp_path, n, "gmm")["merged"]["label"] for n in ("one", "two"))
+    assert torch.equal(one, two)
+    rows = [json.loads((tmp_path / f"gbnn2d/{n}/results.json").read_text())["rows"]
+            for n in ("one", "killed", "two")]
+    assert rows[0] == rows[1]
+    for one, two in zip(rows[0], rows[2]):
+        assert one["method"] == two["method"]
+        assert one.get("nll") == pytest.approx(two.get("nll"), rel=1e-6)
+
+
+def test_an_error_of_the_main_process_is_one_line_of_all(tmp_path):
+    """Where too few weights are inliers, which only the main process finds out."""
+    argv = options(tmp_path, "--ood", "--epochs", "1", "--tau-w", "1e-9", "--limit-steps", 1)
+    children = start_ranks(tmp_path, 2, run_script, "gbnn2d", *argv)
+    for child in children:
+        assert child.wait().status == 2, child.stderr
+        [line] = child.stderr.splitlines()
+        assert line.startswith("gbnn2d.py: error: only 0 of 44190 weights"), line
+        assert "--tau-w" in line
 
 
 @pytest.mark.parametrize("more", [
-    "--draw shared --blend mean --gmm kmeans --stoch-kl 0 --sigma-map published",
-    "--draw perweight --blend choose --prior-sd 0.05 --no-train-bn --keep-layers 0 --amp bf16",
-    "--stage gmm --epochs 0 --grad-frac 0 --runs 2 --predict glyphs"])
+    "--draw shared --stoch-kl 0 --grad-frac 0 --amp bf16",
+    "--stoch-epochs 0 --final-epochs 0 --runs 2 --predict glyphs"])
 def test_options(tmp_path, more):
-    rows = gbnn2d.main(options(tmp_path, "--ood", "--epochs", "1", "--mc", "1", *more.split()))
+    argv = options(tmp_path, "--ood", "--epochs", "1", "--mc", "1", *more.split())
+    if "--final-epochs 0" in more:
+        at = argv.index("--lr-final")  # without effect
+        del argv[at:at + 2]
+    rows = gbnn2d.main(argv)
     assert all(math.isfinite(row["nll"]) for row in rows)
-    assert len(rows) == (8 if "--runs" in more else 5)
-    if "--stage gmm" in more:
-        (tmp_path / "gbnn2d/run/seed1-gmm.pt").unlink()
-        with pytest.raises(UserError, match="no stage gmm"):
-            gbnn2d.main(options(tmp_path, "--ood", "--epochs", "1", *more.split(), "--eval"))
+    assert len(rows) == (10 if "--runs" in more else 5)
     if "--predict" in more:  # of the first run; epistemic: not -1e-17, of a single draw
         table = np.genfromtxt(tmp_path / "gbnn2d/run/predictions.csv", delimiter=",", names=True)
-        assert (table["label"] == table["predicted"]).mean() == rows[3]["accuracy"]
+        assert (table["label"] == table["predicted"]).mean() == rows[4]["accuracy"]
         assert table["epistemic"].min() >= 0
 
 
 def test_published_flags_and_presets():
-    args = gbnn2d.parse_args("-net wide_resnet -dataset cifar10 -lr 0.2 -b 64".split())
+    args = gbnn2d.parse_args("-net wide_resnet --dataset cifar10 --lr 0.2 -b 64".split())
     assert (args.model, args.dataset, args.lr) == ("wide_resnet", "cifar10", 0.2)
     published = dict(model="resnet18", width=1, tau_w=0.2, grad_frac=0.01, tau_d=3.873e-4, mc=40,
-                     min_cluster=20, epochs=200, batch_size=128, lr=0.1, k0=6000, stoch_kl=0.1)
+                     epochs=200, batch_size=128, lr=0.1, k0=6000, stoch_kl=0.1, draw="hier")
     assert published.items() <= vars(gbnn2d.parse_args(["--dataset", "cifar100"])).items()
-    assert gbnn2d.parse_args("--dataset cifar100 --gmm kmeans".split()).k0 == 256
-    assert gbnn2d.parse_args(["--dataset", "imagenet"]).ece_bins == 10
 
 
 @pytest.mark.parametrize("argv, said", [
     ("--tau-w 0", "--tau-w"), ("--grad-frac 1", "--grad-frac"), ("--tau-d nan", "--tau-d"),
-    ("--k0 40000", "--k0"), ("--k0 30000", "--k0"), ("--mc 0", "--mc"),
-    ("--chi2-level 1", "--chi2-level"), ("--compile", "--compile"), ("--model nothing", "--model"),
-    ("--depth 11 --model wide_resnet", "--depth"), ("--load nowhere.pt", "nowhere.pt"),
-    ("--runs 2 --export a.pt", "--runs"), ("--export nowhere/a.pt", "nowhere"),
-    ("--load a.pt --export b.pt", "--export"),
-    ("--export a.pt --stage det", "--export"), ("--keep-layers nothing", "--keep-layers"),
-    ("--keep-layers 0 3 7 9 11", "no convolution or linear"), ("--tau-d word", "--tau-d"),
-    ("--model torchvision/nothing", "--model torchvision/nothing"),
-    ("--model torchvision/resnet18 --weights absent.pt", "absent.pt")])
+    ("--k0 40000", "--k0"), ("--k0 9000", "--k0"), ("--mc 0", "--mc"), ("--tau-d word", "--tau-d"),
+    ("--compile", "--compile"), ("--model nothing", "--model"), ("--load nowhere.pt", "--load"),
+    ("--model torchvision/nothing", "--epochs"), ("--weights absent.pt", "--weights has no effect"),
+    ("--image-size 16", "--image-size"), ("--final-epochs 0", "--lr-final"),
+    ("--stoch-epochs 0 --lr-rho 1", "--lr-rho")])
 def test_misuse_is_one_line_before_anything_is_trained(tmp_path, argv, said):
     with pytest.raises(UserError, match=said) as error:
         gbnn2d.main(options(tmp_path, *argv.split()))
-    assert "\n" not in str(error.value) and not list(tmp_path.rglob("*.pt"))
+    assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("argv, said", [
+    ("--lr 1e6 --epochs 1 --limit-steps 2", "--lr$"), ("--lr 1e20", "--lr$"),
+    ("--lr-mu 1e30", "Lower --lr-mu or --lr-rho$"), ("--lr-rho 1e30", "Lower --lr-mu or --lr-rho$"),
+    ("--lr-final 1e20", "Lower --lr-final or --lr-mu$")])
+def test_divergence_names_the_learning_rates_that_act(tmp_path, argv, said):
+    with pytest.raises(UserError, match=said) as error:
+        gbnn2d.main(options(tmp_path, "--ood", "--limit-steps", "2", *argv.split()))
+    assert "\n" not in str(error.value)
 
 
 def test_a_set_smaller_than_the_processes_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "world_size", lambda: 50)
     monkeypatch.setattr(common, "broadcast", lambda value: value)
-    with pytest.raises(UserError, match=r"own: 50 process\(es\) cannot share 48 "):
-        gbnn2d.main(options(tmp_path, "--dataset", own_folder(tmp_path), "--ood"))
+    monkeypatch.setattr(common, "gather_objects", lambda value: [value])
+    with pytest.raises(UserError, match=r"own: 48 example\(s\) cannot be distributed over 50 "):
+        gbnn2d.main(options(tmp_path, "--dataset", own_folder(tmp_path), "--ood", "-b", "50"))
 
 
-def test_what_is_no_export_of_the_story_is_refused(story, tmp_path):
-    folder, _ = story
-    whole = torch.load(folder / "small.pt", weights_only=True)
-    code, path = whole["code"], tmp_path / "other.pt"
-    wrong = [{**whole, "format": "other"}, {k: v for k, v in whole.items() if k != "rest"},
-             {**whole, "code": {**code, "labels": code["labels"][:-1]}},
-             {**whole, "code": {**code, "ellipse_second": code["ellipse_second"] + 40}},
-             {**whole, "code": {k: v for k, v in code.items() if k != "factors"}},
-             {**whole, "config": {**whole["config"], "dataset": "fashion_mnist"}}]
-    content = (folder / "small.pt").read_bytes()
-    for state in (*wrong, content[:-1000], content[:5000] + b"x" + content[5001:], b""):
-        path.write_bytes(state) if isinstance(state, bytes) else torch.save(state, path)
-        with pytest.raises(UserError, match="other.pt") as error:
-            gbnn2d.main(["--load", str(path), *CPU, "--out-dir", str(tmp_path)])
-        assert "\n" not in str(error.value)
+def run_my_network(folder, dim):
+    """What a user's own file does: `import gbnn2d`, one more entry of the table, launch."""
+    def build(args, shape):
+        return [nn.Flatten(), nn.Linear(math.prod(shape), 30), nn.BatchNorm1d(30), nn.ReLU()], dim
+
+    gbnn2d.NETWORKS["mine"] = build
+    common.launch(lambda: gbnn2d.main(options(folder, "--ood", "--model", "mine")))
+
+
+@pytest.mark.parametrize("dim", [30, 31])
+def test_a_network_of_ones_own_is_one_entry(tmp_path, dim):
+    child = Child(tmp_path, run_my_network, tmp_path, dim).wait()
+    if dim == 30:
+        assert child.status == 0, child.stderr
+        assert (tmp_path / "gbnn2d/run/seed1-compressed.pt").exists()
+    else:
+        assert child.status == 2 and "--model mine fails" in child.stderr
+        assert not (tmp_path / "gbnn2d").exists()
 
 
 def test_pretrained_networks(tmp_path):
-    """A state dict is stage det; GoogLeNet's two other heads are left out."""
-    net = torchvision.models.googlenet(weights=None, num_classes=4, init_weights=False)
-    torch.save(net.state_dict(), tmp_path / "net.pt")
-    net = gbnn2d.torchvision_network("googlenet", str(tmp_path / "net.pt"), 4, (3, 32, 32))
-    assert net.train()(torch.zeros(2, 3, 32, 32)).shape == (2, 4)
-    assert not any("aux" in name for name in gbnn2d.Layout(net).shapes)
+    """A state dict takes the place of the first stage."""
     net = torchvision.models.shufflenet_v2_x0_5(weights=None, num_classes=4)
-    torch.save(net.state_dict(), tmp_path / "net.pt")
-    rows = gbnn2d.main(options(
-        tmp_path, "--model", "torchvision/shufflenet_v2_x0_5", "--weights",
-        str(tmp_path / "net.pt"), "--dataset", own_folder(tmp_path), "--ood", "-b", "8", "--mc",
-        "1", "--limit-steps", "1", "--final-epochs", "1", "--workers", "0", "--tau-w", "1"))
-    assert [*by_method(rows)] == METHODS and by_method(rows)["final"]["weights"] == 337_936
+    path = tmp_path / "net.pt"
+    torch.save(net.state_dict(), path)
+    argv = options(tmp_path, "--model", "torchvision/shufflenet_v2_x0_5", "--weights", path,
+                   "--dataset", own_folder(tmp_path), "--ood", "-b", "8", "--mc", "1",
+                   "--limit-steps", "1", "--final-epochs", "1", "--workers", "0", "--tau-w", "1")
+    for name in ("--epochs", "--width"):  # without effect
+        at = argv.index(name)
+        del argv[at:at + 2]
+    rows = by_method(gbnn2d.main(argv))
+    assert list(rows) == METHODS and rows["final"]["weights"] == 337_936
     assert not (tmp_path / "gbnn2d/run/seed1-det.pt").exists()
-    content = (tmp_path / "net.pt").read_bytes()
-    (tmp_path / "net.pt").write_bytes(content[:50_000] + b"x" + content[50_001:])
+
+    content = path.read_bytes()
+    path.write_bytes(content[:50_000] + b"x" + content[50_001:])
     with pytest.raises(UserError, match="net.pt is damaged"):
-        gbnn2d.torchvision_network("shufflenet_v2_x0_5", str(tmp_path / "net.pt"), 4, (3, 32, 32))
+        gbnn2d.main([*argv, "--name", "other"])
+    with pytest.raises(UserError, match="absent.pt"):
+        gbnn2d.main([*argv, "--name", "other", "--weights", str(tmp_path / "absent.pt")])
+    args = parse("--model", "torchvision/googlenet")
+    args.weights = None
+    with pytest.raises(UserError, match="auxiliary"):
+        gbnn2d.make_network(args, 4, (3, 32, 32))
