@@ -176,62 +176,81 @@ def bench_gbnn2d():
     """EM, Wasserstein distances, and a step of the last stage."""
     import ot
     from sklearn.mixture import GaussianMixture
-    n, k, iterations = size(300_000, 3000), size(64, 8), size(8, 3)
-    x = like_weights(n)
-    cells = gbnn2d.bin_points(x)
-    z = ((x.double() - cells.shift) / cells.scale).numpy()
-    start = gbnn2d.kmeans(cells, gbnn2d.kmeans_plus_plus(cells, k, seeded()))
-    near = gbnn2d.nearest(cells.moments[:, 1:3], start, 1)
-    first = gbnn2d.mixture_of(cells, near, torch.ones_like(near).double(), len(start), 1e-6)
-    full = first.covariances[:, [0, 1, 1, 2]].view(-1, 2, 2)
-    peer = GaussianMixture(len(start), reg_covar=1e-6, max_iter=iterations, tol=0,
-                           weights_init=first.weights, means_init=first.centres,
-                           precisions_init=torch.linalg.inv(full), init_params="random")
+    n = size(300_000, 3000)
+    k = size(64, 8)
+    iterations = size(8, 3)
+    x = like_weights(n).double()
+    spread = x.std(0)
+    first, _ = gbnn2d.fit_mixture(x, k, seeded(), iterations=0)
+    precisions = torch.linalg.inv(first.covariance) * torch.outer(spread, spread)
+    peer = GaussianMixture(k, reg_covar=1e-6, max_iter=iterations, tol=0,
+                           weights_init=first.weight, means_init=first.centre / spread,
+                           precisions_init=precisions, init_params="random")
 
     def ours():
-        return gbnn2d.fit_mixture(gbnn2d.bin_points(x), start, iterations, tolerance=-math.inf)[1]
+        return gbnn2d.fit_mixture(x, k, seeded(), iterations)[1]
 
-    seconds = best_seconds(ours, lambda: peer.fit(z), budget_s=20)
-    gap = ours()[-1] - peer.lower_bound_
-    row(f"EM, {n:,} points, K = {len(start)}, {iterations} iterations", seconds, "scikit-learn",
+    seconds = best_seconds(ours, lambda: peer.fit(x / spread), budget_s=20)
+    gap = ours()[-1] + spread.log().sum().item() - peer.lower_bound_
+    row(f"EM, {n:,} points, K = {k}, {iterations} iterations", seconds, "scikit-learn",
         note=f"log-likelihoods differ by {gap:.1e} nats a point")
 
-    k, pairs = size(6000, 100), size(2000, 50)
-    centres = like_weights(k).double()
-    covariances = gbnn2d.covariances_of(1e-4 * torch.randn(k, 3).double())
-    covariances += 1e-9 * torch.tensor([1.0, 0, 1])
+    k = size(6000, 100)
+    pairs = size(2000, 50)
+    centre = like_weights(k).double()
+    root = 1e-4 * torch.randn(k, 2, 2).double()
+    covariance = root @ root.mT + 1e-9 * torch.eye(2)
     j = torch.randint(k, (8 * k,), generator=seeded())
     i = torch.arange(k).repeat(8)
-    full, means = covariances[:, [0, 1, 1, 2]].reshape(-1, 2, 2).numpy(), centres.numpy()
-    few, distance = torch.stack([i, j], 1)[:pairs].tolist(), ot.gaussian.bures_wasserstein_distance
-    ours_s, peer_s = best_seconds(
-        lambda: gbnn2d.wasserstein(centres[i], covariances[i], centres[j], covariances[j]),
-        lambda: [distance(means[a], means[b], full[a], full[b]) for a, b in few], budget_s=6)
+    means = centre.numpy()
+    matrices = covariance.numpy()
+
+    def distances():
+        return gbnn2d.wasserstein(centre[i], covariance[i], centre[j], covariance[j])
+
+    def peer_distances():
+        for a, b in zip(i[:pairs].tolist(), j[:pairs].tolist()):
+            ot.gaussian.bures_wasserstein_distance(means[a], means[b], matrices[a], matrices[b])
+
+    ours_s, peer_s = best_seconds(distances, peer_distances, budget_s=6)
     row(f"W2 of {len(i):,} pairs", (ours_s, peer_s * len(i) / pairs), "POT")
 
-    batch, width = size(64, 4), size(0.25, 0.05)
+    batch = size(64, 4)
+    width = size(0.25, 0.05)
     args = options(gbnn2d, "--dataset", "cifar10", "--model", "resnet18", "--width", width)
-    nets = [gbnn2d.make_network(args, 10, (3, 32, 32)) for _ in range(2)]
-    layout = gbnn2d.Layout(nets[0])
-    field = gbnn2d.MeanField(nets[0], layout, args)
-    mu, sigma, gradient = field.mu.detach(), field.sigma.detach(), torch.rand(layout.size)
-    code = gbnn2d.share_weights(mu, sigma, gradient, seeded(), tau_w=1)
-    shared = gbnn2d.Shared(nets[0], layout, code[1], args)
+    net = gbnn2d.make_network(args, 10, (3, 32, 32))
+    shared = shared_network(gbnn2d.make_network(args, 10, (3, 32, 32)))
     x = torch.randn(batch, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    labels = torch.arange(batch) % 10
+    seconds = best_seconds(gbnn2d_step(shared.eval(), x, labels, args),
+                           gbnn2d_step(net.train(), x, labels, args))
+    row(f"step of the last stage, ResNet-18 of {len(shared.label):,} weights, {batch} images",
+        seconds, "deterministic", cost=True)
 
-    def step_of(module, stage):
-        optimiser = gbnn2d.make_optimiser(module.train(stage == "det"), stage, args)
 
-        def step():
-            loss = F.cross_entropy(module(x), torch.arange(batch) % 10)
-            optimiser.zero_grad()
-            (loss if stage == "det" else loss + module.kl() / 50_000).backward()
-            optimiser.step()
-        return step
+def shared_network(net):
+    """A gbnn2d.SharedNetwork of a network, whose mixture is learned from its initial weights."""
+    field = gbnn2d.MeanFieldNetwork(net)
+    gradient = torch.rand(len(field.mu), generator=seeded())
+    sharing = gbnn2d.SharingOptions(k0=0, tau_w=1.0, tau_d="auto")
+    mu = field.mu.detach().cpu()
+    _, weights, _ = gbnn2d.share_weights(mu, field.sigma.detach().cpu(), gradient, sharing, seeded())
+    return gbnn2d.SharedNetwork(net, weights)
 
-    row(f"step of the last stage, ResNet-18 of {layout.size:,} weights, {batch} images",
-        best_seconds(step_of(shared, "final"), step_of(nets[1], "det")), "deterministic",
-        cost=True)
+
+def gbnn2d_step(module, x, labels, args):
+    """A function that trains a network of gbnn2d.py for one step."""
+    optimiser = gbnn2d.make_optimiser(module, args)
+
+    def step():
+        loss = F.cross_entropy(module(x), labels)
+        if isinstance(module, gbnn2d.SharedNetwork):
+            loss = loss + module.kl() / 50_000
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+
+    return step
 
 
 def bench_proxy_distill():

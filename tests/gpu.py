@@ -36,7 +36,8 @@ import forde  # noqa: E402
 import gbnn2d  # noqa: E402
 import proxy_distill  # noqa: E402
 import swag_laplace_ensembles as sle  # noqa: E402
-from bench import like_weights, options, random_set  # noqa: E402
+from bench import (gbnn2d_step, like_weights, options, random_set,  # noqa: E402
+                   shared_network)
 
 LIMIT_S = 540  # and the imports before it
 
@@ -254,15 +255,29 @@ def bench_swag(bench):
 
 
 def bench_gbnn2d(bench):
-    """The mixture of WRN-28-10's weights: learned, labelled, merged."""
-    n, k = bench.size(36_518_832, 4000), bench.size(6000, 16)
-    mu, sigma = like_weights(n).T.contiguous().to(bench.device)
-    size = torch.rand(n, device=bench.device)
+    """The mixture of WRN-28-10's weights: learned, labelled, merged, on the CPU; and training."""
+    n = bench.size(36_518_832, 4000)
+    k = bench.size(6000, 16)
+    mu, sigma = like_weights(n).T.contiguous()
+    gradient = torch.rand(n)
+    sharing = gbnn2d.SharingOptions(k0=k, min_cluster=bench.size(20, 2))
+    generator = torch.Generator().manual_seed(0)
+    seconds, (_, merged, _) = bench.seconds(
+        lambda: gbnn2d.share_weights(mu, sigma, gradient, sharing, generator))
+    bench.add(f"mixture of {n:,} weights, K0 = {k}, merged to {len(merged.centre)}", seconds, "s")
+
+    batch = bench.size(128, 4)
+    args = bench.options(gbnn2d, "--dataset", "cifar100", "--width", bench.size(1, 0.05))
+    shared = shared_network(gbnn2d.make_network(args, 100, (3, 32, 32))).eval()
+    images = torch.randn(batch, 3, 32, 32, device=bench.device)
+    step = gbnn2d_step(shared, images.contiguous(memory_format=torch.channels_last),
+                       torch.arange(batch, device=bench.device) % 100, args)
     bench.forget_memory()
-    seconds, found = bench.seconds(lambda: gbnn2d.share_weights(
-        mu, sigma, size, torch.Generator().manual_seed(0), k0=k, min_cluster=bench.size(20, 2)))
-    bench.add(f"mixture of {n:,} weights, K0 = {k}, merged to {len(found[1].centres)}", seconds,
-              "s")
+    step()  # warm up
+    steps = bench.size(30, 2)
+    seconds, _ = bench.seconds(lambda: [step() for _ in range(steps)])
+    bench.add(f"training of ResNet-18's {len(shared.label):,} shared weights, batch {batch}",
+              steps * batch / seconds, "images/s")
 
 
 def run_tests(bench):

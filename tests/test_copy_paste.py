@@ -106,62 +106,88 @@ def test_forde_repulsion_and_its_gradient(method, m):
 def test_gbnn2d_mixture_is_that_of_plain_em(method):
     x = torch.cat([double(150, 2) * t + u for t, u in ((.3, 0), (1., 2), (.1, -2))])
     x *= torch.tensor([1.0, 0.01])
-    cells = method.bin_points(x, bins=4096)
-    assert len(cells.count) == len(x)  # each point has its own cell: the sparse EM is the plain one
-    z = (x - cells.shift) / cells.scale
-    start, eye = z[[3, 100, 200, 400]], 1e-6 * torch.eye(2)
-    ours, history = method.fit_mixture(cells, start, iterations=8, tolerance=-math.inf)
-    r = torch.nn.functional.one_hot(torch.cdist(z, start).argmin(1), 4).double()
+    start, _ = method.fit_mixture(x, 4, torch.Generator().manual_seed(0), iterations=0)
+    ours, history = method.fit_mixture(x, 4, torch.Generator().manual_seed(0), iterations=8)
+    weight, centre, covariance = start
+    ridge = 1e-6 * x.var(0).diag()
+    joint = double(450, 4)
     for step in range(9):
-        mass, centres = r.sum(0), r.T @ z / r.sum(0)[:, None]
-        scatter = [(z - c).T @ ((z - c) * own[:, None]) for c, own in zip(centres, r.T)]
-        full = [s / own.sum() + eye for s, own in zip(scatter, r.T)]
-        joint = (mass / len(z)).log() + torch.tensor(np.stack(
-            [multivariate_normal(c, s).logpdf(z) for c, s in zip(centres, full)], 1))
-        if step < 8:
-            close(history[step], joint.logsumexp(1).mean())
-            r = joint.softmax(1)
-    flat = torch.stack([s.flatten()[[0, 1, 3]] for s in full])
-    for own, wanted in zip(ours, (mass / len(z), centres, flat)):
+        for k in range(4):
+            gaussian = multivariate_normal(centre[k], covariance[k])
+            joint[:, k] = weight[k].log() + torch.tensor(gaussian.logpdf(x))
+        if step == 8:
+            break
+        close(history[step], joint.logsumexp(1).mean())
+        r = joint.softmax(1)
+        mass = r.sum(0)
+        weight = mass / len(x)
+        centre = r.T @ x / mass[:, None]
+        covariance = torch.zeros(4, 2, 2).double()
+        for k in range(4):
+            offset = x - centre[k]
+            covariance[k] = (offset * r[:, k:k + 1]).T @ offset / mass[k] + ridge
+    for own, wanted in zip(ours, (weight, centre, covariance)):
         close(own, wanted, rtol=1e-7, atol=1e-9)
-    labels, rim, second, alpha = method.assign(
-        x, cells, method.rescale(ours, cells.shift, cells.scale))
+    label = method.assign(x, ours)
     top, best = joint.topk(2)
-    assert torch.equal(labels.long(), best[:, 0]) and torch.equal(second, best[rim, 1])
-    close(alpha, top[rim].softmax(1)[:, 0], rtol=1e-6)
-    d, precision = z - centres[best[:, 0]], torch.stack(full).inverse()[best[:, 0]]
-    outside = torch.einsum("ni,nij,nj->n", d, precision, d) > 5.991464547  # 95 %
-    assert torch.equal(rim, outside.nonzero()[:, 0]) and 5 < len(rim) < 100
+    assert torch.equal(label, best[:, 0])
+    weights = method.encode(x, label, ours)
+    assert torch.equal(weights.second, best[weights.ellipse, 1])
+    close(weights.alpha, top[weights.ellipse].softmax(1)[:, 0], rtol=1e-5)
+    offset = x - centre[label]
+    precision = torch.linalg.inv(covariance)[label]
+    outside = torch.einsum("ni,nij,nj->n", offset, precision, offset) > 5.991464547  # 95 %
+    assert torch.equal(weights.ellipse, outside.nonzero()[:, 0]) and 5 < len(weights.ellipse) < 100
 
 
 def naive_w2(c, s, d, t):
-    s, t = (np.array([[v[0], v[1]], [v[1], v[2]]]) for v in (s, t))
     root = sqrtm(s)
     return math.sqrt(((c - d) ** 2).sum() + np.trace(s + t - 2 * sqrtm(root @ t @ root)).real)
 
 
 def test_gbnn2d_merges_the_closest_pair_until_none_is_close(method):
     k, tau = 12, 0.9
-    covariances = method.covariances_of(0.2 * double(k, 3) + torch.tensor([.5, 0, .5]))
-    mixture = method.Mixture(double(k).softmax(0), double(k, 2), covariances)
-    parts = [[w, c, s, {i}] for i, (w, c, s) in enumerate(zip(*(t.numpy() for t in mixture)))]
+    root = 0.3 * double(k, 2, 2)
+    mixture = method.Mixture(double(k).softmax(0), double(k, 2), root @ root.mT)
+    parts = [list(part) for part in zip(*(t.numpy() for t in mixture))]
     _, c, s = mixture
     close(method.wasserstein(c[0], s[0], c[1:], s[1:]),
-          [naive_w2(*parts[0][1:3], *p[1:3]) for p in parts[1:]])
-    merged, _, number, *_ = method.merge_mixture(mixture, torch.zeros(k), tau, tau_v=math.inf)
+          [naive_w2(*parts[0][1:], *p[1:]) for p in parts[1:]])
+    merged = method.merge_mixture(mixture, torch.zeros(k), tau, tau_v=math.inf)
     while True:
-        w2, i, j = min((naive_w2(*parts[i][1:3], *parts[j][1:3]), i, j)
+        w2, i, j = min((naive_w2(*parts[i][1:], *parts[j][1:]), i, j)
                        for j in range(len(parts)) for i in range(j))
         if w2 >= tau:
             break
-        (w, c, s, own), (v, d, t, other) = parts[i], parts.pop(j)
-        p, q, (x, y) = w / (w + v), v / (w + v), c - d
-        s = p * s + q * t + p * q * np.array([x * x, x * y, y * y])
-        parts[i] = [w + v, p * c + q * d, s, own | other]
+        (w, c, s), (v, d, t) = parts[i], parts.pop(j)
+        p, q = w / (w + v), v / (w + v)
+        parts[i] = [w + v, p * c + q * d, p * s + q * t + p * q * np.outer(c - d, c - d)]
     assert 3 < len(parts) < k - 2
-    assert [p[3] for p in parts] == [{*np.flatnonzero(number == n)} for n in range(len(parts))]
+    parts.sort(key=lambda part: part[1][0])
+    order = merged.centre[:, 0].argsort()
     for own, wanted in zip(merged, zip(*parts)):
-        close(own, np.stack(wanted))
+        close(own[order], np.stack(wanted))
+
+
+def test_gbnn2d_imports_are_those_of_its_comment():
+    """And a stranger's network shares its weights with nothing else."""
+    text = (REPO / "gbnn2d.py").read_text()
+    section = re.search(r"^# ---- Method -+\n(.*?)^# ---- Training -+\n", text, re.M | re.S)[1]
+    listed = re.findall(r"^#   ((?:import|from) .*)$", section, re.M)
+    module = types.ModuleType("pasted")
+    exec("\n".join(listed) + "\n" + section, vars(module))
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.ReLU(), torch.nn.Linear(50, 3))
+    field = module.MeanFieldNetwork(net)
+    options = module.SharingOptions(k0=12, tau_w=1.0)
+    before, after, _ = module.share_weights(field.mu.detach(), field.sigma.detach(),
+                                            torch.rand(2150), options, torch.Generator())
+    shared = module.SharedNetwork(net, after)
+    x = torch.randn(6, 40)
+    assert shared(x).shape == (6, 3) and not torch.equal(shared(x), shared(x))
+    torch.nn.functional.cross_entropy(shared(x), torch.arange(6) % 3).backward()
+    assert shared.shift.grad.abs().max() > 0 and shared.kl() == 0
+    assert module.storage(before, 0)["gaussians"] >= module.storage(after, 0)["gaussians"] > 1
 
 
 @pytest.mark.parametrize("t", [0.0, 0.7])
