@@ -12,6 +12,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from conftest import (CPU, REPO, SCRIPTS, Child, assert_same_checkpoints, free_port, snapshot,
                       start_ranks, strict_json, wait_for)
+from PIL import Image
 from scipy.stats import entropy, kstest, sem
 from torch import nn
 
@@ -1318,33 +1320,87 @@ def test_colours_are_different(count):
 # ---- The README ---------------------------------------------------------------------------------
 
 
-def readme_lines():
-    """The commands of README.md: of fenced blocks (joined, chains split), and `python X.py ...`."""
-    text = (REPO / "README.md").read_text()
-    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = [part.strip() for line in "\n".join(blocks).replace("\\\n", " ").splitlines()
-             for part in re.split(r"&&|;|\|", line)]
-    spans = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
-    return lines, [" ".join(span.split()) for span in spans]
+def blocks(file="README.md", language=""):
+    """The fenced blocks of a page in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", (REPO / file).read_text(), re.M | re.S)
+
+
+def page_commands(file):
+    """The commands of a page: of fenced blocks (joined, chains split), and `python X.py ...`."""
+    lines = []
+    for line in "\n".join(blocks(file)).replace("\\\n", " ").splitlines():
+        lines += [part.strip() for part in re.split(r"&&|;|\|", line)]
+    text = re.sub(r"^```.*?^```", "", (REPO / file).read_text(), flags=re.M | re.S)
+    spans = re.findall(r"`([^`]+)`", text)
+    return lines + [" ".join(span.split()) for span in spans]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_commands_of_the_readme_and_the_docstring_parse(name, tmp_path, monkeypatch):
+def test_the_commands_of_the_pages_and_the_docstring_parse(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    script, (lines, spans) = importlib.import_module(name), readme_lines()
+    script = importlib.import_module(name)
     pattern = rf"([A-Z_]+=\S+ )?((python|torchrun)\b.* )?{name}\.py( -|$)"
-    lines = [line for line in lines + spans if re.match(pattern, line.split("#")[0].strip())]
+    found = page_commands("README.md") + page_commands("tests/RESULTS.md")
+    found = [line for line in found if re.match(pattern, line.split("#")[0].strip())]
     usage = script.__doc__.split("Usage:")[1].split("\n\n")[0].replace("\\\n", " ")
-    commands = [line.strip() for line in usage.splitlines() if line.strip()]
-    assert lines and len(commands) >= 2
-    for line in lines + commands:  # published results rest on them
+    commands = [line.strip() for line in usage.splitlines() if f"{name}.py" in line]
+    assert found and len(commands) >= 2
+    for line in found + commands:  # published results rest on them
         words = shlex.split(line.replace("…", ""), comments=True)
         for file in filter(re.compile(r"[\w.]+\.(ckpt|npz)").fullmatch, words):
             (tmp_path / file).touch()  # some are looked for at once
         script.parse_args(words[words.index(f"{name}.py") + 1:])
 
 
-def test_the_files_of_the_readmes_commands_exist():
-    for line in readme_lines()[0]:
-        for script in re.findall(r"(?:python|torchrun)\b.*?(\w+\.py)\b", line.split("#")[0]):
-            assert (REPO / script).exists() or (REPO / "tests" / script).exists(), line
+def test_the_files_of_the_pages_commands_exist():
+    for line in page_commands("README.md") + page_commands("tests/RESULTS.md"):
+        for script in re.findall(r"(?:python|torchrun)\b.*?([\w/]+\.py)\b", line.split("#")[0]):
+            assert script == "mine.py" or (REPO / script).exists(), line
+    for file in ("README.md", "tests/RESULTS.md"):
+        text = (REPO / file).read_text()
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+            assert ((REPO / file).parent / target).exists(), target
+
+
+def test_the_front_door_is_short():
+    lines = (REPO / "README.md").read_text().splitlines()
+    assert len(lines) <= 140 and max(map(len, lines)) <= 200
+
+
+def write_images(folder):
+    """Ten gray images; those of different folders differ."""
+    folder.mkdir(parents=True)
+    for i in range(10):
+        gray = (37 * i + len(str(folder))) % 256
+        Image.new("RGB", (8, 8), (gray, gray, gray)).save(folder / f"{i}.png")
+
+
+def test_the_readmes_example_of_own_data_runs(tmp_path):
+    """As it stands there, with ddu.py, common.py and data.py beside it."""
+    for part in ("images/train/cat", "images/train/dog", "images/test/cat", "images/test/dog",
+                 "new_images"):
+        write_images(tmp_path / part)
+    for file in ("ddu.py", "common.py", "data.py"):
+        shutil.copy(REPO / file, tmp_path)
+    [example] = [block for block in blocks() if "new_images" in block]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1",
+                   "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-euc", example], cwd=tmp_path, env=environment,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    [file] = tmp_path.glob("runs/ddu/images-*/predictions.csv")
+    header, *lines = file.read_text().splitlines()
+    assert len(lines) == 10
+    readme = (REPO / "README.md").read_text()
+    assert all(f"`{column}`" in readme for column in header.split(","))
+
+
+def test_the_readmes_network_of_ones_own_runs(tmp_path):
+    [code] = blocks(language="python")
+    (tmp_path / "mine.py").write_text(code)
+    command = [sys.executable, "mine.py", "--model", "mine", "--dataset", "glyphs", "--epochs", "1",
+               "--limit-train", "300", "--ood", "--no-plot"]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPO)},
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [*tmp_path.glob("runs/ddu/glyphs-mine-*/results.csv")]
