@@ -131,7 +131,8 @@ def parse_args(argv=None):
     add("--k0", type=between(0, 10_000, int), help="number of Gaussians before merging; 0 is one "
         "for 500 weights, at most 2048 (published: 6000 for WRN-28-10, 256 for ResNet-18)")
     add("--tau-d", type=w2_threshold, metavar="{auto,W2}", help="Wasserstein-2 distance, not "
-        "squared, below which Gaussians merge; AUTO (published: 3.873e-4)")
+        "squared, below which Gaussians merge; auto is half of the median sigma of the weights that "
+        "share (published: 3.873e-4)")
     add("--draw", choices=["hier", "shared"], help="hier: w = m + s eps, with (m, s) drawn once "
         "for each Gaussian; shared: w = m (published)")
 
@@ -151,8 +152,9 @@ def check_options(args):
     """Refuse options that would have no effect."""
     common.refuse(args, ["compile"], "on networks whose weights are drawn")
     if args.load:
-        fixed = set(args.identity) - {"dataset", "preset", "image_size", "seed", "batch_size", "amp"}
-        common.refuse(args, sorted(fixed) + ["runs", "eval"], "with --load")
+        free = {"dataset", "preset", "image_size", "seed", "batch_size", "amp"}
+        fixed = sorted(set(args.identity) - free)
+        common.refuse(args, fixed + ["runs", "eval"], "with --load")
     if args.model.startswith("torchvision/"):
         common.refuse(args, ["epochs", "lr", "weight_decay", "width"],
                       "on a pretrained network, which is not trained before the mean-field stage")
@@ -806,7 +808,8 @@ class SharedNetwork(RandomNetwork):
                 tensor = tensor.to(like.dtype)
             self.register_buffer(name, tensor.to(like.device))
         self.shift = nn.Parameter(torch.zeros_like(self.centre))
-        self.stretch = nn.Parameter(like.new_zeros(len(self.centre), 3))  # log M_00, M_10, log M_11
+        # of each component log M_00, M_10, log M_11
+        self.stretch = nn.Parameter(like.new_zeros(len(self.centre), 3))
         self.outlier_shift = nn.Parameter(torch.zeros_like(self.outlier_mu))
         self.outlier_stretch = nn.Parameter(torch.zeros_like(self.outlier_mu))
 
@@ -1256,8 +1259,8 @@ def check_network(train_set, args):
                         f"{common.one_line(error)}; use another --model, --image-size or "
                         "--batch-size") from None
     if found != (len(images), train_set.num_classes):
-        raise UserError(f"--model {args.model} gives outputs {list(found)} for {len(images)} images "
-                        f"of {train_set.num_classes} classes")
+        raise UserError(f"--model {args.model} gives outputs {list(found)} for {len(images)} "
+                        f"images of {train_set.num_classes} classes")
     most = len(field.mu) // (SharingOptions().min_cluster + 1)
     if args.k0 > most:
         raise UserError(f"--k0 {args.k0}: the network has only {len(field.mu)} weights to share, "

@@ -478,9 +478,9 @@ def test_gradients_reach_what_was_moved():
 
     def loss(*moves):
         torch.manual_seed(4)
-        state = dict(zip(names, moves))
-        weights = torch.func.functional_call(Drawn(shared), {f"of.{n}": m for n, m in state.items()}, ())
-        return (weights - target).square().sum()
+        state = {f"of.{name}": move for name, move in zip(names, moves)}
+        drawn = torch.func.functional_call(Drawn(shared), state, ())
+        return (drawn - target).square().sum()
 
     moves = []
     for name in names:
