@@ -18,7 +18,9 @@ Usage:
   python gbnn2d.py --eval --predict glyphs_letters           # evaluate again, predict another set
   python gbnn2d.py --load runs/gbnn2d/NAME/seed1-compressed.pt --dataset glyphs
 
-Expected (more in tests/RESULTS.md): EXPECTED
+Expected (more in tests/RESULTS.md): `python gbnn2d.py --runs 3`, 130 seconds per seed on a CPU core:
+  576 Gaussians merge into 113. Accuracy 99.80 +- 0.03 % (deterministic: 99.77 +- 0.04 %), ECE 1.0
+  +- 0.3 % (0.2 +- 0.1 %), bytes 32 % of the mean-field and 64 % of the deterministic network's.
 
 Differences from the published code (github.com/gfhvbjk/Anonymous):
   - Its last stage cannot learn: sampled weights are detached, and the optimiser makes no step.
@@ -38,9 +40,8 @@ Differences from the published code (github.com/gfhvbjk/Anonymous):
     they drift, also in the test), and dropout is off. Norms and biases train on with --lr-mu.
   - Attention is shared, too. OOD sets are normalised like the training set, MNIST has one channel,
     CIFAR-10 is not rotated, crops reflect the border, and the lengths of the stages are ours.
-  - Predictions are mean probabilities over draws for the whole set; rows also have metrics of
-    the published mean logits. OOD sets have as many draws as the test set (there 100), FPR is at 95 %
-    TPR (there at 85 %).
+  - Predictions are mean probabilities over draws; rows also have metrics of the published mean
+    logits. OOD sets have as many draws as the test set (there 100), FPR is at 95 % TPR (there 85).
 """
 
 import argparse
@@ -1204,7 +1205,8 @@ def plot_plane(field, shared, size, run):
                  size["bytes"] / size["bytes_vs_deterministic"] / 1e3, size["bytes"] / 1e3]
     bars = axes[2].bar(names, kilobytes, color=common.colours(3))
     axes[2].bar_label(bars, fmt="%.0f")
-    axes[2].set(ylabel="kilobytes", title=f"{size['bytes_vs_mean_field']:.0%} of mean-field, "
+    axes[2].tick_params(axis="x", labelsize=8)
+    axes[2].set(ylabel="kilobytes", title=f"{size['bytes_vs_mean_field']:.0%} of mean-field,\n"
                 f"{size['bytes_vs_deterministic']:.0%} of deterministic")
     run.save_figure(figure, "plane.png")
 
@@ -1227,7 +1229,8 @@ def draw_plane(axis, points, rows, weights):
     angles = np.degrees(np.arctan2(axes[:, 1, 1], axes[:, 0, 1]))
     axis.add_collection(EllipseCollection(
         widths, heights, angles, units="xy", offsets=weights.centre.numpy(),
-        offset_transform=axis.transData, facecolors="none", edgecolors=ellipse_colour, lw=0.6))
+        offset_transform=axis.transData, facecolors="none", edgecolors=ellipse_colour, lw=0.6,
+        zorder=3))
 
 
 # ---- Main ---------------------------------------------------------------------------------------
@@ -1240,7 +1243,8 @@ COLUMNS = ["accuracy", "nll", "ece15", "auroc_entropy", "auroc_mutual_informatio
 def load_sets(args):
     """All sets of a run; all training images are for training."""
     return data.load_sets(args.dataset, args.data_dir, val_fraction=0, image_size=args.image_size,
-                          ood=args.ood, ood_required="ood" in args.explicit, predict=args.predict)
+                          limit_train=args.limit_train, ood=args.ood,
+                          ood_required="ood" in args.explicit, predict=args.predict)
 
 
 def check_network(train_set, args):
