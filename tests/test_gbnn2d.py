@@ -1023,7 +1023,11 @@ def test_a_network_of_ones_own_is_one_entry(tmp_path, dim):
         assert not (tmp_path / "gbnn2d").exists()
 
 
-def test_pretrained_networks(tmp_path):
+class WithAuxiliary(nn.Linear):
+    aux_logits = True
+
+
+def test_pretrained_networks(tmp_path, monkeypatch):
     """A state dict takes the place of the first stage."""
     net = torchvision.models.shufflenet_v2_x0_5(weights=None, num_classes=4)
     path = tmp_path / "net.pt"
@@ -1046,5 +1050,6 @@ def test_pretrained_networks(tmp_path):
         gbnn2d.main([*argv, "--name", "other", "--weights", str(tmp_path / "absent.pt")])
     args = parse("--model", "torchvision/googlenet")
     args.weights = None
+    monkeypatch.setattr(torchvision.models, "get_model", lambda name, **of: WithAuxiliary(3, 4))
     with pytest.raises(UserError, match="auxiliary"):
         gbnn2d.make_network(args, 4, (3, 32, 32))
