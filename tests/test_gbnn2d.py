@@ -4,6 +4,7 @@ and its story end to end."""
 import itertools
 import json
 import math
+from functools import partial
 
 import numpy as np
 import ot
@@ -1029,6 +1030,8 @@ class WithAuxiliary(nn.Linear):
 
 def test_pretrained_networks(tmp_path, monkeypatch):
     """A state dict takes the place of the first stage."""
+    quick = partial(gbnn2d.fit_mixture, iterations=3, most=20_000)
+    monkeypatch.setattr(gbnn2d, "fit_mixture", quick)
     net = torchvision.models.shufflenet_v2_x0_5(weights=None, num_classes=4)
     path = tmp_path / "net.pt"
     torch.save(net.state_dict(), path)
