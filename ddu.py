@@ -18,16 +18,16 @@ Usage:
   python ddu.py --eval --predict glyphs_letters         # evaluate again, predict another set
   python ddu.py --features train.npz --score test.npz ood.npz    # on your own features
 
-Expected (more in tests/RESULTS.md): `python ddu.py --runs 3`, two minutes per seed on two CPU
-  cores: AUROC of letters against digits and blends of digits 0.970 +- 0.003 by the density, 0.717
-  +- 0.006 by the softmax entropy (mean +- standard error, n = 3).
+Expected (more in tests/RESULTS.md): `OMP_NUM_THREADS=1 python ddu.py --runs 3`, 100 seconds per
+  seed on a CPU core: AUROC of letters against digits and blends of digits 0.966 +- 0.001 by the
+  density, 0.688 +- 0.007 by the softmax entropy (mean +- standard error, n = 3).
 
 Differences from the published code (github.com/omegafragger/DDU, commit f597744):
   - Densities include q(c) = n_c / N, as in the paper; the published evaluation leaves it out.
   - Class log densities stay in float64. The published evaluation rounds them to float32, where
     the posteriors of the Gaussians tie.
   - The jitter is relative to the variance of the features. The published search looks for the
-    text of an error message that current PyTorch does not use (its issues 4 and 8).
+    text of an error message that current PyTorch does not use (issues #4 and #8 there).
   - The OOD threshold is a quantile of the validation densities; there it is chosen by eye.
   - The temperature is the exact optimum, not the best of 100 grid points.
   - Ambiguous-MNIST repeats each image ten times; here no image is in both the training and the
@@ -62,8 +62,8 @@ MNIST = dict(model="resnet18", mod=False, ood=["fashion_mnist"])
 GLYPHS = dict(model="resnet18", mod=False, width=0.25, epochs=5, schedule="one_cycle",
               ood=["glyphs_letters"])
 PRESETS = {
-    # What the other presets do not say. The paper's recipe: WRN-28-10 with spectral normalisation;
-    # the learning rate is divided by 10 after epochs 150 and 250.
+    # The defaults of every preset, the paper's recipe: WRN-28-10 with spectral normalisation; the
+    # learning rate is divided by 10 after epochs 150 and 250.
     "": dict(model="wide_resnet", sn=True, mod=True, coeff=3.0, opt="sgd", lr=0.1,
              weight_decay=5e-4, batch_size=128, epochs=350, schedule="step", augment=False,
              ood=["svhn"]),
@@ -88,7 +88,7 @@ PRESETS = {
 ACTIVE_LEARNING = dict(model="resnet18", sn=False, mod=False, opt="adam", lr=1e-3,
                        weight_decay=5e-4, batch_size=64, epochs=20, schedule="constant",
                        augment=False, ood=[], ensemble=5)
-# These sets are the union of a clean and an ambiguous one: the rows of both in the test set.
+# Unions of a clean and an ambiguous set: which rows of the test set each has.
 PARTS = {
     "dirty_mnist": {"mnist": slice(10_000), "ambiguous_mnist": slice(10_000, None)},
     "dirty_glyphs": {"glyphs": slice(2_000), "glyphs_ambiguous": slice(2_000, None)},
@@ -133,9 +133,10 @@ def parse_args(argv=None):
         help="an input is out-of-distribution if its log density is below this quantile of the "
         "validation set's")
     add("--entropy-threshold", type=at_least(0, float), default=0.35,
-        help="other inputs are ambiguous if their softmax entropy is above this, in nats")
+        help="other inputs are ambiguous if their softmax entropy (--features: the entropy of "
+        "q(c|z)) is above this, in nats")
     add("--ensemble", type=at_least(1), default=1, metavar="M",
-        help="number of networks in an ensemble (paper: 5)")
+        help="number of networks; with more than one, the ensemble has rows, too (paper: 5)")
     add("--score", nargs="+", default=[], metavar="NPZ",
         help="files to score with --features; the first one is in-distribution")
     add("--active-learning", nargs="+", choices=ACQUISITIONS, metavar="NAME",
@@ -165,8 +166,8 @@ def check_options(args):
         unused += ["active_learning", "ensemble", "eval", "ood", "predict", "runs"]
         common.refuse(args, unused, "with --features")
     if args.active_learning:
-        common.refuse(args, ["ood", "predict", "density_quantile", "entropy_threshold"],
-                      "with --active-learning")
+        common.refuse(args, ["ood", "predict", "density_quantile", "entropy_threshold",
+                             "limit_train"], "with --active-learning")
         if "density" not in args.active_learning:
             common.refuse(args, ["shrinkage"], "without --active-learning density")
         if not {"pe", "mi"} & set(args.active_learning):
@@ -350,7 +351,7 @@ def wide_resnet(args, shape, depth=28):
     return layers, c_in
 
 
-# Your own network is one more entry, such a function by its name.
+# To add a network, add its function here.
 NETWORKS = {"lenet": lenet, "resnet18": resnet18, "resnet50": resnet50, "wide_resnet": wide_resnet,
             "vgg16": vgg16}
 
@@ -358,7 +359,7 @@ NETWORKS = {"lenet": lenet, "resnet18": resnet18, "resnet50": resnet50, "wide_re
 def make_network(args, num_classes, shape):
     """The network --model for images of `shape` (C, H, W), on its device."""
     if args.model.startswith("torchvision/"):
-        net = torchvision_network(args, num_classes, shape)
+        net = torchvision_network(args, num_classes)
     elif args.model in NETWORKS:
         layers, dim = NETWORKS[args.model](args, shape)
         net = Network(nn.Sequential(*layers), nn.Linear(dim, num_classes))
@@ -382,7 +383,7 @@ def make_network(args, num_classes, shape):
     return net.to(args.device, memory_format=torch.channels_last)
 
 
-def torchvision_network(args, num_classes, shape):
+def torchvision_network(args, num_classes):
     """A pretrained classifier, whose features are the inputs of its last linear layer."""
     from torchvision import models
 
@@ -519,7 +520,7 @@ def spectral_normalise(net, shape, coeff=3.0):
     for module in net.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             hooks.append(module.register_forward_hook(record_shape))
-    net.eval()  # so that batch norm does not average the zeros in
+    net.eval()  # so that the zeros do not enter the running averages of batch norm
     any_weight = next(net.parameters())
     net(torch.zeros(1, *shape).to(any_weight))
     net.train()
@@ -548,8 +549,9 @@ def fit_gaussians(features, labels, num_classes, shrinkage=False):
     """Algorithm 1: fit a Gaussian with a full covariance (divisor n_c - 1) to each class.
 
     features [N, D] of any float type; labels [N] in 0..num_classes-1; shrinkage: covariances of
-    `ledoit_wolf`. Memory: 16 K D^2 bytes, later 8. Raises ValueError if a class has fewer than two
-    examples, a feature is not finite, or a covariance remains singular with all JITTERS.
+    `ledoit_wolf`. Memory: 16 K D^2 bytes while fitting, 8 K D^2 afterwards. Raises ValueError if a
+    class has fewer than two examples, a feature is not finite, or a covariance remains singular
+    with all JITTERS.
     """
     if labels.shape != features.shape[:1]:
         raise ValueError(f"{len(features)} rows of features, but labels {list(labels.shape)}")
@@ -580,13 +582,13 @@ def fit_gaussians(features, labels, num_classes, shrinkage=False):
 def ledoit_wolf(covariance, centred):
     """Ledoit and Wolf (2004): (1 - rho) Sigma + rho m I, with m the mean variance.
 
-    rho in 0..1 is the estimated error of Sigma over its distance from m I. covariance [D, D] of
-    centred examples [n, D].
+    rho in 0..1 is the estimated squared error of Sigma over its squared distance from m I.
+    covariance [D, D] of centred examples [n, D].
     """
     n, dim = centred.shape
     identity = torch.eye(dim).to(covariance)
     target = covariance.diagonal().mean() * identity
-    sample = covariance * (n - 1) / n  # the divisor n of the paper
+    sample = covariance * (n - 1) / n  # divisor n, as in Ledoit and Wolf
     squared_norms = centred.square().sum(1)                            # [n]
     error = (squared_norms.square().mean() - sample.square().sum()) / n
     distance = (sample - sample.diagonal().mean() * identity).square().sum()
@@ -636,10 +638,10 @@ def density_scores(log_densities):
     density      log q(z) = logsumexp_c [log q(z|c) + log q(c)]
     gmm_entropy  entropy of q(c|z) in nats; not the entropy of the softmax
     """
-    return {"density": log_densities.logsumexp(1), "gmm_entropy": entropy(log_densities)}
+    return {"density": log_densities.logsumexp(1), "gmm_entropy": softmax_entropy(log_densities)}
 
 
-def entropy(logits):
+def softmax_entropy(logits):
     """Entropy of softmax(logits [N, K]), in nats [N]."""
     return torch.special.entr(logits.softmax(1)).sum(1)
 
@@ -647,11 +649,11 @@ def entropy(logits):
 def softmax_scores(logits, temperature=1.0):
     """Scores [N] of softmax(logits [N, K] / temperature), float64; the entropy is in nats."""
     logits = logits.double() / temperature
-    return {"entropy": entropy(logits), "max_prob": logits.softmax(1).amax(1),
+    return {"entropy": softmax_entropy(logits), "max_prob": logits.softmax(1).amax(1),
             "energy": logits.logsumexp(1)}
 
 
-# Do large values of a score mean in-distribution ("id") or out-of-distribution ("ood")?
+# What large values of a score mean: in-distribution ("id") or out-of-distribution ("ood").
 SCORES = {"density": "id", "gmm_entropy": "ood", "entropy": "ood", "max_prob": "id", "energy": "id",
           "predictive_entropy": "ood", "mutual_information": "ood"}
 REGIONS = ("clean", "ambiguous", "ood")
@@ -675,7 +677,7 @@ def learning_rate(step, steps_per_epoch, args):
     if args.schedule == "step":
         lr = args.lr
         for milestone in (150 / 350, 250 / 350):  # paper: epochs 150 and 250 of 350
-            if step // steps_per_epoch >= round(args.epochs * milestone):
+            if step // steps_per_epoch >= max(1, round(args.epochs * milestone)):
                 lr *= 0.1
         return lr
     # one_cycle: a linear warm-up in the first fifth of the steps, then linearly to zero
@@ -800,7 +802,7 @@ def forward_all(net, sets, args):
 def fit_outputs(outputs, num_classes, args):
     """Step 2, and the threshold and the temperature, which the validation set determines."""
     gaussians = fit(outputs.train.features, outputs.train.labels, num_classes, args)
-    val_density = sorted_density(gaussians, outputs.val.features, args)
+    val_density = validation_densities(gaussians, outputs.val.features, args)
     threshold = val_density.quantile(args.density_quantile).item()
     temperature = common.fit_temperature(outputs.val.logits, outputs.val.labels)
     if temperature in common.TEMPERATURES:
@@ -825,7 +827,7 @@ def fit(features, labels, num_classes, args):
     return gaussians
 
 
-def sorted_density(gaussians, features, args):
+def validation_densities(gaussians, features, args):
     """The log densities of the validation set, ascending, with a note where they are few."""
     log_densities = class_log_densities(gaussians, features)
     if len(features) < 1 / max(args.density_quantile, 1e-9):
@@ -835,7 +837,7 @@ def sorted_density(gaussians, features, args):
 
 
 def density_columns(density, entropies, val_density, args):
-    """What the tables of predictions say of the log densities and the entropies [N] of a set."""
+    """Log density, its percentile in the validation set, and the decision, for each input [N]."""
     threshold = val_density.quantile(args.density_quantile)
     region = decide(density, entropies, threshold, args.entropy_threshold)
     # The share of the validation set that has a lower density: 0 is far out, 50 is usual.
@@ -1007,15 +1009,18 @@ def plot_uncertainty(names, scores, fitted, args, run):
 
 def load_sets(args, seed):
     """All sets of a run; `seed` splits off the validation set."""
+    for name in args.ood:
+        if data.set_name(name) in PARTS.get(args.dataset, {}):
+            raise UserError(f"--ood {name}: {args.dataset} has a part of this name; rename the set")
     return data.load_sets(args.dataset, args.data_dir, seed=seed, image_size=args.image_size,
                           limit_train=args.limit_train, ood=args.ood,
                           ood_required="ood" in args.explicit, predict=args.predict)
 
 
 def check_network(train_set, args):
-    """Refuse, before training, a network or Gaussians that are impossible."""
+    """Refuse, before training, a network that fails on a batch, or Gaussians that do not fit."""
     net = make_network(args, train_set.num_classes, train_set.shape)
-    # The smallest batch is the last one of an epoch; two images show what more would.
+    # The smallest batch is the last one of an epoch; two images suffice to find errors of shape.
     smallest = len(train_set) % args.batch_size or args.batch_size
     images = torch.zeros(min(smallest, 2), *train_set.shape).to(net.head.weight)
     try:
@@ -1064,7 +1069,7 @@ def run_features(args):
         raise UserError(f"{args.features} has {len(labels)} examples; at least 10 are needed to "
                         "hold a tenth out")
     gaussians = fit(features[train], labels[train], int(labels.max()) + 1, args)
-    val_density = sorted_density(gaussians, features[val], args)
+    val_density = validation_densities(gaussians, features[val], args)
 
     rows = []
     first = next(iter(files))
@@ -1126,6 +1131,9 @@ def active_learning_pool(args, seed):
     start = []
     for c in range(images.num_classes):
         rows = order[images.labels[order] == c]
+        if len(rows) < per_class:
+            raise UserError(f"--num-initial-samples {args.num_initial_samples}: class {c} has only "
+                            f"{len(rows)} examples in the pool")
         start.append(rows[:per_class])
     return Pool(images, torch.cat(start), ambiguous, data.match(test, images))
 
@@ -1135,7 +1143,8 @@ def acquisition_step(pool, labelled, acquisition, seed, args, run):
 
     Returns their test accuracy and scores [P] of the pool: high ones are labelled next.
     """
-    # published code: an epoch has 5056 examples. Here, all rows are drawn nearly equally often.
+    # published code: an epoch has 5056 examples, drawn at random. Here, each labelled example
+    # occurs nearly equally often.
     draws = torch.arange(max(5056, len(labelled)))
     train_set = pool.images.select(labelled[draws % len(labelled)])
     nets = []
@@ -1217,7 +1226,7 @@ COLUMNS = ["accuracy", "nll", "ece15", "ece15_scaled", "fraction_ood", "auroc_de
 def evaluate(members, sets, seed, args, run):
     """Steps 2 and 3 on the main process: the rows of one seed, and the files of the first seed.
 
-    members: data.Sets of Outputs, of each network
+    members: for each network a data.Sets of Outputs
     """
     fitted = fit_outputs(members[0], sets.train.num_classes, args)
     names = [sets.test.name] + list(PARTS.get(args.dataset, []))

@@ -88,7 +88,7 @@ WITHOUT_EFFECT = {
     "--model lenet --no-sn": ["--width 2"],
     "--dataset imagenet": ["--width 2"],
     LEARN: ["--ood svhn", "--predict glyphs", "--density-quantile 0.1", "--entropy-threshold 1",
-            "--ensemble 3"],
+            "--ensemble 3", "--limit-train 500"],
     "--active-learning pe entropy": ["--shrinkage"],
     FEATURES: ["--dataset cifar10", "--preset cifar10", "--image-size 8", "--model vgg16",
                "--no-sn", "--no-mod", "--width 2", "--ood", "--predict glyphs", "--ensemble 2",
@@ -670,6 +670,8 @@ def test_learning_rates():
     for epoch, expected in {0: 0.1, 149: 0.1, 150: 0.01, 249: 0.01, 250: 0.001, 349: 0.001}.items():
         for step in (352 * epoch, 352 * epoch + 351):
             assert ddu.learning_rate(step, 352, args) == pytest.approx(expected, rel=1e-12)
+    args = SimpleNamespace(schedule="step", lr=0.1, epochs=1)
+    assert ddu.learning_rate(9, 10, args) == 0.1  # a single epoch is before 3/7 of the epochs
     args = SimpleNamespace(schedule="one_cycle", lr=0.2, epochs=5)
     rates = np.array([ddu.learning_rate(step, 20, args) for step in range(100)])
     assert rates.argmax() == 20 and rates[20] == pytest.approx(0.2)
@@ -879,9 +881,9 @@ def test_notes_of_singular_covariances_few_examples_and_limits_of_the_temperatur
     assert jitter > 0 and f"{jitter:.2g} was added to all variances" in line
     assert ddu.fit(z, y, 3, common.with_options(args, shrinkage=True)).jitter == 0
     gaussians = ddu.fit(*clusters((50, 200), 10), 2, args)
-    ddu.sorted_density(gaussians, torch.randn(100, 10), args)
+    ddu.validation_densities(gaussians, torch.randn(100, 10), args)
     assert not capsys.readouterr().out
-    ddu.sorted_density(gaussians, torch.randn(18, 10), args)
+    ddu.validation_densities(gaussians, torch.randn(18, 10), args)
     [line] = capsys.readouterr().out.splitlines()
     assert "0.01 quantile of 18 validation examples is about their minimum" in line
     labels = torch.arange(120) % 2
@@ -1314,6 +1316,8 @@ MISUSE = {
     f"{LEARN_FAST} --num-initial-samples 10": "samples 10",
     f"{LEARN_FAST} --max-training-samples 10": "samples 10",
     f"{LEARN_FAST} --max-training-samples 9001": "9001",
+    f"{LEARN_FAST} --num-initial-samples 900 --max-training-samples 900": "class . has only",
+    "--dataset dirty_glyphs --ood folder:x/glyphs_ambiguous": "rename the set",
     "--active-learning nonsense": "nonsense", "--coeff 0": "--coeff", "--ensemble 0": "--ensemble",
     "--dataset tiny_imagenet --model lenet --no-sn --no-mod": "28x28"}
 
