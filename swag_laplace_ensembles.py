@@ -1096,16 +1096,21 @@ def choose_rates(study, seed, net):
                 common.say(f"skipped: SWAG at the rate {rate:g} ({error})")
             swa_lpds.append(swa_lpd)
             swag_lpds.append(swag_lpd)
-        swa = args.swag_lrs[index_of_best(swa_lpds, "--swag-lrs")]
-        swag = args.swag_lrs[index_of_best(swag_lpds, "--swag-lrs")]
-        return {"weights": weights, "digests": digests, "swa": swa, "swa_lpds": swa_lpds,
-                "swag": swag, "swag_lpds": swag_lpds}
+        return {"weights": weights, "digests": digests, "swa_lpds": swa_lpds,
+                "swag_lpds": swag_lpds}
 
     made_from = identity(study, seed, weights=weights, rates=args.swag_lrs,
                          epochs=args.swag_epochs, val_samples=args.val_samples)
     choice = study.run.keep(name, made_from, make)
-    common.on_main(delete_iterates, study, seed, choice)
-    return choice
+    rates = {}
+    for method in ("swa", "swag"):
+        lpds = choice[f"{method}_lpds"]
+        # Other iterates are deleted below. So a method that is not compared gets a rate, too, if
+        # any suits it: it can then join the study without another run of SGD.
+        if method in args.methods or any(map(math.isfinite, lpds)):
+            rates[method] = args.swag_lrs[index_of_best(lpds, "--swag-lrs")]
+    common.on_main(delete_iterates, study, seed, list(rates.values()))
+    return choice | rates
 
 
 def say_what_is_repeated(study, seed):
@@ -1119,10 +1124,10 @@ def say_what_is_repeated(study, seed):
               f"iterates of other rates; SGD now runs at {', '.join(missing)}", flush=True)
 
 
-def delete_iterates(study, seed, choice):
-    """Delete the iterates of the rates that were not chosen: all would take about 1 TB (paper)."""
+def delete_iterates(study, seed, chosen):
+    """Delete the iterates of rates that were not chosen: all would take about 1 TB (paper)."""
     for rate in study.args.swag_lrs:
-        if rate in (choice["swa"], choice["swag"]) or study.args.eval:
+        if rate in chosen or study.args.eval:
             continue
         name = f"seed{seed}-swag-lr{rate:g}"
         # The checkpoint goes first: it must not count iterates that are gone.

@@ -796,6 +796,12 @@ def pieces(out):
     return {path.name: path.read_bytes() for path in sorted((out / RUN).glob("*.pt"))}
 
 
+def stored_rates(state):
+    """The rates of SWA and SWAG that are best by what is stored of their choice."""
+    rates = sl.PRESETS["glyphs"]["swag_lrs"]
+    return [rates[int(np.argmax(state[name]))] for name in ("swa_lpds", "swag_lpds")]
+
+
 def by_name(rows):
     """{(method, members, OOD set): row}"""
     return {(row["method"], row["seed"], row.get("against")): row for row in rows}
@@ -868,7 +874,7 @@ def test_names_of_pieces_are_explicit(studies):
         for method, part in itertools.product(sl.METHODS, ("test", "ood-glyphs_letters")):
             right.add(f"seed{seed}-{method}-{part}.pt")
         choice = torch.load(out / RUN / f"seed{seed}-swag-choice.pt", weights_only=True)
-        for rate in {choice["swa"], choice["swag"]}:
+        for rate in set(stored_rates(choice)):
             name = f"seed{seed}-swag-lr{rate:g}"
             right |= {f"{name}.pt", f"{name}-1.pt", f"{name}-2.pt", f"{name}-3.pt"}
         # Nothing else: the iterates of the other rate are deleted.
@@ -1022,7 +1028,7 @@ def test_what_must_be_trained_again_is_said_first(copied, monkeypatch, capsys):
     sl.main(argv)
     said = capsys.readouterr().out
     choice = torch.load(io.BytesIO(before["seed1-swag-choice.pt"]), weights_only=True)
-    rates = [f"{rate:g}" for rate in (0.03, 0.01) if rate not in (choice["swa"], choice["swag"])]
+    rates = [f"{rate:g}" for rate in (0.03, 0.01) if rate not in stored_rates(choice)]
     assert len(rates) == 1
     note = said.index(f"SGD now runs at {rates[0]}")
     assert note < said.index(f"seed1-swag-lr{rates[0]} 1/3") and "seed1-map 1/2" not in said
@@ -1277,7 +1283,8 @@ def test_missing_pieces_are_named(copied):
     (out / RUN / "seed2-llla.pt").unlink()
     with pytest.raises(UserError, match="seed2-llla.*without --eval"):
         sl.main(tiny("glyphs", out, "--eval"))
-    rate = torch.load(out / RUN / "seed2-swag-choice.pt", weights_only=True)["swag"]
+    state = torch.load(out / RUN / "seed2-swag-choice.pt", weights_only=True)
+    rate = stored_rates(state)[1]
     (out / RUN / f"seed2-swag-lr{rate:g}-2.pt").unlink()
     (out / RUN / "seed2-swag-test.pt").unlink()
     with pytest.raises(UserError, match=f"lr{rate:g}-2.pt not found; delete"):
@@ -1296,6 +1303,26 @@ def test_rates_that_diverge_are_skipped(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sl, "data_loss", lambda outputs, *_: math.nan * outputs.sum())
     with pytest.raises(UserError, match="seed 1: the loss .* lower the learning rate"):
         sl.main(argv + ["--swag-lrs", "0.01", "--name", "other"])
+
+
+def test_a_method_that_is_not_compared_stops_no_study(tmp_path, monkeypatch):
+    """Without a rate for SWAG a study of SWA runs, and one to which SWAG is added does not."""
+    monkeypatch.setattr(sl, "swag_samples", lambda mean, *_: mean.new_full((8, len(mean)), math.nan))
+    argv = ["--members", 1, "--ensembles", 1, "--swag-epochs", 2, "--val-samples", 2]
+    rows = sl.main(tiny("glyphs", tmp_path, *argv, methods=["map", "swa"]))
+    assert {row["method"] for row in rows} == {"DE, K=1", "SWA, K=1"}
+    monkeypatch.setattr(sl, "train_epoch", None)  # that no rate will do is stored
+    with pytest.raises(UserError, match="no value of --swag-lrs"):
+        sl.main(tiny("glyphs", tmp_path, *argv, "--samples", 2, methods=["map", "swa", "swag"]))
+
+
+def test_swag_joins_swa_later_without_training(tmp_path, monkeypatch):
+    """The iterates of its rate were kept, too."""
+    argv = ["--members", 1, "--ensembles", 1, "--swag-epochs", 2, "--val-samples", 2]
+    sl.main(tiny("glyphs", tmp_path, *argv, methods=["map", "swa"]))
+    monkeypatch.setattr(sl, "train_epoch", None)
+    rows = sl.main(tiny("glyphs", tmp_path, *argv, "--samples", 2, methods=["map", "swa", "swag"]))
+    assert {row["method"] for row in rows} == {"DE, K=1", "SWA, K=1", "SWAG, K=1"}
 
 
 def test_dropout_masks_differ_and_are_repeated(tmp_path):
