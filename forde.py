@@ -4,8 +4,8 @@ Trinh, Heinonen, Acerbi, Kaski, "Input-gradient space particle inference for neu
 ensembles", ICLR 2024, arXiv:2306.02775. Algorithm 1, for M members on the same batches:
 
   1. g_ib is the gradient of the true class's logit of member i with respect to input b.
-  2. s_ib = A^T g_ib / |g_ib|. For FoRDE-PCA, A = U Lambda^(1/2) has the eigenvectors U and the
-     eigenvalues Lambda of the training images; for FoRDE-identity, A = I.
+  2. s_ib = A^T g_ib / |g_ib|. For FoRDE-PCA, A = U Lambda^(1/2), where the N normalised training
+     images X have X^T X / (N - 1) = U Lambda U^T; for FoRDE-identity, A = I.
   3. k_ijb = exp(-|s_ib - s_jb|^2 / h_jb), h_jb = med_i |s_ib - s_jb|^2 / ln M; s_jb and h_jb are
      constants.
   4. Minimise sum_i CE_i + R, R = (1/B) sum_i log[(1/B) sum_b sum_j k_ijb]. This is Wasserstein
@@ -28,7 +28,7 @@ Differences from the published code (github.com/AaltoPML/FoRDE, commit e8f9d74; 
     default there are none).
   - The running variances of batch norm are unbiased, as in PyTorch (there biased: 0.05 % lower in
     the last layers of ResNet-18).
-  - An input gradient of zero length is a constant; there, its derivative is about 1e10.
+  - An input gradient of zero length is a constant; there, its unit vector has derivative 1e12.
   - TinyImageNet is scaled to [0, 1] (there 0 to 255, with statistics of that scale).
   - Validation images are drawn by the seed; --published-split draws equal shares of the classes
     by scikit-learn's seed 88.
@@ -55,7 +55,7 @@ from common import UserError, at_least, between
 
 # ---- Arguments ----------------------------------------------------------------------------------
 
-# method: what of its members repels, and for FoRDE the alpha of its metric
+# method: the space in which its members repel, and for FoRDE the alpha of its metric
 METHODS = {
     "deep_ensemble": dict(repulsion="none"),
     "forde_pca": dict(repulsion="input_gradient", alpha=1.0),
@@ -71,7 +71,7 @@ GLYPHS = dict(methods=["deep_ensemble", "forde_pca", "forde_identity"], members=
               schedule="one_cycle", augment=False, shift="computed", shift_examples=200,
               ood=["glyphs_letters"])
 PRESETS = {
-    # What the other presets do not say: the paper's recipe.
+    # The defaults of every preset: the paper's recipe.
     "": dict(methods=["forde_pca"], members=10, model="resnet18", hidden=[256, 256, 256],
              epochs=300, batch_size=128, lr=0.1, lr_ratio=0.01, weight_decay=5e-4,
              schedule="published", alpha=0.4, augment=True, val_fraction=0.0,
@@ -107,7 +107,7 @@ def parse_args(argv=None):
     add("--val-fraction", type=between(0, 0.9),
         help="fraction of the training set that is held out to fit a temperature (paper: 0)")
     add("--published-split", action=flag, default=False,
-        help="hold out equal fractions of all classes, by the published seed")
+        help="hold out the same fraction of every class, by the published code's seed 88")
 
     add = parser.group("network").add_argument
     add("--model", choices=list(NETWORKS),
@@ -132,7 +132,7 @@ def parse_args(argv=None):
     add("--grad-of", choices=["logit", "logprob"], default="logit",
         help="input gradients of the true class's logit (paper) or log probability")
     add("--repulsion-coef", type=at_least(0, float), default=1.0,
-        help="factor on the repulsion (paper: 1; not published for lit)")
+        help="factor on the repulsion R (paper: 1; not published for lit)")
     add("--repulse-every", type=at_least(1), default=1,
         help="number of steps from one repulsion to the next (paper: 1)")
 
@@ -142,7 +142,7 @@ def parse_args(argv=None):
     add("--ood", nargs="*", metavar="NAME",
         help="out-of-distribution sets; folder:PATH is a folder of images")
     add("--shift", choices=["none", "computed", "published"],
-        help="corrupted test sets: computed in the script, or the published -C files")
+        help="corrupted test sets: computed here, or published files such as CIFAR-10-C")
     add("--shift-examples", type=at_least(0), metavar="N",
         help="number of test images under each corruption; 0 is all")
     parser.group("run").add_argument(
@@ -307,15 +307,15 @@ def mlp(args, shape):
     c_in = math.prod(shape)
     for count in args.hidden:
         c_out = channels(count, args)
-        # As images of one pixel, because batch norm over several processes is that of images.
+        # As images of one pixel, because common.data_parallel shares only BatchNorm2d.
         layers += [nn.Linear(c_in, c_out), nn.Unflatten(1, (c_out, 1, 1)), nn.BatchNorm2d(c_out),
                    nn.ReLU(), nn.Flatten()]
         c_in = c_out
     return layers, c_in
 
 
-# Your own network is one more entry, such a function by its name. Batch norm must be
-# nn.BatchNorm2d, and --chunk needs a network without dropout.
+# To add a network, add its function here. Batch norm must be nn.BatchNorm2d, and --chunk needs a
+# network without dropout.
 NETWORKS = {"resnet9": resnet9, "resnet18": resnet18, "preact_resnet18": preact_resnet18,
             "wrn_16_4": wrn_16_4, "mlp": mlp}
 
@@ -331,7 +331,7 @@ def make_network(args, num_classes, shape):
             nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-    # The first logits are 0, and with them all input gradients and forces.
+    # published code: the last layer starts at zero, so the first forces are zero, too.
     nn.init.zeros_(net[-1].weight)
     return net
 
@@ -364,11 +364,12 @@ def channels_last(args):
 
 
 def input_gradient(net, x, y, grad_of="logit"):
-    """The logits f [B, K] of a network, and g_b = d/dx_b sum_b' f(x_b')[y_b'], flattened [B, D].
+    """The logits [B, K] of a network, and the gradients g [B, D] of its true-class outputs by x.
 
-    In training mode, batch norm couples the examples, and g has these terms (as published). g can
-    be differentiated by the parameters, except under torch.no_grad(), where both are constants.
-    With grad_of "logprob", f is the log softmax (Ross et al. 2018).
+    g_b = d/dx_b sum_b' f(x_b')[y_b']: f are the logits, or with grad_of "logprob" log
+    probabilities (Ross et al. 2018). In training mode, batch norm couples the examples, and g
+    includes that coupling (as published). g is differentiable with respect to the parameters,
+    except under torch.no_grad(), where both are constants.
     """
     differentiable = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -418,7 +419,7 @@ def metric_root(eigenvectors, eigenvalues, alpha=1.0):
     """A [D, D] with A A^T = Sigma^-1, so that distances are those of the rows s = u A.
 
     paper: appendix D.4, Sigma = alpha Lambda^-1 + (1 - alpha) I in the eigenbasis; PCA is alpha 1.
-    A factor of the eigenvalues has no effect: it is part of the bandwidth, too.
+    With alpha 1 a common factor of the eigenvalues cancels, because it is in the bandwidth, too.
     """
     precision = eigenvalues / (alpha + (1 - alpha) * eigenvalues).clamp_min(1e-30)
     return eigenvectors * precision.sqrt()
@@ -472,12 +473,12 @@ def rbf_repulsion(points):
     return (-distance / bandwidth).logsumexp(1).sum()
 
 
-def function_repulsion(logits, cauchy=1e-6):
-    """(1/B) [`rbf_repulsion` of the members' logits z [M, B, K] + sum ln(1 + cauchy z^2)].
+def function_repulsion(logits, inverse_squared_scale=1e-6):
+    """(1/B) [`rbf_repulsion` of the members' logits z [M, B, K] + sum ln(1 + z^2 / scale^2)].
 
-    paper: appendix C.2, the Cauchy prior on the logits
+    The second term is a Cauchy prior of scale 1000 on each logit (paper: appendix C.2).
     """
-    prior = (cauchy * logits.square()).log1p().sum()
+    prior = (inverse_squared_scale * logits.square()).log1p().sum()
     return (rbf_repulsion(logits.flatten(1)) + prior) / logits.shape[1]
 
 
@@ -490,7 +491,10 @@ def pairwise_cosines(g):
 
 
 def local_independence(g):
-    """LIT (Ross et al. 2018): the mean of cos^2(g_i, g_j) over pairs and examples, g [M, B, D]."""
+    """LIT: the mean of cos^2(g_i, g_j) over pairs and examples, g [M, B, D].
+
+    In Ross et al. (2018), g are gradients of log probabilities (--grad-of logprob).
+    """
     return pairwise_cosines(g).square().mean()
 
 
@@ -539,8 +543,8 @@ def particles_of(args):
     return no_particles
 
 
-# The repulsion of the methods of comparison, given their particles [M, B, ...].
-COMPARISONS = {"lit": local_independence, "function": function_repulsion}
+# The repulsion of the baselines, given their particles [M, B, ...].
+BASELINES = {"lit": local_independence, "function": function_repulsion}
 
 
 def own_rows(batch):
@@ -565,7 +569,7 @@ def ensemble_step(members, batch, metric, args):
     examples; metric: A of `metric_root`, None for the identity. Returns the cross entropy, summed
     over members and these examples, R, and the logits.
     """
-    # 1. The input gradients of all members. Methods of comparison have other particles.
+    # 1. The input gradients of all members. Baselines have other particles.
     with common.autocast(args):
         logits, particles = members(batch.images, batch.labels, particles_of(args))
 
@@ -580,23 +584,24 @@ def ensemble_step(members, batch, metric, args):
         log_k = log_kernel(s)                                          # [M, M, B]
         value = repulsion(log_k)
     else:
-        value = COMPARISONS[args.repulsion](g)
-    # 4. The force, the gradient of R by the particles of this process.
-    force, = torch.autograd.grad(value, g)
+        value = BASELINES[args.repulsion](g)
+    # The force is minus the gradient of R with respect to this process's particles.
+    force = -torch.autograd.grad(value, g)[0]                          # [M, B, D]
     force = force[:, own_rows(batch)]                                  # [M, b, D]
 
-    # 5. The loss. The force is a constant: its product with the particles has the gradient of R.
+    # 4. The loss. The force is a constant: minus its product with the particles has the gradient
+    # of R with respect to the weights.
     loss = data_loss(logits, batch.labels)
-    repelling = (particles * force).sum()
+    repelling = -(particles * force).sum()
     total = loss / batch.global_size + args.repulsion_coef * repelling
-    # 6. The backward pass, also through the input gradients. DDP averages over the processes.
+    # The backward pass, also through the input gradients. DDP averages over the processes.
     (total * common.world_size()).backward()
     return loss.detach(), value.detach(), logits.detach()
 
 
 def chunked_step(chunks, batch, metric, args):
     """`ensemble_step` with the activations of one chunk of members at a time, in two passes."""
-    # The first pass has no graph. It gives what the members of Algorithm 1 would give.
+    # The first pass, without a graph: the logits and particles of all members.
     parts = []
     with torch.no_grad(), common.autocast(args):
         for chunk in chunks:
@@ -606,7 +611,7 @@ def chunked_step(chunks, batch, metric, args):
     # The backward pass of Algorithm 1 ends at these outputs ...
     result = ensemble_step(lambda *_: (logits, particles), batch, metric, args)
 
-    # ... and goes on to the weights in the second pass. Running averages moved in the first one.
+    # ... and goes on to the weights in a second pass, which must not move running averages again.
     set_momentum(chunks, 0.0)
     by_logits = logits.grad.split(args.chunk)
     by_particles = particles.grad.split(args.chunk)
@@ -738,7 +743,7 @@ def batches_of(dataset, args):
 
 @torch.no_grad()
 def predict(nets, dataset, args):
-    """Log probabilities [M, N, K] of all members for a whole set; None but on the main process."""
+    """Log probabilities [M, N, K] of all members for a whole set; None on all other processes."""
     nets.eval()
     batches = []
     for batch in batches_of(dataset, args):
@@ -839,6 +844,7 @@ def clean_rows(sets, outputs, distance, key):
             found = common.ood_metrics(inside[score], outside[score], larger_means="ood")
             for metric, value in found.items():
                 row[f"{metric}_{score}"] = value
+        # The moments are those of the OOD set.
         rows.append(row | moments(outside))
     return rows
 
@@ -950,16 +956,16 @@ def paired_differences(rows):
     first = {}
     differences = []
     for row in rows:
-        place = (row["seed"], row["set"], row.get("against"))
+        key = (row["seed"], row["set"], row.get("against"))
         if row["method"] == baseline:
-            first[place] = row
+            first[key] = row
             continue
         difference = {"method": f"{row['method']} - {baseline}"}
         for name, value in row.items():
             if name in ("seed", "set", "against", "n", "severity"):
                 difference[name] = value
             elif name in COLUMNS:
-                difference[name] = value - first[place][name]
+                difference[name] = value - first[key][name]
         differences.append(difference)
     return differences
 
@@ -976,6 +982,9 @@ def write_predictions(predictions, sets, run):
 
 
 # ---- Plots --------------------------------------------------------------------------------------
+
+PLANE_SIDE = 120  # points per side of the toy's picture
+PLANE_LIMIT = 12  # its largest coordinate
 
 
 def plot_shift(rows, test_name, shift_name, run):
@@ -1023,9 +1032,6 @@ def plot_toy(points, outputs, run):
 
 
 # ---- Main ---------------------------------------------------------------------------------------
-
-PLANE_SIDE = 120  # points per side of the toy's picture
-PLANE_LIMIT = 12  # its largest coordinate
 
 
 def points_set(name, x, y=None):
@@ -1173,7 +1179,7 @@ def main(argv=None):
         sets = load_sets(args, seed)
         shift = find_shift(sets.test, args)
         check_network(sets.train, args)
-        basis = None
+        basis = None  # only training needs it
         if needs_basis(args) and not args.eval:
             check_basis(sets.train, args)
             basis = run.keep(f"basis-seed{seed}", run.config,

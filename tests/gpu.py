@@ -130,9 +130,8 @@ def flops_of(net, x, training=True):
 def bench_ddu(bench):
     """Training of WRN-28-10 with spectral norm, as the paper's, with and without --amp bf16; with
     CIFAR-10 a whole short run."""
-    steps, width, depth = bench.size(150, 1), bench.size(1.0, 0.05), bench.size(28, 10)
-    net_argv = ["--dataset", "cifar10", "--width", width, "--depth", depth, "--batch-size",
-                bench.size(128, 8)]
+    steps, width = bench.size(150, 1), bench.size(1.0, 0.05)
+    net_argv = ["--dataset", "cifar10", "--width", width, "--batch-size", bench.size(128, 8)]
     train_set = bench.images("train", bench.size(50_000, 16))
     plain = ddu.make_network(bench.options(ddu, *net_argv, "--no-sn"), 10, train_set.shape)
     flops = flops_of(plain, torch.randn(8, *train_set.shape, device=bench.device))
@@ -142,7 +141,7 @@ def bench_ddu(bench):
         bench.forget_memory()
         net, run = ddu.make_network(args, 10, train_set.shape), common.Run(args, "gpu", amp)
         ddu.train(net, train_set, args, 1, run, "network")
-        bench.add(f"WRN-{depth}-{10 * width:g} training, spectral norm, amp {amp}",
+        bench.add(f"WRN-28-{10 * width:g} training, spectral norm, amp {amp}",
                   run.history[-1]["examples_per_s"], "images/s", flops)
     if bench.asked.data_dir:
         there = [name for name, file in (("cifar100", "cifar-100-python"),
