@@ -9,6 +9,7 @@ them average S samples, S // K of each:  p(y | x) = (1/S) sum_s p(y | x, theta_s
   SWA, SWAG   R iterates w_r of SGD that starts at theta_m: their mean, also a point, and
               N(mean, diag(d) / 2 + D^T D / (2 (R - 1))), D_r = w_r - mean, d = mean_r D_r^2
   LLLA        N(theta, (H + delta I)^-1) of the last layer, H its generalised Gauss-Newton matrix
+              (for molecules the Hessian)
   LA-NF       the Gaussian of LLLA through T radial flows, fitted by the ELBO
   MC dropout  a network that is trained, and sampled, with dropout
 
@@ -19,22 +20,29 @@ Usage:
   python swag_laplace_ensembles.py --members 1 --seed 3 --name apart   # one member, on any machine.
       Copy its files, apart/seed3-*, into the directory of a study, which then trains the others.
 
-Expected (more in tests/RESULTS.md): `python swag_laplace_ensembles.py`, ...
+Expected (more in tests/RESULTS.md): `OMP_NUM_THREADS=1 python swag_laplace_ensembles.py --seed S`,
+  5 core-minutes. LPD minus DE's for S = 1, 6, 11 (no common members), at K = 1 (left) and K = 5:
+  LLLA   +.008 +- .005, +.023 +- .011, +.002 +- .007   -.021 +- .006, -.030 +- .011, -.034 +- .007
+  LA-NF  +.054, +.036, +.024                           -.023, -.029, -.043
+  SWAG   +.135, +.104, +.082                           +.072, +.050, +.040
+  Posteriors of the last layer help one network and harm five; SWAG, which trains on, helps both.
+  (+- 1.96 standard errors over test examples.)
 
-Differences from the published code:
+Differences from the published code (called "published" below; "paper" is the article):
   - SWAG samples what is trained, and recomputes the statistics of batch norm for every sample;
     there it also samples FRN's frozen epsilon, moving it by 70 times its size.
   - The first S // K samples of a member serve all its ensembles; there, each ensemble draws anew.
     Equal ensembles count once, and K = 1 gives each member once.
-  - The 21 precisions of LLLA share their noise and one eigendecomposition, whose root of the
-    covariance is symmetric (there: fresh noise, Cholesky's root); the 15 of LA-NF, noise and
-    batches. A sample of LA-NF is one network for the whole set; there, one for each batch.
-  - No early stopping: it could only end WRN-28-10. One sample of MC dropout has dropout.
-  - AUPR (in) and FPR at 95 % TPR take the test set as positive (there: the OOD set); areas are
-    sums of steps (trapezoids), bins of the ECE are closed on the right (left), and the two OOD sets
-    of CIFAR are apart (one set).
+  - The 21 precisions of LLLA share noise and one eigendecomposition, whose root of the covariance
+    is symmetric (there: fresh noise, Cholesky's root); the 15 of LA-NF share noise and batches
+    (there: fresh). A sample of LA-NF is one network for the whole set (there: for each batch).
+  - No early stopping, which could only affect WRN-28-10. One sample of MC dropout has dropout, too.
+  - AUPR (in) and FPR at 95 % TPR take the test set as positive (there: the OOD set); areas are sums
+    of steps (there: trapezoids), bins of the ECE are closed on the right (there: left), and the two
+    OOD sets of CIFAR are apart (there: one set).
   - Word pieces of SST-2 are made from its training sentences unless --vocab gives others.
-  - Random numbers depend on the seed and the step or sample alone; selection needs no server.
+  - Random numbers are functions of seed, step or sample (dropout masks: of the process, too), so a
+    resumed run repeats them. Selection needs no server.
   - Not here: IVON; SGD's iterates as samples; Kronecker factors, marginal likelihood, probit,
     bridge and GLM predictions of LLLA; planar flows; a squared error in MAP's loss; scores by the
     number of samples; corrupted images, Yahoo finance, Alchemy; MCE and 20 scores of regression.
@@ -48,7 +56,7 @@ import hashlib
 import math
 import random
 import shutil
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -111,7 +119,7 @@ PRESETS = {
                    val_samples=10, swag_epochs=8, swag_lrs=[0.03, 0.01]),
 }
 
-# The methods that use an option of posteriors; without them it has no effect.
+# The methods that use each option; without them it has no effect.
 USED_BY = {
     "swag_epochs": ["swa", "swag"],
     "swag_lrs": ["swa", "swag"],
@@ -126,10 +134,10 @@ def parse_args(argv=None):
     parser = common.Parser(__doc__, PRESETS, "dirty_glyphs")
     add = parser.group("data").add_argument
     add("--num-val", type=at_least(1),
-        help="number of validation images, which are taken from the training set (published: 2000)")
-    add("--target", help="of qm9: the quantity to predict (paper: u0, the energy at 0 K)")
+        help="number of validation images, taken from the training set (published code: 2000)")
+    add("--target", help="for qm9: the quantity to predict (paper: u0, the energy at 0 K)")
     add("--vocab", metavar="FILE",
-        help="of sst2: a file with one word piece per line (paper: that of bert-base-uncased); "
+        help="for sst2: a file with one word piece per line (paper: that of bert-base-uncased); "
         "without it, word pieces are made from the training sentences")
 
     add = parser.group("network").add_argument
@@ -143,7 +151,7 @@ def parse_args(argv=None):
         help="optimiser of the MAP networks: SGD with Nesterov momentum 0.9, or AdamW (published: "
         "SGD, for molecules AdamW)")
     add("--weight-decay", type=at_least(0, float),
-        help="weight decay of all parameters, in the SGD of SWAG, too (published: 5e-4; BERT 3e-3, "
+        help="weight decay of all parameters, also in SWAG's SGD (published: 5e-4; BERT 3e-3, "
         "molecules 0.01)")
     add("--augment", action=argparse.BooleanOptionalAction,
         help="train the MAP networks with random crops and flips (published: for CIFAR)")
@@ -154,21 +162,22 @@ def parse_args(argv=None):
     add("--swag-lrs", nargs="+", type=at_least(1e-12, float), metavar="LR",
         help="constant learning rates of this SGD, of which validation chooses one")
     add("--structure", choices=["full", "diag"],
-        help="Gauss-Newton matrix of the last layer: all of it or its diagonal (paper: full; diag "
-        "for wrn_28_10)")
+        help="Gauss-Newton matrix of the last layer (for molecules the Hessian): all of it or its "
+        "diagonal (paper: full; diag for wrn_28_10)")
     add("--flow-layers", type=at_least(1), metavar="T",
         help="number of radial flows of LA-NF (paper: 1, 5, 10 or 30; 10 in its tables)")
     add("--val-samples", type=at_least(1),
-        help="posterior samples by which validation chooses (published: 100)")
+        help="number of posterior samples with which validation scores a rate or precision "
+        "(published: 100)")
 
     add = parser.group("evaluation").add_argument
     add("--methods", nargs="+", choices=METHODS, metavar="NAME",
         help="posteriors to compare: " + ", ".join(METHODS) + "; map is always there")
     add("--members", type=at_least(1), metavar="M",
-        help="number of networks, of the seeds SEED, SEED + 1, ... (paper: 30); --runs repeats the "
-        "study with the next M seeds")
+        help="number of networks; their seeds start at --seed (paper: 30); --runs repeats all with "
+        "the next M seeds")
     add("--ensembles", nargs="+", type=at_least(1), metavar="K",
-        help="numbers of members of ensembles (paper: 1 2 5 10 20)")
+        help="ensemble sizes K (paper: 1 2 5 10 20)")
     add("--samples", type=at_least(1), metavar="S",
         help="posterior samples of an ensemble, S // K of each of its members (paper: 200)")
     add("--ood", nargs="*", metavar="NAME",
@@ -203,7 +212,7 @@ def check_options(args):
         raise UserError(f"--ensembles {args.ensembles[0]}: must not exceed --members "
                         f"{args.members}")
     if too_large:
-        # Members predict for them, too, so that they can join a larger study later.
+        # Members are sampled for them anyway, for a larger study later.
         common.say(f"skipped: ensembles of {', '.join(map(str, too_large))}, for which --members "
                    f"{args.members} are too few")
     if args.samples < args.ensembles[-1]:
@@ -217,9 +226,9 @@ def uses(args, *methods):
 
 
 # ---- Model --------------------------------------------------------------------------------------
-# A network returns its outputs and the features that its last layer, `head`, sees. Of images and
-# texts: logits [B, C] and [B, D]. Of molecules: mean and variance of the energy [B, 2], and the
-# features of all their atoms [A, D].
+# A network returns (outputs, features of its last layer `head`): for images and texts, logits
+# [B, C] and [B, D]; for molecules, mean and variance of the energy [B, 2], and the features of all
+# their atoms [A, D].
 
 
 def widen(x):
@@ -343,7 +352,7 @@ def bert(args, train_set, dropout, layers):
     dim = 8 * max(1, round(32 * args.width))
     extractor = Bert(len(train_set.vocab), dim, layers, dropout)
     net = Network(extractor, nn.Linear(dim, train_set.num_classes))
-    # paper: N(0, 0.02) for all weights but those of layer norm
+    # paper: weights N(0, 0.02^2), biases 0, layer norm unchanged
     for name, parameter in net.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
@@ -384,24 +393,25 @@ class PaiNNLayer(nn.Module):
         v = v + sum_by(targets, along, len(s))
 
         # Update of each atom.
-        uv = self.dropout(self.u(v))                                   # [A, 3, F]
-        vv = self.dropout(self.v(v))
+        vector_u = self.dropout(self.u(v))                             # [A, 3, F]
+        vector_v = self.dropout(self.v(v))
         # The gradient of |Vv| must be finite where Vv = 0, as at a lone atom.
-        length = (vv.square().sum(1) + 1e-30).sqrt()                   # [A, F]
+        length = (vector_v.square().sum(1) + 1e-30).sqrt()             # [A, F]
         scales = self.update(torch.cat([length, s], -1))               # [A, 3 F]
         a_vv, a_sv, a_ss = scales.chunk(3, -1)
-        s = s + a_ss + a_sv * (uv * vv).sum(1)
-        v = v + uv * a_vv[:, None]
+        s = s + a_ss + a_sv * (vector_u * vector_v).sum(1)
+        v = v + vector_u * a_vv[:, None]
         return s, v
 
 
 class PaiNN(nn.Module):
     """PaiNN with a Gaussian for the energy of each atom i, which add up to that of a molecule.
 
-        mean = sum_i (m_i std + mean + reference_i)
-        variance = sum_i (softplus(u_i) + 1e-8)^2 std^2
+        E[y] = sum_i (std m_i + mean + reference_i)
+        Var[y] = sum_i std^2 (softplus(u_i) + 1e-8)^2
 
-    statistics: (mean, std) per atom, see `energy_statistics`; references [101] of free atoms.
+    (m_i, u_i) is the output of the head for atom i; statistics: (mean, std) of energies per atom,
+    see `energy_statistics`; references [101] of free atoms.
     """
 
     def __init__(self, statistics, references, features=128, layers=3, dropout=0.0, radial=20,
@@ -428,13 +438,13 @@ class PaiNN(nn.Module):
     def forward(self, molecules):
         edges = (molecules.sources, molecules.targets)
         sources, targets = edges
-        apart = molecules.positions[sources] - molecules.positions[targets]        # [E, 3]
-        distance = apart.norm(dim=1, keepdim=True)                                 # [E, 1]
+        displacement = molecules.positions[sources] - molecules.positions[targets]  # [E, 3]
+        distance = displacement.norm(dim=1, keepdim=True)                          # [E, 1]
         rbf = self.edge_features(distance)
         s = self.embedding(molecules.numbers)                                      # [A, F]
         v = s.new_zeros(len(s), 3, s.shape[1])
         for layer in self.layers:
-            s, v = layer(s, v, edges, rbf, apart / distance)
+            s, v = layer(s, v, edges, rbf, displacement / distance)
         features = widen(self.readout(s))
         mean, std = self.statistics
         known = mean + self.references[molecules.numbers]                          # [A]
@@ -491,9 +501,9 @@ def make_network(args, train_set, dropout):
 #   import torch.nn.functional as F
 #   from torch import Tensor
 #
-# theta [P] is a last layer as one vector: its weight [C, D] row by row, then its bias [C]. Of
+# theta [P] is a last layer as one vector: its weight [C, D] row by row, then its bias [C]. For
 # molecules, C = 2: the mean and the spread of an atom's energy.
-# outputs [S, N, C] of S samples are log probabilities; of molecules, mean and variance [S, N, 2].
+# outputs [S, N, C] of S samples are log probabilities; for molecules, mean and variance [S, N, 2].
 
 
 def swag_moments(iterates, floor=1e-8):
@@ -525,13 +535,13 @@ def swag_samples(mean, variance, deviations, noise, low_rank_noise):
 
 
 class LastLayer(NamedTuple):
-    """What the last layer of a network sees of N examples.
+    """The inputs of a network's last layer for N examples, and their labels.
 
-    Of molecules, it sees the features of all their A atoms; an energy is a sum over atoms.
+    For molecules, these are the features of all their A atoms; an energy is a sum over atoms.
     """
 
-    x: Tensor                       # [N, D] features; of molecules [A, D]
-    labels: Tensor | None           # [N] int64; of molecules float64, in eV
+    x: Tensor                       # [N, D] features; for molecules [A, D]
+    labels: Tensor | None           # [N] int64; for molecules float64, in eV
     molecule: Tensor | None = None  # [A] which molecule an atom belongs to
     offset: Tensor | None = None    # [N] the known part of an energy, in eV
     scale: Tensor | None = None     # the unit of the network's energies, in eV
@@ -590,29 +600,16 @@ def log_predictive_density(outputs, labels):
     return mixture.mean().item()
 
 
-def data_loss(outputs, labels, y_var=1.0):
+def data_loss(outputs, labels, factor=1.0):
     """The loss of training, a sum over the batch: the cross entropy of logits [B, C].
 
-    Of molecules with mean m and variance v [B, 2]: y_var (log v + (y - m)^2 / v) / 2.
+    For molecules with mean m and variance v [B, 2]: factor (log v + (y - m)^2 / v) / 2.
     """
     if not labels.is_floating_point():
         return F.cross_entropy(outputs, labels, reduction="sum")
     mean, variance = outputs.unbind(-1)
     loss = variance.log() + (labels - mean).square() / variance
-    return y_var * 0.5 * loss.sum()
-
-
-def with_ones(x):
-    """x [N, D] with a column of ones, for the bias: [N, D + 1]."""
-    return torch.cat([x, x.new_ones(len(x), 1)], 1)
-
-
-def theta_order(c, d):
-    """Where theta's numbers are in a table [C, D + 1] with the bias in its last column: [P]."""
-    table = torch.arange(c * (d + 1)).view(c, d + 1)
-    weight = table[:, :-1]
-    bias = table[:, -1]
-    return torch.cat([weight.flatten(), bias])
+    return factor * 0.5 * loss.sum()
 
 
 class Spectrum(NamedTuple):
@@ -635,8 +632,8 @@ def full_spectrum(theta, last):
 
         H = sum_n (diag p_n - p_n p_n^T) (x) x~_n x~_n^T,   x~ = (x, 1)
 
-    H is exactly 0 along shifts of all classes alike, which change no probability. They are taken
-    out first, because the posterior is widest there, and rounding would decide how wide.
+    Adding the same to all logits changes no probability, so H has D + 1 zero eigenvalues. They are
+    set exactly: the posterior is widest there, and rounding would decide its width.
     """
     probs = head_outputs(theta[None], last)[0].exp()                           # [N, C]
     c = probs.shape[1]
@@ -652,9 +649,13 @@ def full_spectrum(theta, last):
     vectors = vectors.view(c - 1, d1, -1)
     vectors = torch.einsum("ca,adm->cdm", contrasts, vectors)  # [C, D + 1, (C - 1)(D + 1)]
     null = shift[:, :, None] * torch.eye(d1).to(shift)         # [C, D + 1, D + 1]
-    basis = torch.cat([vectors, null], 2).flatten(0, 1)                        # [P, P]
+    table = torch.cat([vectors, null], 2)                      # [C, D + 1, P]
+    # In theta's order: the weight row by row, then the bias.
+    of_weight = table[:, :-1].flatten(0, 1)                    # [C D, P]
+    of_bias = table[:, -1]                                     # [C, P]
+    basis = torch.cat([of_weight, of_bias]).to(last.x)
     values = torch.cat([values.clamp_min(0), values.new_zeros(d1)])
-    return Spectrum(values, basis[theta_order(c, d1 - 1)].to(last.x))
+    return Spectrum(values, basis)
 
 
 def contrast_ggn(x, probs, contrasts, stripe=64):
@@ -663,10 +664,11 @@ def contrast_ggn(x, probs, contrasts, stripe=64):
     No Jacobian is formed: the block of two contrasts a and b is the Gram matrix of the features,
     in which example n has the weight v_a^T (diag p_n - p_n p_n^T) v_b.
     """
+    x = torch.cat([x, x.new_ones(len(x), 1)], 1)               # [N, D + 1], with ones for the bias
     k = contrasts.shape[1]
-    d1 = x.shape[1] + 1
+    d1 = x.shape[1]
     h = torch.zeros(k, d1, k, d1, dtype=torch.float64, device=x.device)
-    for x1, p in zip(with_ones(x).split(8192), probs.split(8192)):             # [n, D + 1], [n, C]
+    for x1, p in zip(x.split(8192), probs.split(8192)):                        # [n, D + 1], [n, C]
         means = p @ contrasts                                                  # [n, C - 1]
         for a in range(k):
             for b in range(a, k):
@@ -685,7 +687,7 @@ def contrast_ggn(x, probs, contrasts, stripe=64):
 
 
 def molecule_spectrum(theta, last):
-    """The Hessian in theta of `data_loss` of molecules, whose eigenvalues may be negative.
+    """The Hessian in theta of `data_loss` for molecules, whose eigenvalues may be negative.
 
     Exact, in float64, by P backward passes: theta is short.
     """
@@ -765,17 +767,17 @@ def negative_elbo(flow, theta, spectrum, delta, precision, noise, last, n):
     p = noise.shape[1]
     log_2pi = math.log(2 * math.pi)
     base = laplace_samples(theta, spectrum, delta, noise)
-    t, log_det = apply_flow(flow, base)                                        # [G, P], [G]
-    log_root = (spectrum.values + delta).log().sum().to(t)
-    log_base = 0.5 * (log_root - noise.square().sum(-1) - p * log_2pi)
-    log_q = log_base - log_det
+    t, log_det_flow = apply_flow(flow, base)                                   # [G, P], [G]
+    log_det_precision = (spectrum.values + delta).log().sum().to(t)
+    log_base = 0.5 * (log_det_precision - noise.square().sum(-1) - p * log_2pi)
+    log_q = log_base - log_det_flow
     log_prior = 0.5 * (p * (precision.log() - log_2pi) - precision * t.square().sum(-1))
     log_likelihood = log_density(head_outputs(t, last), last.labels).sum(1)
     return log_q - log_prior - n / len(last.labels) * log_likelihood
 
 
 def member_combinations(members, k, count=30):
-    """The published ensembles of k of M members: sorted members, counted from 1, of each.
+    """The published ensembles of k of M members, as sorted member numbers from 1.
 
     Ensemble i = 1, ..., count is Python's random.sample of 1..M with the seed of Cantor's pairing,
     (k + i)(k + i + 1) / 2 + i. Here k = 1 gives each member once, and equal ensembles count once.
@@ -794,7 +796,7 @@ def member_combinations(members, k, count=30):
 class Mixture(NamedTuple):
     """The mean prediction of some samples."""
 
-    log_probs: Tensor  # [..., C]  log of the mean probability, float64
+    log_probs: Tensor  # [..., C]  log of the mean probability
     entropy: Tensor    # [...]     mean entropy of a sample, in nats
 
 
@@ -824,8 +826,8 @@ def mix(mixtures):
 
 
 # ---- Training -----------------------------------------------------------------------------------
-# A study makes many pieces: networks, iterates, fitted posteriors, predictions. Each is a file with
-# an explicit name (seed3-map, seed3-swag-lr0.01-4, seed3-llla-test, ...), stored with all options
+# A study makes many pieces: networks, iterates, fitted posteriors, predictions. Each is stored
+# under an explicit name (seed3-map, seed3-swag-lr0.01-4, seed3-llla-test, ...), with all options
 # that shape it and the digest of the weights that it was made from. It is read if these agree, and
 # made anew if not: a later option never retrains an early stage, and nothing stale is read.
 
@@ -855,9 +857,12 @@ class Diverged(UserError):
     """A loss or a weight is not finite."""
 
 
-Y_VAR = 4e-4  # published code: MAP's loss of molecules is scaled by 0.02^2, that of SWAG is not
+MAP_LOSS_FACTOR = 4e-4  # published code: 0.02^2, for molecules and MAP only
 FLOW_EPOCHS = 20  # published code
 DROPOUTS = (0.05, 0.1, 0.2)  # the rates of MC dropout, of which validation chooses one
+# Each use of random numbers has a key of its own; LLLA and LA-NF share "samples".
+STREAMS = {"epoch": 2, "dropout": 12, "swag": 13, "swag_low_rank": 14, "llla_val": 15,
+           "flow_start": 16, "flow_epoch": 17, "la_nf_val": 18, "samples": 19}
 
 
 def identity(study, seed, **made_from):
@@ -909,19 +914,19 @@ def parallel(net, args):
     return model
 
 
-def train_epoch(study, model, optimiser, loader, seed, epoch, y_var=1.0):
+def train_epoch(study, model, optimiser, loader, seed, epoch, factor=1.0):
     """One epoch of minimising `data_loss`: the mean loss, and the number of examples."""
     args = study.args
     # The order and the augmentation of examples, and masks of dropout, depend on (seed, epoch).
     loader.seed = seed
-    common.seed_all(seed, 2, epoch, common.rank())
+    common.seed_all(seed, STREAMS["epoch"], epoch, common.rank())
     model.train()
     total = torch.zeros((), device=args.device)
     examples = 0
     for _, batch in study.run.steps(loader, epoch):
         with common.autocast(args):
             outputs, _ = model(batch[0])
-        loss = data_loss(outputs, batch.labels, y_var)
+        loss = data_loss(outputs, batch.labels, factor)
 
         # DDP averages gradients over processes: this is the mean over the global batch.
         mean_loss = loss * common.world_size() / batch.global_size
@@ -944,6 +949,7 @@ def train_map(study, seed, dropout):
     common.seed_all(seed)
     net = make_network(args, study.sets.train, dropout)
     best = copy.deepcopy(net)
+    # A buffer, so that the checkpoint of the best network also holds its score.
     best.register_buffer("val_lpd", torch.tensor(-1e30))
     options = dict(lr=args.lr, weight_decay=args.weight_decay)
     if args.opt == "adamw":
@@ -962,7 +968,8 @@ def train_map(study, seed, dropout):
         lr = args.lr * cosine(epoch / args.epochs)
         for group in optimiser.param_groups:
             group["lr"] = lr
-        loss, examples = train_epoch(study, model, optimiser, study.map_loader, seed, epoch, Y_VAR)
+        loss, examples = train_epoch(study, model, optimiser, study.map_loader, seed, epoch,
+                                     MAP_LOSS_FACTOR)
         val_lpd = validation_lpd(study, [net.eval()])
         if val_lpd > best.val_lpd:  # never if it is NaN
             state = net.state_dict()
@@ -984,7 +991,7 @@ def iterates_of(study, seed, weights, rate):
 def train_swag(study, seed, net, rate):
     """SGD from theta_m at a constant rate: the weights after each epoch are an iterate.
 
-    Returns the digest of the last one. As published, without augmentation.
+    Returns the digest of the last trained weights. As published, without augmentation.
     """
     args = study.args
     name, made_from = iterates_of(study, seed, common.digest(net), rate)
@@ -1029,7 +1036,10 @@ def batch_norms(net):
 
 @torch.no_grad()
 def refresh_batch_norm(study, net):
-    """Set the running statistics of batch norm to their means over the training set."""
+    """Set the running statistics of batch norm to the mean of the batch statistics.
+
+    The batches are those of the training set.
+    """
     layers = batch_norms(net)
     if not layers:
         return
@@ -1059,8 +1069,9 @@ def swag_networks(study, seed, posterior, samples):
     # Eight samples at a time: the deviations, which are large, are read once for all of them.
     for first in range(0, samples, 8):
         block = first // 8
-        noise = common.seeded_noise((8, len(mean)), mean.device, seed, 13, block)
-        low_rank_noise = common.seeded_noise((8, len(deviations)), mean.device, seed, 14, block)
+        noise = common.seeded_noise((8, len(mean)), mean.device, seed, STREAMS["swag"], block)
+        low_rank_noise = common.seeded_noise((8, len(deviations)), mean.device, seed,
+                                             STREAMS["swag_low_rank"], block)
         drawn = swag_samples(mean, variance, deviations, noise, low_rank_noise)    # [8, P]
         for weights in drawn[:samples - first]:
             set_vector(net, weights)
@@ -1071,12 +1082,11 @@ def swag_networks(study, seed, posterior, samples):
 def choose_rates(study, seed, net):
     """Run SGD at all rates; validation chooses that of SWA, by its network, and that of SWAG.
 
-    Returns both rates as "swa" and "swag", the digest of theta_m as "weights", and those of the
-    last iterates as "digests" {rate: digest}.
+    Returns their rates as "swa" and "swag", the digest of theta_m as "weights", and those of the
+    last trained weights as "digests" {rate: digest}.
     """
     args = study.args
     weights = common.digest(net)
-    name = f"seed{seed}-swag-choice"
 
     def make():
         common.on_main(say_what_is_repeated, study, seed)
@@ -1101,15 +1111,15 @@ def choose_rates(study, seed, net):
 
     made_from = identity(study, seed, weights=weights, rates=args.swag_lrs,
                          epochs=args.swag_epochs, val_samples=args.val_samples)
-    choice = study.run.keep(name, made_from, make)
+    choice = study.run.keep(f"seed{seed}-swag-choice", made_from, make)
     rates = {}
     for method in ("swa", "swag"):
         lpds = choice[f"{method}_lpds"]
-        # Other iterates are deleted below. So a method that is not compared gets a rate, too, if
-        # any suits it: it can then join the study without another run of SGD.
+        # The iterates of other rates are deleted. A method that is not compared gets a rate, too,
+        # if any LPD is finite: it can then join the study without another run of SGD.
         if method in args.methods or any(map(math.isfinite, lpds)):
             rates[method] = args.swag_lrs[index_of_best(lpds, "--swag-lrs")]
-    common.on_main(delete_iterates, study, seed, list(rates.values()))
+    common.on_main(delete_iterates, study, seed, rates)
     return choice | rates
 
 
@@ -1125,9 +1135,9 @@ def say_what_is_repeated(study, seed):
 
 
 def delete_iterates(study, seed, chosen):
-    """Delete the iterates of rates that were not chosen: all would take about 1 TB (paper)."""
+    """Delete the iterates of all rates but the chosen ones: all would take about 1 TB (paper)."""
     for rate in study.args.swag_lrs:
-        if rate in chosen or study.args.eval:
+        if rate in chosen.values() or study.args.eval:
             continue
         name = f"seed{seed}-swag-lr{rate:g}"
         # The checkpoint goes first: it must not count iterates that are gone.
@@ -1140,7 +1150,7 @@ def delete_iterates(study, seed, chosen):
 
 
 class Head:
-    """The last layer of theta_m: what it sees of a set, and the curvature of the loss there.
+    """The last layer of theta_m: its inputs for each set, and the curvature of the loss there.
 
     Both are computed when they are first needed, and not at all if the study is finished.
     """
@@ -1150,28 +1160,30 @@ class Head:
         self.net = net
         self.theta = flat_head(net.head).detach().to(float64_device(study.args))   # [P]
         self.weights = common.digest(net)
-        self.seen = {}
-        self.spectrum_found = None
+        self.cached = {}
 
-    def sees(self, part):
+    def inputs(self, part):
         """A LastLayer, None except on the main process; all processes call this together."""
-        if part not in self.seen:
-            self.seen[part] = last_layer(self.study, self.net, part)
-        return self.seen[part]
+        if part not in self.cached:
+            self.cached[part] = last_layer(self.study, self.net, part)
+        return self.cached[part]
 
+    @cached_property
     def spectrum(self):
-        """That of the curvature on the training set; on the main process, after `sees`."""
-        if self.spectrum_found is None:
-            self.spectrum_found = find_spectrum(self.study, self.theta, self.seen["train"])
-        return self.spectrum_found
+        """That of the curvature on the training set; on the main process, after `inputs`."""
+        return find_spectrum(self.study, self.theta, self.cached["train"])
+
+    def noise(self, samples, *key):
+        """Standard normal noise [samples, P], a function of the key."""
+        return common.seeded_noise((samples, len(self.theta)), self.theta.device, *key)
 
 
 def last_layer(study, net, part):
-    """What the last layer sees of a set, on the main process; None on the others."""
+    """The LastLayer of a set, on the main process; None on the others."""
     dataset = study.parts[part].dataset
     device = float64_device(study.args)
     rows = study.parts[part].rows
-    _, features = forward(study, net, part)
+    _, features = outputs_and_features(study, net, part)
     if study.molecules:
         # There is a row of features for each atom.
         rows = data.entries_of(rows, dataset.sizes)
@@ -1200,7 +1212,7 @@ def find_spectrum(study, theta, last):
         find = diagonal_spectrum
     try:
         return find(theta, last)
-    except RuntimeError as error:  # of memory or of the solver, whose matrices must be smaller
+    except RuntimeError as error:  # out of memory, or the matrix is too large for the GPU's solver
         if theta.device.type == "cpu":
             raise
         print(f"note: the eigenvalues of a matrix of {len(theta)} columns are computed on the CPU "
@@ -1226,9 +1238,9 @@ def fit_laplace(study, seed, head):
     args = study.args
 
     def make():
-        # All processes compute the features.
-        head.sees("train")
-        head.sees("val")
+        # Called by all processes; only the main one keeps the result.
+        head.inputs("train")
+        head.inputs("val")
         return common.on_main(sample_laplace, study, seed, head)
 
     made_from = identity(study, seed, weights=head.weights, structure=args.structure,
@@ -1239,12 +1251,12 @@ def fit_laplace(study, seed, head):
 def sample_laplace(study, seed, head):
     """What `fit_laplace` returns, on the main process."""
     args = study.args
-    theta = head.theta
-    noise = common.seeded_noise((args.val_samples, len(theta)), theta.device, 0, 15)
-    lpds = precision_scores(theta, head.spectrum(), head.sees("val"), noise)
+    # The same noise for all members.
+    noise = head.noise(args.val_samples, 0, STREAMS["llla_val"])
+    lpds = precision_scores(head.theta, head.spectrum, head.inputs("val"), noise)
     precision = LAPLACE_GRID[index_of_best(lpds, "LLLA's prior precision")]
-    noise = common.seeded_noise((args.samples, len(theta)), theta.device, seed, 19)
-    heads = laplace_samples(theta, head.spectrum(), precision, noise)
+    noise = head.noise(args.samples, seed, STREAMS["samples"])
+    heads = laplace_samples(head.theta, head.spectrum, precision, noise)
     return {"precision": precision, "lpds": lpds, "heads": heads.cpu()}
 
 
@@ -1256,8 +1268,9 @@ def fit_flow(study, seed, head, laplace):
     args = study.args
 
     def make():
-        head.sees("train")
-        head.sees("val")
+        # Called by all processes; only the main one keeps the result.
+        head.inputs("train")
+        head.inputs("val")
         return common.on_main(sample_flow, study, seed, head, laplace["precision"])
 
     made_from = identity(study, seed, weights=head.weights, structure=args.structure,
@@ -1269,26 +1282,27 @@ def fit_flow(study, seed, head, laplace):
 def sample_flow(study, seed, head, delta):
     """What `fit_flow` returns, on the main process; delta is the prior precision of LLLA."""
     args = study.args
-    theta = head.theta
+    val = head.inputs("val")
     flows = train_flows(study, seed, head, delta)
-    noise = common.seeded_noise((args.val_samples, len(theta)), theta.device, 0, 18)
-    base = laplace_samples(theta, head.spectrum(), delta, noise)
+    # The same noise for all members.
+    noise = head.noise(args.val_samples, 0, STREAMS["la_nf_val"])
+    base = laplace_samples(head.theta, head.spectrum, delta, noise)
     lpds = []
     for g in range(len(FLOW_GRID)):
         heads, _ = apply_flow([tensor[g] for tensor in flows], base)
-        outputs = head_outputs(heads, head.sees("val"))
-        lpds.append(log_predictive_density(outputs, head.sees("val").labels))
-    # published code: of equal ones, the last counts
+        outputs = head_outputs(heads, val)
+        lpds.append(log_predictive_density(outputs, val.labels))
+    # published code: the largest of equally good precisions (LLLA: the smallest)
     g = len(lpds) - 1 - index_of_best(lpds[::-1], "LA-NF's prior precision")
-    noise = common.seeded_noise((args.samples, len(theta)), theta.device, seed, 19)
-    base = laplace_samples(theta, head.spectrum(), delta, noise)
+    noise = head.noise(args.samples, seed, STREAMS["samples"])
+    base = laplace_samples(head.theta, head.spectrum, delta, noise)
     heads, _ = apply_flow([tensor[g] for tensor in flows], base)
     return {"precision": FLOW_GRID[g], "lpds": lpds, "heads": heads.cpu()}
 
 
 def initial_flows(count, layers, p, seed):
     """`count` equal flows, whose numbers are uniform in +- 1 / sqrt(P), as published."""
-    generator = torch.Generator().manual_seed(common.derive_seed(seed, 16))
+    generator = torch.Generator().manual_seed(common.derive_seed(seed, STREAMS["flow_start"]))
     flows = nn.ParameterList()
     bound = p**-0.5
     for shape in ((layers, p), (layers,), (layers,)):
@@ -1304,8 +1318,7 @@ def train_flows(study, seed, head, delta):
     """
     args = study.args
     theta = head.theta
-    train = head.sees("train")
-    spectrum = head.spectrum()
+    train = head.inputs("train")
     n = len(train.labels)
     flows = initial_flows(len(FLOW_GRID), args.flow_layers, len(theta), seed).to(theta.device)
     precisions = torch.tensor(FLOW_GRID, device=theta.device)
@@ -1317,7 +1330,8 @@ def train_flows(study, seed, head, delta):
     for epoch in study.run.epochs(FLOW_EPOCHS, f"seed{seed}-flows", made_from, flows=flows,
                                   optimiser=optimiser):
         # Batches and noise depend on (seed, epoch).
-        generator = torch.Generator().manual_seed(common.derive_seed(seed, 17, epoch))
+        epoch_seed = common.derive_seed(seed, STREAMS["flow_epoch"], epoch)
+        generator = torch.Generator().manual_seed(epoch_seed)
         batches = torch.randperm(n, generator=generator).split(args.batch_size)
         noise = torch.randn(steps, len(theta), generator=generator).to(theta)      # [steps, P]
         total = torch.zeros((), device=theta.device)
@@ -1325,7 +1339,7 @@ def train_flows(study, seed, head, delta):
             lr = 1e-3 * cosine((epoch + step / steps) / FLOW_EPOCHS)
             optimiser.param_groups[0]["lr"] = lr
             batch = take(study, train, batches[step])
-            losses = negative_elbo(list(flows), theta, spectrum, delta, precisions,
+            losses = negative_elbo(list(flows), theta, head.spectrum, delta, precisions,
                                    noise[step:step + 1], batch, n)                 # [G]
             optimiser.zero_grad()
             losses.sum().backward()
@@ -1336,7 +1350,7 @@ def train_flows(study, seed, head, delta):
 
 
 def take(study, last, rows):
-    """The training examples `rows` [B], on the CPU, of what the last layer sees."""
+    """The LastLayer of the training examples `rows` [B], which are on the CPU."""
     device = last.x.device
     examples = rows.to(device, non_blocking=True)
     if not study.molecules:
@@ -1360,7 +1374,7 @@ def dropout_networks(seed, net, samples):
     for layer in batch_norms(net):
         layer.eval()
     for sample in range(samples):
-        common.seed_all(seed, 12, sample, common.rank())
+        common.seed_all(seed, STREAMS["dropout"], sample, common.rank())
         yield net
 
 
@@ -1394,16 +1408,16 @@ def choose_dropout(study, seed):
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
-# What a posterior predicts of a set, in the order of the set, for each n of `sizes`:
+# What a posterior predicts for a set, in the order of the set, for each n of `sizes`:
 #   classes    {"log_probs" [N, sizes, C], "entropy" [N, sizes]}, the Mixture of its first n samples
 #   molecules  {"samples" [N, S, 2]}, mean and variance of every sample
 
 
 @torch.no_grad()
-def forward(study, net, part):
+def outputs_and_features(study, net, part):
     """The outputs [b, C] and the features of a network for this process's share of a set.
 
-    Outputs are log probabilities; of molecules, mean and variance.
+    Outputs are log probabilities; for molecules, mean and variance.
     """
     outputs = []
     features = []
@@ -1430,7 +1444,7 @@ def summarise(study, samples, sizes):
 
 def predict_networks(study, networks, part, sizes):
     """Predictions of an iterable of sampled networks; {} except on the main process."""
-    samples = (forward(study, net, part)[0] for net in networks)
+    samples = (outputs_and_features(study, net, part)[0] for net in networks)
     predictions = summarise(study, samples, sizes)
     predictions["index"] = study.parts[part].rows
     return common.gather_rows([predictions])
@@ -1469,7 +1483,7 @@ def evaluated(study):
 
 
 def keep_predictions(study, seed, method, predict, **made_from):
-    """Keep what a posterior predicts of each set that is evaluated, as predict(part, sizes) says.
+    """Keep what a posterior predicts for each set that is evaluated, as predict(part, sizes) says.
 
     Returns {part: (name, identity)}, by which `run.load` reads it.
     """
@@ -1522,7 +1536,7 @@ def predict_heads(study, seed, method, head, fitted):
     heads = fitted["heads"]                                            # [S, P]
 
     def predict(part, sizes):
-        last = head.sees(part)
+        last = head.inputs(part)
         if last is None:
             return {}
         predictions = summarise(study, head_samples(heads[:sizes[-1]], last), sizes)
@@ -1561,7 +1575,7 @@ def list_ensembles(args):
 
 
 class ClassPrediction(NamedTuple):
-    """What an ensemble predicts of N examples: the mixture of all its samples."""
+    """What an ensemble predicts for N examples: the mixture of all its samples."""
 
     log_probs: Tensor  # [N, C]  log of the mean probability
     entropy: Tensor    # [N]     mean entropy of a sample
@@ -1596,7 +1610,7 @@ class ClassPrediction(NamedTuple):
 
 
 class EnergyPrediction(NamedTuple):
-    """What an ensemble predicts of N molecules: an equal mixture of Gaussians, in eV."""
+    """What an ensemble predicts for N molecules: an equal mixture of Gaussians, in eV."""
 
     means: Tensor      # [S, N]
     variances: Tensor  # [S, N]
@@ -1630,7 +1644,7 @@ class EnergyPrediction(NamedTuple):
 
 
 def read_members(study, kept, method, part):
-    """{seed: what a member's posterior predicts of a set}."""
+    """{seed: what a member's posterior predicts for a set}."""
     states = {}
     for seed, by_method in kept.items():
         name, made_from = by_method[method][part]
@@ -1667,13 +1681,9 @@ def predictions_of(study, kept, method, part):
         yield seeds, predict_ensemble(study, method, members)
 
 
-def title(method, k):
-    return f"{METHODS[method]}, K={k}"
-
-
 def describe(study, method, seeds):
     """What a row is about. Ensembles are told apart by the seeds of their members."""
-    return {"method": title(method, len(seeds)), "seed": "+".join(map(str, seeds)),
+    return {"method": f"{METHODS[method]}, K={len(seeds)}", "seed": "+".join(map(str, seeds)),
             "members": seeds, "set": study.sets.test.name, "n": len(study.sets.test)}
 
 
@@ -1707,7 +1717,7 @@ def detection_metrics(inside, outside):
 
 
 class Difference(NamedTuple):
-    """A method minus DE of the same members: mean over the ensembles of K and the examples."""
+    """The difference to DE of the same members: mean over the ensembles of K and the examples."""
 
     method: str
     k: int
@@ -1724,9 +1734,8 @@ def compare(method, rows, scores, base):
     differences = []
     for (k, metric), values in scores.items():
         change = torch.stack(values) - torch.stack(base[k, metric])    # [ensembles, N]
-        of_k = [row for row in rows if row["method"] == title(method, k)]
-        # The rows of the test set come before those of OOD sets.
-        for row, of_ensemble in zip(of_k, change):
+        of_k = [row for row in rows if len(row["members"]) == k and "against" not in row]
+        for row, of_ensemble in zip(of_k, change, strict=True):
             row[f"{metric}_minus_de"] = of_ensemble.mean().item()
         of_examples = change.mean(0)                                   # [N]
         mean = of_examples.mean().item()
@@ -1742,7 +1751,8 @@ def say_differences(differences):
         lines = tables.setdefault(d.metric, {})
         line = lines.setdefault(d.method, {f"{d.metric} minus DE": d.method})
         line[f"K={d.k}"] = f"{d.mean:+.4f} ± {d.interval:.4f}"
-    common.say("\nminus DE of the same members: mean ± 1.96 standard errors over the test examples")
+    common.say("\ndifference to DE of the same members: mean ± 1.96 standard errors over the test "
+               "examples")
     for lines in tables.values():
         common.say("\n" + common.format_table(list(lines.values())))
 
@@ -1766,7 +1776,7 @@ def write_predictions(study, kept):
 
 
 def plot_differences(study, differences):
-    """The paper's question: each method minus DE of the same members, by their number K."""
+    """The paper's question: the difference to DE of the same members, by their number K."""
     methods = list(dict.fromkeys(d.method for d in differences))
     metrics = list(dict.fromkeys(d.metric for d in differences))
     ks = list(dict.fromkeys(d.k for d in differences))
@@ -1924,7 +1934,7 @@ def check_network(train_set, args):
 
 
 def bytes_of_predictions(study, method):
-    """The size of what a member's posterior predicts of all sets that are evaluated."""
+    """The size of what a member's posterior predicts for all sets that are evaluated."""
     counts = sample_counts(study.args, method)
     if study.molecules:
         of_example = 16 * counts[-1]
@@ -1935,7 +1945,7 @@ def bytes_of_predictions(study, method):
 
 
 def check_room(study):
-    """Print about how much disk space the study takes; refuse it if there is less."""
+    """Print the disk space that the study needs; refuse to start if there is less."""
     args = study.args
     net = make_network(args, study.sets.train, args.dropout)
     weights = get_vector(net).nbytes
@@ -2014,7 +2024,7 @@ def main(argv=None):
     """Run the script; returns the rows of its table."""
     args = parse_args(argv)
     study = open_study(args)
-    kept = {}
+    kept = {}  # {seed: {method: {part: (file name, identity)}}}
     for seed in range(args.seed, args.seed + args.members * args.runs):
         # The network theta_m: by itself, a member of deep ensembles.
         net = train_map(study, seed, args.dropout)

@@ -472,9 +472,12 @@ def test_one_sample_has_no_epistemic_uncertainty():
 def test_intervals_are_of_paired_examples():
     """Of a constant difference the interval is a point, whatever the spread of the examples."""
     base = {(2, "lpd"): list(torch.rand(3, 50).double())}
-    rows = [{"method": "SWAG, K=2"} for _ in range(3)]
+    rows = [{"members": [1, 2]} for _ in range(3)]
+    # Rows of other sizes and of OOD sets are left alone.
+    others = [{"members": [1]}, {"members": [1, 2], "against": "x"}]
     better = {(2, "lpd"): [values + 0.1 * (e + 1) for e, values in enumerate(base[2, "lpd"])]}
-    (found,) = sl.compare("swag", rows, better, base)
+    (found,) = sl.compare("swag", [others[1], *rows, others[0]], better, base)
+    assert [len(row) for row in others] == [1, 2]
     assert found[:3] == ("SWAG", 2, "lpd") and found.mean == pytest.approx(0.2)
     assert found.interval < 1e-12
     assert [row["lpd_minus_de"] for row in rows] == pytest.approx([0.1, 0.2, 0.3])
@@ -1056,8 +1059,8 @@ def test_nothing_stale_is_read_after_fresh(tmp_path, monkeypatch):
     first = by_name(sl.main(argv))
     real = sl.data_loss
 
-    def another(outputs, labels, y_var=1.0):
-        return 0.5 * real(outputs, labels, y_var)
+    def another(outputs, labels, factor=1.0):
+        return 0.5 * real(outputs, labels, factor)
 
     monkeypatch.setattr(sl, "data_loss", another)
     sl.main(tiny("glyphs", tmp_path / "a", "--fresh", "--members", 1, methods=["map"]))
@@ -1101,7 +1104,7 @@ def same_pieces(left, right):
 
 @pytest.mark.parametrize("function, call", [("train_epoch", 1), ("train_epoch", 4),
                                             ("train_epoch", 9), ("negative_elbo", 5),
-                                            ("forward", 30), ("delete_iterates", 0)])
+                                            ("outputs_and_features", 30), ("delete_iterates", 0)])
 def test_killed_and_resumed_equals_uninterrupted(studies, tmp_path, monkeypatch, function, call):
     """In MAP's second epoch, SWAG's, MC dropout's, LA-NF's, and in prediction: bit-equal pieces."""
     out, rows = studies("glyphs")
@@ -1307,7 +1310,7 @@ def test_rates_that_diverge_are_skipped(tmp_path, monkeypatch, capsys):
 
 def test_a_method_that_is_not_compared_stops_no_study(tmp_path, monkeypatch):
     """Without a rate for SWAG a study of SWA runs, and one to which SWAG is added does not."""
-    monkeypatch.setattr(sl, "swag_samples", lambda mean, *_: mean.new_full((8, len(mean)), math.nan))
+    monkeypatch.setattr(sl, "swag_samples", lambda mean, *_: math.nan * mean.expand(8, -1))
     argv = ["--members", 1, "--ensembles", 1, "--swag-epochs", 2, "--val-samples", 2]
     rows = sl.main(tiny("glyphs", tmp_path, *argv, methods=["map", "swa"]))
     assert {row["method"] for row in rows} == {"DE, K=1", "SWA, K=1"}
