@@ -9,15 +9,15 @@ Targets", NeurIPS 2021, arXiv:2105.06987. The method:
      concentrations) beta_0 = (K - 1) / (2 RMI), for K classes.
   3. A student with logits z stands for the Dirichlet with concentrations alpha = exp(z) + 1. It
      minimises the REVERSE divergence KL(Dir(alpha) || Dir(pi beta_0 + 1)) / beta_0. Likely classes
-     dominate its gradient; in the forward divergence and in EnD2 the many unlikely ones do.
+     dominate its gradient; in the forward divergence and in EnD2's likelihood the unlikely ones do.
   4. The student predicts softmax(z), the mean of Dir(exp(z)), now without the 1; its uncertainties
      are those of this Dirichlet.
 
 Usage:
   python proxy_distill.py                        # numbers (1000 classes), offline, two CPU cores
   torchrun --nproc_per_node 8 proxy_distill.py --dataset imagenet     # ten members, two students
-  python proxy_distill.py --dataset imagenet --members 1 --seed 3 --losses    # one member alone
-  python proxy_distill.py --dataset imagenet --ensemble-paths FILE FILE   # students of such files
+  python proxy_distill.py --dataset imagenet --members 1 --seed 3 --losses  # member 3, no student
+  python proxy_distill.py --dataset imagenet --ensemble-paths a.pt b.pt   # students of such members
   python proxy_distill.py --dataset imagenet --eval --student-path FILE   # ours, or a published one
 
 Expected (more in tests/RESULTS.md): `OMP_NUM_THREADS=1 python proxy_distill.py`, also --seed 6, 11;
@@ -113,11 +113,12 @@ def parse_args(argv=None):
     add("--opt", choices=["sgd", "adam"],
         help="optimiser (paper: SGD with Nesterov momentum 0.9)")
     add("--weight-decay", "--weight_decay", "--wd", type=at_least(0, float),
-        help="weight decay; none for bn1 to bn3 of residual blocks (published code: 1e-4)")
+        help="weight decay; none for bn1 to bn3 of residual blocks (published code: "
+        "1e-4)")
     add("--schedule", choices=["step", "cosine"],
-        help="'step' divides the learning rate by 10 after 30, 60 and 80 of 90 epochs (paper); "
-        "'cosine' is better for short runs; the peak learning rate is --lr x --batch-size / 256 "
-        "(MIMO: twice that)")
+        help="'step' divides the learning rate by 10 after 30, 60 and 80 of 90 epochs "
+        "(paper); 'cosine' is better for short runs; the peak learning rate is --lr x "
+        "--batch-size / 256 (MIMO: twice that)")
     add("--augment", action=flag, help="use random crops and flips (published code)")
 
     add = parser.group("method").add_argument
@@ -127,17 +128,18 @@ def parse_args(argv=None):
         help="files of trained members: member-*.pt of other runs, torchvision's, or the "
         "published Lightning checkpoints")
     add("--losses", nargs="*", choices=LOSSES, metavar="LOSS",
-        help="train a student by each: forward_kl (EnD), dirichlet_likelihood (EnD2), proxy "
-        "(forward KL to the proxy), rkl_proxy (reverse KL, the paper's); give no name to train no "
-        "student")
+        help="train a student by each: forward_kl (EnD), dirichlet_likelihood (EnD2), "
+        "proxy (forward KL to the proxy), rkl_proxy (reverse KL, the paper's); give no "
+        "name to train no student")
     add("--model-offset", "--model_offset", type=at_least(0, float), default=1.0,
         help="m in the concentrations exp(z) + m of a student (paper: 1)")
     add("--target-offset", "--target_offset", type=at_least(0, float), default=1.0,
         help="t in the concentrations of the proxy, pi beta_0 + t for the forward KL and "
-        "pi (beta_0 + K t) + 1 for the reverse KL (published code: 1; the paper's equation, of the "
-        "reverse KL alone: 0)")
+        "pi (beta_0 + K t) + 1 for the reverse KL (published code: 1; the paper's "
+        "equation, of the reverse KL alone: 0)")
     add("--mimo", type=at_least(0), metavar="E",
-        help="also train a MIMO network of E subnetworks (published code: 2); 0: no MIMO network")
+        help="also train a MIMO network of E subnetworks (published code: 2); 0: no MIMO "
+        "network")
 
     add = parser.group("evaluation").add_argument
     add("--student-path", metavar="FILE",
@@ -147,8 +149,8 @@ def parse_args(argv=None):
     add("--ood", nargs="*", metavar="NAME",
         help="out-of-distribution sets; folder:PATH is a folder of images")
     add("--shift", choices=["none", "computed", "published"],
-        help="also evaluate the test set under corruptions: computed ones, or the published "
-        "files of CIFAR-C, TinyImageNet-C and ImageNet-C")
+        help="also evaluate the test set under corruptions: computed ones, or the "
+        "published files of CIFAR-C, TinyImageNet-C and ImageNet-C")
     add("--shift-examples", type=at_least(0), metavar="N",
         help="number of test images under each corruption, evenly spaced; 0: all")
     args = parser.parse(argv)
@@ -182,9 +184,8 @@ def check_options(args):
         raise UserError("--runs: each run has other members, but files are given; remove this "
                         "option")
     if "proxy" in args.losses and args.target_offset == 0:
-        raise UserError("--target-offset 0: in the forward KL to the proxy, concentrations of "
-                        "almost 0 make the loss overflow; use another --target-offset, or --losses "
-                        "without proxy")
+        raise UserError("--target-offset 0: the loss 'proxy' overflows at concentrations of 0; "
+                        "use another --target-offset, or --losses without it")
     if args.mimo == 1:
         raise UserError("--mimo 1: a MIMO network has at least 2 subnetworks; 0: no network")
     if args.device.type == "mps":
@@ -888,8 +889,8 @@ def read_student(path, like, args):
     """The student of a file, and its row in the table."""
     net, kind = read_network(path, "student", like, args)
     if kind is None:
-        common.say(f"{path} does not name its loss: evaluated as a student of the reverse KL, with "
-                   "the uncertainties of a Dirichlet distribution")
+        common.say(f"{path} does not name its loss: it is evaluated as a student by the "
+                   "reverse KL, with the uncertainties of a Dirichlet distribution")
         kind = "student_rkl_proxy"
     return net, kind
 
@@ -1281,8 +1282,8 @@ def find_corruptions(test_set, args):
         data.check_sizes(test_set, limit=args.shift_examples)
     if args.shift == "computed":
         if isinstance(test_set, data.StreamedSet):
-            raise UserError(f"--shift computed: {test_set.name} is not in memory; use --shift none "
-                            "or published")
+            raise UserError(f"--shift computed: {test_set.name} is not in memory; use "
+                            "--shift none or published")
         return Corruptions(f"{test_set.name}_computed", list(data.CORRUPTIONS))
     name = f"{args.dataset}_c"
     kinds = []
@@ -1304,8 +1305,8 @@ def limit_batch_size(train_set, args):
     # Each subnetwork of MIMO takes its share of the batch, in each process.
     smallest = args.mimo * common.world_size()
     if batch_size < smallest:
-        raise UserError(f"--batch-size {batch_size} for {len(train_set)} training images: --mimo "
-                        f"{args.mimo} needs at least {smallest}")
+        raise UserError(f"--batch-size {batch_size} for {len(train_set)} training images: "
+                        f"--mimo {args.mimo} needs at least {smallest}")
     return common.with_options(args, batch_size=batch_size)
 
 
