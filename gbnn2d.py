@@ -3,11 +3,13 @@
 Lin, Guan, Jing, Botterweck, Patane, "Stochastic Weight Sharing for Bayesian Neural Networks",
 AISTATS 2025, arXiv:2505.17856. Method:
 
-  1. Train a network, then a mean-field posterior N(mu_i, sigma_i^2) over its weights, from the
-     prior N(0, s^2) of each layer: mean cross entropy + 0.1 KL / n, a cold posterior.
+  1. Train a network on n examples, then a mean-field posterior N(mu_i, sigma_i^2) over its
+     weights, with the prior N(0, s^2) of each layer. Its loss, the mean cross entropy
+     + 0.1 KL / n, gives a cold posterior.
   2. Cover the points (mu_i, sigma_i) with K Gaussians N(c_k, S_k) in the plane. Outliers (|mu| >
-     0.2, or a gradient among the largest 1 %) keep a Gaussian of their own. A point outside the
-     95 % ellipse of its component blends its two most probable components.
+     0.2, or a gradient among the largest 1 %) keep a Gaussian of their own, and so do the members
+     of components of at most 20 weights. A point outside the 95 % ellipse of its component (an
+     "ellipse point") blends its two most probable components.
   3. Merge components that are closer than tau_d in Wasserstein-2 distance.
   4. Train centres, covariances and outliers by the same loss, with the KL from where they began.
      A weight is w_i = m + s eps_i, (m, s) ~ N(c_k, S_k); it costs the two bytes of its label k.
@@ -18,9 +20,10 @@ Usage:
   python gbnn2d.py --eval --predict glyphs_letters           # evaluate again, predict another set
   python gbnn2d.py --load runs/gbnn2d/NAME/seed1-compressed.pt --dataset glyphs
 
-Expected (more in tests/RESULTS.md): `python gbnn2d.py --runs 3`, 130 seconds per seed on a CPU core:
+Expected (more in tests/RESULTS.md): `python gbnn2d.py --runs 3`, 130 seconds per seed on one core:
   576 Gaussians merge into 113. Accuracy 99.80 +- 0.03 % (deterministic: 99.77 +- 0.04 %), ECE 1.0
-  +- 0.3 % (0.2 +- 0.1 %), bytes 32 % of the mean-field and 64 % of the deterministic network's.
+  +- 0.3 % (0.2 +- 0.1 %), bytes 32 % of mean-field and 64 % of the deterministic network's.
+  Merging raises the bytes from 29.5 %: more weights are ellipse points, at ten bytes each.
 
 Differences from the published code (github.com/gfhvbjk/Anonymous):
   - Its last stage cannot learn: sampled weights are detached, and the optimiser makes no step.
@@ -29,8 +32,8 @@ Differences from the published code (github.com/gfhvbjk/Anonymous):
   - The mixture is fitted by EM without the outliers (there k-means in raw units, with them), and
     labels are the most probable components (there the nearest centres).
   - Merging: once, the closest pair first, moments matched, W2 in closed form, thresholds on
-    differences, as in the paper. There: after each epoch, in the order of numbers, by plain
-    averages; a clamp spoils the distances of small covariances, and tau_g and tau_v bound values.
+    differences, as in the paper. There: after each epoch, in the order of indices, by plain
+    averages; W2 is clamped, wrong for small covariances; tau_g and tau_v bound values instead.
   - Last stage: KL times 0.1 (there 1); what is shared moves in units of its own spread.
   - A weight is m + s eps; --draw shared is the published draw, all members of a component equal.
   - Ellipse points blend drawn weights, by posteriors that sum to 1. There: centres, and a second
@@ -67,7 +70,7 @@ SMALL = dict(stoch_epochs=5, final_epochs=5, lr_mu=1e-4, lr_rho=1e-2, warm_up=0.
              tau_d="auto")
 MNIST = dict(SMALL, model="lenet", epochs=10, lr=0.05)
 PRESETS = {
-    # What the other presets do not say: the published recipe of ResNet-18.
+    # The defaults of every preset, for ResNet-18; --help also gives the published values.
     "": dict(model="resnet18", epochs=200, stoch_epochs=20, final_epochs=20, lr=0.1,
              weight_decay=5e-4, lr_mu=1e-5, lr_rho=1e-3, lr_final=0.1, warm_up=0.0, batch_size=128,
              augment=False, stoch_kl=0.1, beta=0.1, tau_w=0.2, grad_frac=0.01, k0=6000,
@@ -104,15 +107,16 @@ def parse_args(argv=None):
 
     add = parser.group("training").add_argument
     add("--stoch-epochs", type=at_least(0),
-        help="number of epochs of the mean-field stage (published: up to 200)")
+        help="number of epochs of the mean-field (stochastic) stage (published: up to 200)")
     add("--final-epochs", type=at_least(0),
         help="number of epochs of the last stage (published: up to 200)")
     add("--lr-mu", type=at_least(0, float), help="learning rate of mu in the mean-field stage, and "
         "of norms and biases in both stages (published: 1e-5)")
     add("--lr-rho", type=at_least(0, float),
         help="learning rate of rho, with sigma = softplus(rho) (published: 1e-3)")
-    add("--lr-final", type=at_least(0, float), help="learning rate in the last stage, of Gaussians "
-        "and outliers, in units of their own spread")
+    add("--lr-final", type=at_least(0, float),
+        help="learning rate of Gaussians and outliers in the last stage; 0.1 moves one by about "
+        "a tenth of its standard deviation per step")
     add("--weight-decay", type=at_least(0, float),
         help="weight decay of the deterministic network (published: 5e-4)")
     add("--warm-up", type=between(0, 0.9), help="share of the steps of each stage in which the "
@@ -132,10 +136,11 @@ def parse_args(argv=None):
     add("--k0", type=between(0, 10_000, int), help="number of Gaussians before merging; 0 is one "
         "for 500 weights, at most 2048 (published: 6000 for WRN-28-10, 256 for ResNet-18)")
     add("--tau-d", type=w2_threshold, metavar="{auto,W2}", help="Wasserstein-2 distance, not "
-        "squared, below which Gaussians merge; auto is half of the median sigma of the weights that "
-        "share (published: 3.873e-4)")
-    add("--draw", choices=["hier", "shared"], help="hier: w = m + s eps, with (m, s) drawn once "
-        "for each Gaussian; shared: w = m (published)")
+        "squared, below which Gaussians merge; auto is half of the median sigma of all weights "
+        "but outliers (published: 3.873e-4)")
+    add("--draw", choices=["hier", "shared"],
+        help="(m, s) is drawn once for each Gaussian; hier (hierarchical): each weight gets its "
+        "own noise, w = m + s eps; shared: all its weights are equal, w = m (published)")
 
     add = parser.group("evaluation").add_argument
     add("--mc", type=at_least(1),
@@ -182,22 +187,6 @@ class Residual(nn.Module):
         return F.relu(self.body(x) + self.shortcut(x))
 
 
-class PreActivation(nn.Module):
-    """A residual block of a wide ResNet: with h = before(x), body(h) + x, or + shortcut(h)."""
-
-    def __init__(self, before, body, shortcut):
-        super().__init__()
-        self.before = before
-        self.body = body
-        self.shortcut = shortcut
-
-    def forward(self, x):
-        h = self.before(x)
-        if isinstance(self.shortcut, nn.Identity):
-            return self.body(h) + x
-        return self.body(h) + self.shortcut(h)
-
-
 def conv(c_in, c_out, kernel=3, stride=1):
     return nn.Conv2d(c_in, c_out, kernel, stride, padding=kernel // 2, bias=False)
 
@@ -217,9 +206,26 @@ def make_shortcut(c_in, c_out, stride, batch_norm=False):
     return layers
 
 
-def channels(args, *numbers):
-    """Numbers of channels times --width."""
-    return [max(1, round(number * args.width)) for number in numbers]
+class PreActivationBlock(nn.Module):
+    """A residual block of a wide ResNet: body(h) + shortcut, with h = ReLU(BN(x))."""
+
+    def __init__(self, c_in, c_out, stride):
+        super().__init__()
+        self.before = nn.Sequential(nn.BatchNorm2d(c_in), nn.ReLU())
+        self.body = nn.Sequential(*conv_bn_relu(c_in, c_out, stride=stride), conv(c_out, c_out))
+        self.projection = None
+        if stride > 1 or c_in != c_out:
+            self.projection = make_shortcut(c_in, c_out, stride)
+
+    def forward(self, x):
+        h = self.before(x)
+        if self.projection is None:
+            return self.body(h) + x
+        return self.body(h) + self.projection(h)
+
+
+def channels(count, args):
+    return max(1, round(count * args.width))
 
 
 # Each of the following functions builds one network without its head, for images of `shape`
@@ -230,7 +236,10 @@ def lenet(args, shape):
     """LeNet-5, for images of 28x28 pixels."""
     if tuple(shape[1:]) != (28, 28):
         raise UserError(f"--model lenet needs images of 28x28 pixels, not {shape[1]}x{shape[2]}")
-    c1, c2, hidden, dim = channels(args, 6, 16, 120, 84)
+    c1 = channels(6, args)
+    c2 = channels(16, args)
+    hidden = channels(120, args)
+    dim = channels(84, args)
     layers = [nn.Conv2d(shape[0], c1, 5), nn.ReLU(), nn.MaxPool2d(2),
               nn.Conv2d(c1, c2, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
               nn.Linear(16 * c2, hidden), nn.ReLU(), nn.Linear(hidden, dim), nn.ReLU()]
@@ -239,7 +248,7 @@ def lenet(args, shape):
 
 def resnet18(args, shape):
     """ResNet-18; images of more than 64 pixels get the stem for ImageNet."""
-    [width] = channels(args, 64)  # of the stem, doubled in every stage
+    width = channels(64, args)  # of the stem, doubled in every stage
     if shape[-1] > 64:
         layers = conv_bn_relu(shape[0], width, kernel=7, stride=2)
         layers.append(nn.MaxPool2d(3, 2, 1))
@@ -262,20 +271,18 @@ def wide_resnet(args, shape, depth=28):
     """WRN-28-10, with batch norm and activation before each convolution."""
     layers = [conv(shape[0], 16)]
     c_in = 16
-    [width] = channels(args, 160)
+    width = channels(160, args)  # of the first stage, doubled in every stage
     for stage in range(3):
         c_out = width * 2**stage
         for index in range((depth - 4) // 6):
             stride = 2 if stage > 0 and index == 0 else 1
-            before = nn.Sequential(nn.BatchNorm2d(c_in), nn.ReLU())
-            body = nn.Sequential(*conv_bn_relu(c_in, c_out, stride=stride), conv(c_out, c_out))
-            layers.append(PreActivation(before, body, make_shortcut(c_in, c_out, stride)))
+            layers.append(PreActivationBlock(c_in, c_out, stride))
             c_in = c_out
     layers += [nn.BatchNorm2d(c_in), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return layers, c_in
 
 
-# Your own network is one more entry, such a function by its name.
+# To add a network, add its function here.
 NETWORKS = {"lenet": lenet, "resnet18": resnet18, "wide_resnet": wide_resnet}
 
 
@@ -414,8 +421,8 @@ def gaussian_kl(mu, sigma, prior_mu, prior_sigma):
 def outlier_mask(mu, gradient, tau_w=0.2, fraction=0.01):
     """Weights [N] that keep a Gaussian of their own: |mu| > tau_w, or a large gradient magnitude.
 
-    Large is what is at least the k-th largest of N, k = max(1, floor(fraction N)); none is if the
-    fraction is 0.
+    A gradient is large if it is at least the k-th largest, k = max(1, floor(fraction N));
+    a fraction of 0 switches this off.
     """
     mask = mu.abs() > tau_w
     if fraction > 0:
@@ -430,7 +437,7 @@ def outlier_mask(mu, gradient, tau_w=0.2, fraction=0.01):
 class Mixture(NamedTuple):
     """sum_k pi_k N(c_k, S_k) of K Gaussians in the plane, float64."""
 
-    weight: Tensor      # [K]        pi_k, sum 1
+    proportion: Tensor  # [K]        pi_k, sum 1
     centre: Tensor      # [K, 2]     c_k
     covariance: Tensor  # [K, 2, 2]  S_k
 
@@ -444,7 +451,7 @@ BLOCK = 2**15  # points that are treated at a time
 
 
 def nearest(x, centre, count):
-    """The numbers [n, count] of the centres [K, 2] that are nearest to points [n, 2].
+    """The indices [n, count] of the centres [K, 2] that are nearest to points [n, 2].
 
     The axes are divided by the spread of the centres: mu and sigma differ by orders of magnitude.
     """
@@ -466,7 +473,7 @@ def squared_distances(x, mixture, k):
 def log_joint(x, mixture, k):
     """log pi_k N(x; c_k, S_k) [n, J] of points [n, 2] and the components k [n, J]."""
     log_volume = 0.5 * torch.logdet(mixture.covariance)                # [K]
-    log_scale = mixture.weight.log() - log_volume - math.log(2 * math.pi)
+    log_scale = mixture.proportion.log() - log_volume - math.log(2 * math.pi)
     return log_scale[k] - 0.5 * squared_distances(x, mixture, k)
 
 
@@ -491,12 +498,13 @@ def kmeans_plus_plus(x, k, generator):
 
 
 def em_step(x, k, mixture, ridge):
-    """One step of EM on points [n, 2], of which each knows the components k [n, J] alone.
+    """One step of EM on points [n, 2].
 
-    ridge [2, 2] is added to the covariances. Returns the new mixture, and the mean log-likelihood
-    of the old one.
+    Each point has responsibilities only for its components k [n, J]. ridge [2, 2] is added to
+    the covariances. Returns the new mixture, and the mean log-likelihood of the old one (a lower
+    bound: of each point only its J components count).
     """
-    sums = x.new_zeros(len(mixture.weight), 7)  # of responsibilities times 1, x and x x^T
+    sums = x.new_zeros(len(mixture.proportion), 7)  # of responsibilities times 1, x and x x^T
     log_likelihood = 0.0
     for block, near in zip(x.split(BLOCK), k.split(BLOCK)):
         joint = log_joint(block, mixture, near)                        # [b, J]
@@ -518,8 +526,9 @@ def em_step(x, k, mixture, ridge):
 def fit_mixture(x, k, generator, iterations=30, most=1_000_000):
     """Fit at most k Gaussians to points x [n, 2], float64, by EM from k-means++.
 
-    `most` points, drawn once, are enough. Returns the mixture, in the units of x, and the mean
-    log-likelihoods before each iteration, in nats a point.
+    `most` points, drawn once, are enough. Returns the mixture, in the units of x, and the
+    mean log-likelihood before each iteration, in nats per point (a lower bound: of each point
+    only the 16 nearest components count).
     """
     sample = x[torch.randperm(len(x), generator=generator)[:most]]
     spread = sample.std(0)
@@ -530,15 +539,15 @@ def fit_mixture(x, k, generator, iterations=30, most=1_000_000):
     ridge = 1e-6 * spread.square().diag()
     k = len(centre)
     covariance = spread.square().diag() / k
-    weight = x.new_full((k,), 1 / k)
-    mixture = Mixture(weight, centre, covariance.expand(k, 2, 2))
+    proportion = x.new_full((k,), 1 / k)
+    mixture = Mixture(proportion, centre, covariance.expand(k, 2, 2))
     history = []
     for step in range(iterations):
         if step % 5 == 0:
             neighbours = nearest(sample, mixture.centre, 16)           # [n, J]
         mixture, log_likelihood = em_step(sample, neighbours, mixture, ridge)
         history.append(log_likelihood)
-    return select(mixture, mixture.weight > 0), history
+    return select(mixture, mixture.proportion > 0), history
 
 
 def assign(x, mixture):
@@ -558,9 +567,9 @@ class SharedWeights(NamedTuple):
     outlier: Tensor        # [n_out]       which weights are outliers
     outlier_mu: Tensor     # [n_out]
     outlier_sigma: Tensor  # [n_out]
-    ellipse: Tensor        # [n_ell]       which weights are outside the ellipse of their component
-    second: Tensor         # [n_ell]       the component that they blend with their own
-    alpha: Tensor          # [n_ell]       the posterior of their own among the two
+    blended: Tensor        # [n_blend]     which weights are outside their component's ellipse
+    second: Tensor         # [n_blend]     the component that they blend with their own
+    alpha: Tensor          # [n_blend]     the posterior of their own among the two
     centre: Tensor         # [K, 2]        c_k
     factor: Tensor         # [K, 2, 2]     L_k, lower triangular, with S_k = L_k L_k^T
 
@@ -579,7 +588,7 @@ def second_components(x, mixture, k):
 def encode(points, label, mixture, level=0.95):
     """The SharedWeights of points [N, 2] with the components label [N], where -1 is an outlier."""
     limit = -2 * math.log1p(-level)  # the quantile of chi-square with 2 degrees of freedom
-    ellipse = []
+    blended = []
     second = []
     alpha = []
     inliers = (label >= 0).nonzero()[:, 0]
@@ -587,12 +596,12 @@ def encode(points, label, mixture, level=0.95):
         squared = squared_distances(points[rows], mixture, label[rows, None])[:, 0]
         rows = rows[squared > limit]
         block_second, block_alpha = second_components(points[rows], mixture, label[rows])
-        ellipse.append(rows)
+        blended.append(rows)
         second.append(block_second)
         alpha.append(block_alpha)
     outlier = (label < 0).nonzero()[:, 0]
     outlier_mu, outlier_sigma = points[outlier].float().unbind(1)
-    return SharedWeights(label.int(), outlier, outlier_mu, outlier_sigma, torch.cat(ellipse),
+    return SharedWeights(label.int(), outlier, outlier_mu, outlier_sigma, torch.cat(blended),
                          torch.cat(second), torch.cat(alpha).float(), mixture.centre.float(),
                          torch.linalg.cholesky(mixture.covariance).float())
 
@@ -635,7 +644,7 @@ def merge_mixture(mixture, gradient, tau_d, tau_g=math.inf, tau_v=1e-3):
 
     Two may merge if their W2 < tau_d, their gradients [K] (mean magnitudes of the members) differ
     by less than tau_g and their variances tr S / 2 by less than tau_v. Moments are matched: the
-    weight, mean and covariance of the whole mixture stay. Memory: 8 K^2 bytes.
+    mean and covariance of the whole mixture stay. Memory: 8 K^2 bytes.
     """
     mixture = Mixture(*[tensor.clone() for tensor in mixture])
     gradient = gradient.clone()
@@ -658,23 +667,23 @@ def merge_mixture(mixture, gradient, tau_d, tau_g=math.inf, tau_v=1e-3):
         table[:, kept] = distance
         closest = torch.minimum(closest, distance)
         closest[stale] = table[stale].amin(1)
-    return select(mixture, mixture.weight > 0)
+    return select(mixture, mixture.proportion > 0)
 
 
 def merge_pair(mixture, gradient, kept, gone):
     """Replace component `kept` by the Gaussian with the moments of both, and move `gone` away."""
-    weight, centre, covariance = mixture
-    total = weight[kept] + weight[gone]
-    p = weight[kept] / total
-    q = weight[gone] / total
+    proportion, centre, covariance = mixture
+    total = proportion[kept] + proportion[gone]
+    p = proportion[kept] / total
+    q = proportion[gone] / total
     offset = centre[kept] - centre[gone]                               # [2]
     between = p * q * torch.outer(offset, offset)                      # [2, 2]
     within = p * covariance[kept] + q * covariance[gone]               # [2, 2]
     covariance[kept] = within + between
     centre[kept] = p * centre[kept] + q * centre[gone]
     gradient[kept] = p * gradient[kept] + q * gradient[gone]
-    weight[kept] = total
-    weight[gone] = 0
+    proportion[kept] = total
+    proportion[gone] = 0
     centre[gone] = math.inf
 
 
@@ -683,7 +692,7 @@ AUTO_TAU_D = 0.5
 
 
 class SharingOptions(NamedTuple):
-    """The numbers of steps 2 and 3; these are the published ones."""
+    """The numbers of steps 2 and 3; by default those published for WRN-28-10, without tau_g."""
 
     k0: int = 6000                 # Gaussians before merging; 0: N / 500, at most 2048
     tau_w: float = 0.2             # weights with a larger |mu| are outliers
@@ -698,8 +707,8 @@ class SharingOptions(NamedTuple):
 def share_weights(mu, sigma, gradient, options, generator):
     """Steps 2 and 3 for the posteriors N(mu_i, sigma_i^2) of N weights.
 
-    gradient [N]: the magnitude |dL/dmu_i| of each weight, not the signed gradient; generator: one
-    of the CPU, on which all tensors are. Returns the SharedWeights before and after merging, and
+    gradient [N]: the magnitude |dL/dmu_i| of each weight, not the signed gradient. All tensors and
+    the generator are on the CPU. Returns the SharedWeights before and after merging, and
     {name: number} about both. Raises ValueError where too few weights are left.
     """
     if gradient.min() < 0:
@@ -715,9 +724,9 @@ def share_weights(mu, sigma, gradient, options, generator):
     label = torch.full((len(mu),), -1)                                 # [N], -1 is an outlier
     label[inliers] = assign(points[inliers], mixture)
 
-    # published code: the members of small components become outliers
+    # The published code, too, makes outliers of the members of small components.
     label, mixture = keep_components(label, mixture, options.min_cluster + 1)
-    if len(mixture.weight) == 0:
+    if len(mixture.proportion) == 0:
         raise ValueError(f"no Gaussian has more than {options.min_cluster} weights; there are too "
                          f"many Gaussians ({k0})")
     before = encode(points, label, mixture, options.level)
@@ -740,13 +749,13 @@ def keep_components(label, mixture, least):
 
     These get the label -1.
     """
-    members = label[label >= 0].bincount(minlength=len(mixture.weight))
+    members = label[label >= 0].bincount(minlength=len(mixture.proportion))
     keep = members >= least
     number = torch.where(keep, keep.cumsum(0) - 1, -1)
     # The last entry is for the label -1.
     label = torch.cat([number, number.new_tensor([-1])])[label]
-    weight, centre, covariance = select(mixture, keep)
-    return label, Mixture(weight / weight.sum(), centre, covariance)
+    proportion, centre, covariance = select(mixture, keep)
+    return label, Mixture(proportion / proportion.sum(), centre, covariance)
 
 
 # Step 4: the shared Gaussians are drawn and trained.
@@ -759,7 +768,7 @@ def draw_weights(weights):
 
 
 def draw_shared_weights(weights):
-    """published code: w_i = m, the same for all members of a component; outliers as above."""
+    """The published draw: w_i = m for all members of a component; outliers as above."""
     m, s = draw_components(weights)
     return fill_in(weights, m, torch.zeros_like(s))
 
@@ -774,13 +783,13 @@ def draw_components(weights):
 def fill_in(weights, m, s):
     """The weights [N] for m and s [K] of the components; differentiable.
 
-    An ellipse point blends the weights that its two components give it.
+    A blended weight is a mean of the weights that its two components give it.
     """
     eps = torch.randn(len(weights.label), dtype=m.dtype, device=m.device)
     # index_select: the gradient of m[label] would be sorted, which is slow for many weights.
     label = weights.label.clamp_min(0)  # outliers are replaced below
     drawn = m.index_select(0, label) + s.index_select(0, label) * eps
-    rows = weights.ellipse
+    rows = weights.blended
     second = weights.second
     other = m.index_select(0, second) + s.index_select(0, second) * eps[rows]
     blend = other + weights.alpha * (drawn[rows] - other)
@@ -795,9 +804,9 @@ DRAWS = {"hier": draw_weights, "shared": draw_shared_weights}
 class SharedNetwork(RandomNetwork):
     """A network with SharedWeights, whose Gaussians are trained.
 
-    Parameters are what changed since the start, in units of the Gaussians, so that one learning
-    rate suits all: c + L shift, L M with M lower triangular, mu + sigma outlier_shift, and
-    sigma exp(outlier_stretch).
+    The parameters are offsets from the fitted Gaussians, in units of their spread, so that
+    one learning rate suits all: c + L shift, L M with M lower triangular,
+    mu + sigma outlier_shift, and sigma exp(outlier_stretch).
     """
 
     def __init__(self, net, weights, draw=draw_weights):
@@ -849,33 +858,41 @@ def storage(weights, rest):
     """Counts and bytes of SharedWeights beside `rest` bytes that are not shared."""
     n = len(weights.label)
     outliers = len(weights.outlier)
-    ellipses = len(weights.ellipse)
+    blended = len(weights.blended)
     gaussians = len(weights.centre)
     total = 2 * n              # labels, int16
     total += 12 * outliers     # index, mu, sigma
-    total += 10 * ellipses     # index, second component (int16), alpha
+    total += 10 * blended      # index, second component (int16), alpha
     total += 24 * gaussians    # centre, factor
     total += rest
-    return {"weights": n, "outliers": outliers, "ellipses": ellipses, "gaussians": gaussians,
-            "bytes": total, "bytes_vs_mean_field": total / (8 * n + rest),
-            "bytes_vs_deterministic": total / (4 * n + rest)}
+    mean_field = 8 * n + rest
+    deterministic = 4 * n + rest
+    return {"weights": n, "outliers": outliers, "blended": blended, "gaussians": gaussians,
+            "bytes": total, "bytes_mean_field": mean_field,
+            "bytes_deterministic": deterministic, "bytes_vs_mean_field": total / mean_field,
+            "bytes_vs_deterministic": total / deterministic}
 
 
 # ---- Training -----------------------------------------------------------------------------------
 
 
+# The learning rates that act on each network.
+RATES = {"deterministic": "--lr", "mean-field": "--lr-mu or --lr-rho",
+         "clustered": "--lr-mu or --lr-rho", "merged": "--lr-mu or --lr-rho",
+         "final": "--lr-final or --lr-mu"}
+
+
 class Stage(NamedTuple):
     """A stage of training."""
 
-    name: str
+    name: str         # of the network that it trains
     number: int       # seeds the draws
     epochs: int
     kl_weight: float
-    rates: str        # the learning rates that act on it
 
 
-def learning_rate(progress, warm_up):
-    """The share of the full rate after the share `progress` of a stage."""
+def lr_factor(progress, warm_up):
+    """The factor on the learning rates at `progress` (0 to 1) of a stage."""
     if progress < warm_up:
         return progress / warm_up
     progress = (progress - warm_up) / (1 - warm_up)
@@ -885,7 +902,7 @@ def learning_rate(progress, warm_up):
 def make_optimiser(module, args):
     """SGD for the deterministic network; else Adam with a group for each learning rate."""
     if not isinstance(module, RandomNetwork):
-        # published code: Nesterov momentum, decay of all parameters
+        # The published code, too, has Nesterov momentum and decays all parameters.
         return torch.optim.SGD(module.parameters(), lr=args.lr, momentum=0.9, nesterov=True,
                                weight_decay=args.weight_decay)
     groups = {}
@@ -915,14 +932,14 @@ def train(module, stage, seed, train_set, args, run, identity=None):
     for epoch in run.epochs(stage.epochs, f"seed{seed}-{stage.name}", identity, net=module,
                             optimiser=optimiser):
         # Batch statistics would hide how a draw shifts the activations: later stages fix them.
-        model.train(stage.name == "det")
+        model.train(stage.name == "deterministic")
         totals = torch.zeros(4, device=args.device)  # loss, KL, correct predictions, examples
         for step, batch in run.steps(loader, epoch):
             # Every step is seeded: all processes draw the same weights, and so does a resumed run.
             common.seed_all(seed, stage.number, epoch, step)
             progress = (epoch + (step + 0.5) / steps) / stage.epochs
             for group, full_rate in zip(optimiser.param_groups, full_rates):
-                group["lr"] = full_rate * learning_rate(progress, args.warm_up)
+                group["lr"] = full_rate * lr_factor(progress, args.warm_up)
             with common.autocast(args):
                 logits = model(batch.images)
             total = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
@@ -940,8 +957,9 @@ def train(module, stage, seed, train_set, args, run, identity=None):
             totals[2] += (logits.argmax(1) == batch.labels).sum()
             totals[3] += len(logits)
         loss, kl, correct, examples = common.all_reduce(totals).tolist()
-        run.end_epoch(loss / steps, examples, f"Lower {stage.rates}", kl_nats=kl / steps,
-                      accuracy=correct / examples, lr=optimiser.param_groups[-1]["lr"])
+        run.end_epoch(loss / steps, examples, f"Lower {RATES[stage.name]}",
+                      kl_per_example=kl / steps, accuracy=correct / examples,
+                      lr=optimiser.param_groups[-1]["lr"])
 
 
 def gradient_magnitude(field, seed, train_set, args, run):
@@ -1020,11 +1038,15 @@ def mean_prediction(logits):
     return Prediction(mean, logits.mean(0), entropies.mean(0))
 
 
-def uncertainties(prediction):
-    """Scores [N], large where uncertain: entropy, 1 - confidence, mutual information (nats)."""
+# What large values of a score mean: in-distribution ("id") or out-of-distribution ("ood").
+SCORES = {"entropy": "ood", "max_prob": "id", "mutual_information": "ood"}
+
+
+def ood_scores(prediction):
+    """The SCORES [N] of the mean probabilities; entropy and mutual information are in nats."""
     probs = prediction.log_probs.exp()
     entropy = common.entropy(probs)
-    return {"entropy": entropy, "max_prob": 1 - probs.amax(1),
+    return {"entropy": entropy, "max_prob": probs.amax(1),
             "mutual_information": (entropy - prediction.aleatoric).clamp_min(0)}
 
 
@@ -1041,14 +1063,8 @@ def prediction_metrics(prediction, labels):
     return metrics
 
 
-# The learning rates that act on what is evaluated.
-RATES = {"deterministic": "--lr", "mean-field": "--lr-mu or --lr-rho",
-         "clustered": "--lr-mu or --lr-rho", "merged": "--lr-mu or --lr-rho",
-         "final": "--lr-final or --lr-mu"}
-
-
 def evaluate(method, module, sets, size, seed, args):
-    """The rows of one network; size: what they say of its storage."""
+    """The rows of one network; size: the columns about storage."""
     test = predict(module, sets.test, seed, args)
     ood = {}
     for name, dataset in sets.ood.items():
@@ -1063,15 +1079,15 @@ def make_rows(method, test_set, test, ood, size, seed, args):
                         f"Lower {RATES.get(method, 'the learning rates')}")
     row = {"method": method, "seed": seed, "set": test_set.name, "n": len(test_set)}
     rows = [row | prediction_metrics(test, test_set.labels) | size]
-    inside = uncertainties(test)
+    inside = ood_scores(test)
     names = ["entropy", "max_prob"]
     if method != "deterministic" and args.mc > 1:
         names.append("mutual_information")
     for against, prediction in ood.items():
-        outside = uncertainties(prediction)
+        outside = ood_scores(prediction)
         metrics = {}
         for name in names:
-            found = common.ood_metrics(inside[name], outside[name], larger_means="ood")
+            found = common.ood_metrics(inside[name], outside[name], larger_means=SCORES[name])
             for metric, value in found.items():
                 metrics[f"{metric}_{name}"] = value  # for example auroc_entropy
         rows.append({**row, "against": against, **metrics})
@@ -1098,13 +1114,13 @@ def write_predictions(prediction, sets, run):
     """--predict: predictions.csv."""
     columns = common.prediction_columns(sets.predict, prediction.log_probs, sets.train.classes)
     columns["aleatoric"] = prediction.aleatoric
-    columns["epistemic"] = uncertainties(prediction)["mutual_information"]
+    columns["epistemic"] = ood_scores(prediction)["mutual_information"]
     run.write_csv("predictions.csv", columns)
 
 
 # ---- Compressed networks ------------------------------------------------------------------------
 
-FORMAT = "unsure-gbnn2d-4"
+FORMAT = "unsure-gbnn2d-5"
 # What --load takes from the file, not from the command line.
 STORED_OPTIONS = ("model", "width", "draw")
 
@@ -1116,7 +1132,7 @@ def rest_of(module):
 
 
 def rest_bytes(module):
-    return sum(tensor.numel() * tensor.element_size() for tensor in rest_of(module).values())
+    return sum(tensor.nbytes for tensor in rest_of(module).values())
 
 
 def write_compressed(file_name, shared, train_set, args, run):
@@ -1145,7 +1161,7 @@ def decompress(state, args):
     weights = SharedWeights(**weights)
     net = make_network(args, len(state["classes"]), state["shape"])
     shared = SharedNetwork(net, weights, DRAWS[args.draw])
-    # A draw on the CPU refers to every number once: wrong ones are errors, not memory faults.
+    # A draw on the CPU checks all indices: on a GPU an index out of range kills the process.
     shared.split(draw_weights(weights))
     missing, unexpected = net.load_state_dict(state["rest"], strict=False)
     if set(missing) != set(shared.shapes) or unexpected:
@@ -1171,8 +1187,9 @@ def run_loaded(args):
         raise UserError(f"--load {args.load} does not fit this network: "
                         f"{common.one_line(error)}") from None
     # Files of one name, and other seeds, have directories of their own.
-    name = ["loaded", Path(args.load).stem, common.digest(shared)[:8], f"seed{args.seed}"]
-    run = common.Run(args, "gbnn2d", common.join_name(*name))
+    stem = Path(args.load).stem
+    digest = common.digest(shared)[:8]
+    run = common.Run(args, "gbnn2d", common.join_name("loaded", stem, digest, f"seed{args.seed}"))
     size = storage(shared.weights(), rest_bytes(shared))
     rows = evaluate("loaded", shared, sets, size, args.seed, args)
     if args.predict:
@@ -1192,18 +1209,18 @@ def plot_plane(field, shared, size, run):
     points = torch.stack([field.mu, field.sigma], 1).detach().cpu().numpy()
     low, high = np.quantile(points, [0.001, 0.999], axis=0)
     margin = 0.1 * (high - low)
+    low -= margin
+    high += margin
     some = np.linspace(0, len(points) - 1, 50_000).astype(int)
     for axis, title, weights in zip(axes, ("before merging", "after merging"), shared):
         draw_plane(axis, points[some], some, weights)
         axis.set(title=f"{title}: {len(weights.centre)} Gaussians", xlabel="mu", ylabel="sigma",
-                 xlim=(low[0] - margin[0], high[0] + margin[0]),
-                 ylim=(low[1] - margin[1], high[1] + margin[1]))
+                 xlim=(low[0], high[0]), ylim=(low[1], high[1]))
     axes[0].legend(loc="upper center", ncols=3, markerscale=6)
 
     names = ["mean-field", "deterministic", "shared"]
-    kilobytes = [size["bytes"] / size["bytes_vs_mean_field"] / 1e3,
-                 size["bytes"] / size["bytes_vs_deterministic"] / 1e3, size["bytes"] / 1e3]
-    bars = axes[2].bar(names, kilobytes, color=common.colours(3))
+    sizes = np.array([size["bytes_mean_field"], size["bytes_deterministic"], size["bytes"]])
+    bars = axes[2].bar(names, sizes / 1e3, color=common.colours(3))
     axes[2].bar_label(bars, fmt="%.0f")
     axes[2].tick_params(axis="x", labelsize=8)
     axes[2].set(ylabel="kilobytes", title=f"{size['bytes_vs_mean_field']:.0%} of mean-field,\n"
@@ -1216,11 +1233,11 @@ def draw_plane(axis, points, rows, weights):
     from matplotlib.collections import EllipseCollection
 
     is_outlier = weights.label[rows].numpy() < 0
-    in_rim = np.isin(rows, weights.ellipse.numpy())
-    inlier_colour, outlier_colour, rim_colour, ellipse_colour = common.colours(4)
+    is_blended = np.isin(rows, weights.blended.numpy())
+    inlier_colour, outlier_colour, blended_colour, ellipse_colour = common.colours(4)
     for mask, colour, name in ((~is_outlier, inlier_colour, "inliers"),
                                (is_outlier, outlier_colour, "outliers"),
-                               (in_rim, rim_colour, "ellipse points")):
+                               (is_blended, blended_colour, "blended")):
         axis.plot(*points[mask].T, ".", ms=1.2, color=colour, label=name, rasterized=True)
     factor = weights.factor.double()
     variances, axes = np.linalg.eigh((factor @ factor.mT).numpy())
@@ -1250,7 +1267,7 @@ def load_sets(args):
 def check_network(train_set, args):
     """Refuse, before training, a network or a number of Gaussians that is impossible."""
     net = make_network(args, train_set.num_classes, train_set.shape)
-    # The smallest batch is the last one of an epoch; two images show what more would.
+    # The smallest batch is the last one of an epoch; two images suffice to find errors of shape.
     smallest = len(train_set) % args.batch_size or args.batch_size
     images = torch.zeros(min(smallest, 2), *train_set.shape).to(next(net.parameters()))
     pretrained = args.model.startswith("torchvision/")
@@ -1310,13 +1327,13 @@ def run_seed(seed, sets, args, run):
     common.seed_all(seed)
     net = make_network(args, sets.train.num_classes, sets.train.shape)
     if not args.model.startswith("torchvision/"):
-        stage = Stage("det", 0, args.epochs, 0.0, RATES["deterministic"])
+        stage = Stage("deterministic", 0, args.epochs, 0.0)
         train(net, stage, seed, sets.train, args, run)
     field = MeanFieldNetwork(net).to(args.device)
     n = len(field.mu)
     rest = rest_bytes(field)
     rows = evaluate("deterministic", net, sets, {"bytes": 4 * n + rest}, seed, args)
-    stage = Stage("stoch", 1, args.stoch_epochs, args.stoch_kl, RATES["mean-field"])
+    stage = Stage("mean-field", 1, args.stoch_epochs, args.stoch_kl)
     # The norms and biases of `net` are trained further in each stage.
     train(field, stage, seed, sets.train, args, run, made_from(net, run))
     rows += evaluate("mean-field", field, sets, {"bytes": 8 * n + rest}, seed, args)
@@ -1327,25 +1344,26 @@ def run_seed(seed, sets, args, run):
         gradient = gradient_magnitude(field, seed, sets.train, args, run)
         return common.on_main(share, field, gradient, seed, args)
 
-    state = run.keep(f"seed{seed}-gmm", made_from(field, run), make_mixture)
+    state = run.keep(f"seed{seed}-mixture", made_from(field, run), make_mixture)
     numbers |= state["numbers"]
-    for method in ("clustered", "merged"):
-        weights = SharedWeights(**state[method])
-        shared = SharedNetwork(net, weights, DRAWS[args.draw])
-        rows += evaluate(method, shared, sets, storage(weights, rest), seed, args)
+    clustered = SharedWeights(**state["clustered"])
+    merged = SharedWeights(**state["merged"])
+    unmerged = SharedNetwork(net, clustered, DRAWS[args.draw])
+    rows += evaluate("clustered", unmerged, sets, storage(clustered, rest), seed, args)
+    shared = SharedNetwork(net, merged, DRAWS[args.draw])
+    size = storage(merged, rest)  # training does not change it
+    rows += evaluate("merged", shared, sets, size, seed, args)
 
     # Step 4: the shared Gaussians are trained.
-    stage = Stage("final", 3, args.final_epochs, args.beta, RATES["final"])
+    stage = Stage("final", 3, args.final_epochs, args.beta)
     train(shared, stage, seed, sets.train, args, run, made_from(shared, run))
-    size = storage(weights, rest)
     rows += evaluate("final", shared, sets, size, seed, args)
     common.on_main(write_compressed, f"seed{seed}-compressed.pt", shared, sets.train, args, run)
     if seed == args.seed and args.predict:
         prediction = predict(shared, sets.predict, seed, args)
         common.on_main(write_predictions, prediction, sets, run)
     if seed == args.seed and args.plot:
-        before = SharedWeights(**state["clustered"])
-        common.on_main(plot_plane, field, (before, weights), size, run)
+        common.on_main(plot_plane, field, (clustered, merged), size, run)
     return rows, numbers
 
 

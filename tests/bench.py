@@ -184,7 +184,7 @@ def bench_gbnn2d():
     first, _ = gbnn2d.fit_mixture(x, k, seeded(), iterations=0)
     precisions = torch.linalg.inv(first.covariance) * torch.outer(spread, spread)
     peer = GaussianMixture(k, reg_covar=1e-6, max_iter=iterations, tol=0,
-                           weights_init=first.weight, means_init=first.centre / spread,
+                           weights_init=first.proportion, means_init=first.centre / spread,
                            precisions_init=precisions, init_params="random")
 
     def ours():

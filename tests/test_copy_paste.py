@@ -132,12 +132,12 @@ def test_gbnn2d_mixture_is_that_of_plain_em(method):
     top, best = joint.topk(2)
     assert torch.equal(label, best[:, 0])
     weights = method.encode(x, label, ours)
-    assert torch.equal(weights.second, best[weights.ellipse, 1])
-    close(weights.alpha, top[weights.ellipse].softmax(1)[:, 0], rtol=1e-5)
+    assert torch.equal(weights.second, best[weights.blended, 1])
+    close(weights.alpha, top[weights.blended].softmax(1)[:, 0], rtol=1e-5)
     offset = x - centre[label]
     precision = torch.linalg.inv(covariance)[label]
     outside = torch.einsum("ni,nij,nj->n", offset, precision, offset) > 5.991464547  # 95 %
-    assert torch.equal(weights.ellipse, outside.nonzero()[:, 0]) and 5 < len(weights.ellipse) < 100
+    assert torch.equal(weights.blended, outside.nonzero()[:, 0]) and 5 < len(weights.blended) < 100
 
 
 def naive_w2(c, s, d, t):

@@ -62,7 +62,7 @@ def everyone(x, centre, count):
 def dense_log_joint(x, mixture):
     """log pi_k N(x; c_k, S_k) [n, K], by torch.distributions."""
     normals = MultivariateNormal(mixture.centre, mixture.covariance)
-    return normals.log_prob(x[:, None]) + mixture.weight.log()
+    return normals.log_prob(x[:, None]) + mixture.proportion.log()
 
 
 # ---- Sigma, outliers, KL ------------------------------------------------------------------------
@@ -148,8 +148,8 @@ def test_em_is_scikit_learns(steps, monkeypatch):
     x = cloud(600)
     mixture = gbnn2d.Mixture(torch.ones(3).double() / 3, x[[0, 300, 500]] + 0.5,
                              torch.eye(2).double().expand(3, 2, 2))
-    peer = GaussianMixture(3, reg_covar=1e-3, max_iter=steps, tol=0.0, weights_init=mixture.weight,
-                           means_init=mixture.centre,
+    peer = GaussianMixture(3, reg_covar=1e-3, max_iter=steps, tol=0.0,
+                           weights_init=mixture.proportion, means_init=mixture.centre,
                            precisions_init=torch.linalg.inv(mixture.covariance)).fit(x)
     history = []
     for _ in range(steps):
@@ -159,7 +159,7 @@ def test_em_is_scikit_learns(steps, monkeypatch):
         history.append(likelihood)
         assert likelihood == pytest.approx(wanted, rel=1e-9)
     assert np.all(np.diff(history) > -1e-3)
-    np.testing.assert_allclose(mixture.weight, peer.weights_, rtol=1e-7)
+    np.testing.assert_allclose(mixture.proportion, peer.weights_, rtol=1e-7)
     np.testing.assert_allclose(mixture.centre, peer.means_, rtol=1e-6, atol=1e-8)
     np.testing.assert_allclose(mixture.covariance, peer.covariances_, rtol=1e-6)
 
@@ -169,7 +169,8 @@ def test_em_of_the_nearest_of_forty_is_em_of_all(monkeypatch):
     mu = double(6000) * (1 + torch.rand(6000).double())
     x = torch.stack([mu, 0.3 * (0.3 * double(6000)).exp() + 0.1 * mu.abs()], 1)
     sparse, history = gbnn2d.fit_mixture(x, 40, seed_of(1))
-    assert len(sparse.weight) == 40 and sparse.weight.sum().item() == pytest.approx(1, abs=1e-12)
+    assert len(sparse.proportion) == 40
+    assert sparse.proportion.sum().item() == pytest.approx(1, abs=1e-12)
     likelihood = dense_log_joint(x, sparse).logsumexp(1).mean().item()
     assert likelihood == pytest.approx(history[-1], abs=5e-3) and likelihood > history[0] + 0.1
     peer = GaussianMixture(40, max_iter=30, tol=0.0, random_state=0).fit(x)
@@ -186,7 +187,7 @@ def test_a_mixture_is_in_the_units_of_the_weights(monkeypatch):
     shift = torch.tensor([0.2, 1e-3]).double()
     x = cloud(6000) * scale + shift  # a fixed ridge would swamp this
     mixture, _ = gbnn2d.fit_mixture(x, 3, seed_of(0), most=4000)
-    assert mixture.weight.sum().item() == pytest.approx(1, abs=1e-12)
+    assert mixture.proportion.sum().item() == pytest.approx(1, abs=1e-12)
     order = mixture.centre[:, 0].argsort()
     np.testing.assert_allclose((mixture.centre[order] - shift) / scale, CENTRES, atol=0.2)
     found = mixture.covariance[order] / torch.outer(scale, scale)
@@ -203,9 +204,9 @@ def test_a_mixture_is_in_the_units_of_the_weights(monkeypatch):
     offset = x - mixture.centre[own]
     solved = torch.linalg.solve(mixture.covariance[own], offset)
     outside = ((offset * solved).sum(1) > -2 * math.log(0.05)) & (label >= 0)
-    assert torch.equal(weights.ellipse, outside.nonzero()[:, 0])
-    assert 0.03 < len(weights.ellipse) / len(x) < 0.07
-    top, best = joint[weights.ellipse].topk(2)
+    assert torch.equal(weights.blended, outside.nonzero()[:, 0])
+    assert 0.03 < len(weights.blended) / len(x) < 0.07
+    top, best = joint[weights.blended].topk(2)
     assert torch.equal(weights.second, best[:, 1])
     np.testing.assert_allclose(weights.alpha, top.softmax(1)[:, 0], rtol=1e-5)
     np.testing.assert_allclose(weights.factor @ weights.factor.mT, mixture.covariance, rtol=1e-4)
@@ -272,7 +273,7 @@ def brute_force_merge(mixture, gradient, tau_d, tau_g, tau_v):
     """
     parts = []
     for k in range(len(gradient)):
-        weight = mixture.weight[k].item()
+        weight = mixture.proportion[k].item()
         centre = mixture.centre[k].numpy()
         second = mixture.covariance[k].numpy() + np.outer(centre, centre)
         parts.append([weight * centre, weight * second, weight * gradient[k].item(), weight])
@@ -298,7 +299,7 @@ def test_merging_is_the_closest_pair_of_all_first(tau_d, tau_g, tau_v, k):
     before = [tensor.clone() for tensor in (*mixture, gradient)]
     wanted = brute_force_merge(mixture, gradient, tau_d, tau_g, tau_v)
     merged = gbnn2d.merge_mixture(mixture, gradient, tau_d, tau_g, tau_v)
-    assert len(merged.weight) == len(wanted)
+    assert len(merged.proportion) == len(wanted)
     assert len(wanted) == k or k is None and 2 < len(wanted) < 23
     order = np.argsort([centre[0] for centre, *_ in wanted])
     ours = merged.centre[:, 0].argsort()
@@ -306,7 +307,7 @@ def test_merging_is_the_closest_pair_of_all_first(tau_d, tau_g, tau_v, k):
         centre, covariance, _, weight = wanted[his]
         np.testing.assert_allclose(merged.centre[mine], centre, rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(merged.covariance[mine], covariance, rtol=1e-9, atol=1e-12)
-        assert merged.weight[mine].item() == pytest.approx(weight, rel=1e-11)
+        assert merged.proportion[mine].item() == pytest.approx(weight, rel=1e-11)
     for tensor, old in zip((*mixture, gradient), before):
         assert torch.equal(tensor, old)  # the arguments stay
 
@@ -325,14 +326,14 @@ def test_who_merges_with_whom(centres, variances, tau_d, weights):
     weight = torch.ones(k).double() / k
     mixture = gbnn2d.Mixture(weight, torch.tensor(centres).double(), covariance)
     merged = gbnn2d.merge_mixture(mixture, torch.zeros(k), tau_d, tau_v=math.inf)
-    assert (k * merged.weight).round().tolist() == weights
+    assert (k * merged.proportion).round().tolist() == weights
 
 
 # ---- Shared weights and draws -------------------------------------------------------------------
 
 
 def tiny_weights(n):
-    """Three Gaussians, two outliers and two ellipse points, float64."""
+    """Three Gaussians, two outliers and two blended weights, float64."""
     label = (torch.arange(n) % 3).int()
     label[[0, 5]] = -1
     factor = [[[0.1, 0], [0.02, 0.03]], [[0.05, 0], [0.01, 0.04]], [[0.15, 0], [-0.02, 0.03]]]
@@ -357,7 +358,7 @@ def lenet_weights(n=44_190):
 
 
 def test_shared_weights_are_whole_and_repeatable():
-    """Labels contiguous and each in use; outliers alike before and after merging; ellipse points
+    """Labels contiguous and each in use; outliers alike before and after merging; blended weights
     are outside the ellipse of their component; components of few members dissolve."""
     mu, sigma = lenet_weights()
     gradient = torch.rand(len(mu))
@@ -377,10 +378,10 @@ def test_shared_weights_are_whole_and_repeatable():
         offset = points[inliers].double() - weights.centre.double()[label[inliers]]
         factor = weights.factor.double()[label[inliers]]
         standard = torch.linalg.solve_triangular(factor, offset[:, :, None], upper=False)
-        in_rim = torch.isin(inliers, weights.ellipse)
+        is_blended = torch.isin(inliers, weights.blended)
         outside = standard.square().sum((1, 2)) > 5.9915
-        assert (outside == in_rim).double().mean() > 0.9999 and in_rim.any()
-        assert (label[weights.ellipse] != weights.second).all()
+        assert (outside == is_blended).double().mean() > 0.9999 and is_blended.any()
+        assert (label[weights.blended] != weights.second).all()
         assert ((weights.alpha >= 0.5) & (weights.alpha <= 1)).all()
     assert 1 < len(one[1].centre) < len(one[0].centre) <= 60
     assert one[2] == other[2] and (one[2]["tau_d"], one[2]["k0"]) == (3e-3, 60)
@@ -435,7 +436,7 @@ def test_a_component_for_each_weight_is_every_weight():
     mixture = gbnn2d.Mixture(torch.full((300,), 1 / 300).double(), points,
                              1e-12 * torch.eye(2).double().repeat(300, 1, 1))
     weights = gbnn2d.encode(points, gbnn2d.assign(points, mixture), mixture)
-    assert torch.equal(weights.label.long(), torch.arange(300)) and len(weights.ellipse) == 0
+    assert torch.equal(weights.label.long(), torch.arange(300)) and len(weights.blended) == 0
     torch.testing.assert_close(gbnn2d.draw_shared_weights(weights), mu, rtol=1e-4, atol=1e-5)
     draws = torch.stack([gbnn2d.draw_weights(weights) for _ in range(4000)])
     np.testing.assert_allclose(draws.std(0) / sigma, 1, atol=0.06)
@@ -460,7 +461,7 @@ def test_moments_of_the_draws(draw):
         assert (correlation > 0.9999) == (draw == "shared")
     assert draws[:, 5].mean().item() == pytest.approx(-0.4, abs=1e-3)  # outliers: their own
     assert draws[:, 5].std().item() == pytest.approx(0.02, rel=0.06)
-    # An ellipse point blends the draws of two components, which are independent but for eps.
+    # A blended weight is a mean of the draws of two components, which are independent but for eps.
     blended = 0.7 * weights.centre[2, 0] + 0.3 * weights.centre[0, 0]
     assert draws[:, 2].mean().item() == pytest.approx(blended.item(), abs=5e-3)
     if draw == "shared":
@@ -504,12 +505,12 @@ class Drawn(nn.Module):
         return self.of.draw()
 
 
-@pytest.mark.parametrize("n, outliers, ellipses, k, percent", [
+@pytest.mark.parametrize("n, outliers, blended, k, percent", [
     (11_678_912, 23_013, 10_885, 2217, 25.5), (11_210_432, 14_624, 260, 2387, 25.3),
     (11_164_352, 123_310, 57, 1569, 26.7)])
-def test_the_published_counts(n, outliers, ellipses, k, percent):
+def test_the_published_counts(n, outliers, blended, k, percent):
     """Of ResNet-18 on ImageNet, CIFAR-100, CIFAR-10; then the bytes of a tiny one, by hand."""
-    counts = [range(count) for count in (n, outliers, 0, 0, ellipses, 0, 0, k, 0)]
+    counts = [range(count) for count in (n, outliers, 0, 0, blended, 0, 0, k, 0)]
     report = gbnn2d.storage(gbnn2d.SharedWeights(*counts), 0)
     assert report["gaussians"] == k and report["outliers"] == outliers
     assert 100 * report["bytes_vs_mean_field"] == pytest.approx(percent, abs=0.1)
@@ -643,7 +644,7 @@ def test_a_step_of_training_by_hand(tmp_path):
     loss = nn.functional.cross_entropy(field(batch.images), batch.labels) + 0.3 * kl
     wanted = torch.autograd.grad(loss, [field.get_parameter(name) for name in rates])
     run = common.Run(args, "gbnn2d", "run")
-    stage = gbnn2d.Stage("stoch", 1, 1, 0.3, "")
+    stage = gbnn2d.Stage("mean-field", 1, 1, 0.3)
     gbnn2d.train(field, stage, 1, train_set, args, run)
     share = 0.5 * (1 + math.cos(math.pi * (0.5 - 0.2) / 0.8))
     for (name, rate), gradient in zip(rates.items(), wanted):
@@ -651,14 +652,14 @@ def test_a_step_of_training_by_hand(tmp_path):
         torch.testing.assert_close(now.grad, gradient, rtol=1e-4, atol=1e-6)
         step = (now - before[name]).abs().median().item()
         assert step == pytest.approx(rate * share, rel=1e-3)
-    assert run.history[0]["kl_nats"] == pytest.approx(kl.item())
+    assert run.history[0]["kl_per_example"] == pytest.approx(kl.item())
 
 
-def test_learning_rate_rises_then_falls():
-    assert gbnn2d.learning_rate(0.1, 0.2) == 0.5
-    assert gbnn2d.learning_rate(0.2, 0.2) == 1
-    assert gbnn2d.learning_rate(0.6, 0.2) == pytest.approx(0.5)
-    assert gbnn2d.learning_rate(0.0, 0.0) == 1 and gbnn2d.learning_rate(1.0, 0.0) == 0
+def test_the_learning_rate_rises_then_falls():
+    assert gbnn2d.lr_factor(0.1, 0.2) == 0.5
+    assert gbnn2d.lr_factor(0.2, 0.2) == 1
+    assert gbnn2d.lr_factor(0.6, 0.2) == pytest.approx(0.5)
+    assert gbnn2d.lr_factor(0.0, 0.0) == 1 and gbnn2d.lr_factor(1.0, 0.0) == 0
 
 
 def test_the_gradient_is_the_mean_magnitude_of_batches(tmp_path):
@@ -701,10 +702,10 @@ def test_a_prediction_and_its_metrics_by_hand(monkeypatch):
     total = Categorical(probs.mean(0)).entropy()
     aleatoric = Categorical(logits=logits).entropy().mean(0)
     metrics = gbnn2d.prediction_metrics(p, labels)
-    scores = gbnn2d.uncertainties(p)
+    scores = gbnn2d.ood_scores(p)
     np.testing.assert_allclose(p.logits, logits.mean(0), rtol=1e-4, atol=1e-4)
     for found, wanted in ((p.log_probs.exp(), probs.mean(0)), (p.aleatoric, aleatoric),
-                          (scores["max_prob"], 1 - probs.mean(0).max(1).values),
+                          (scores["max_prob"], probs.mean(0).max(1).values),
                           (scores["entropy"], total),
                           (scores["mutual_information"], total - aleatoric)):
         np.testing.assert_allclose(found, wanted, atol=1e-5)
@@ -767,7 +768,8 @@ def test_the_story_leaves_its_rows_and_files(story):
     root = folder / "gbnn2d" / "run"
     found = by_method(rows)
     final = found["final"]
-    states = [f"seed1-{name}.pt" for name in ("det", "stoch", "gmm", "final", "compressed")]
+    states = [f"seed1-{name}.pt" for name in ("deterministic", "mean-field", "mixture", "final",
+                                              "compressed")]
     assert {"options.json", "results.json", "results.csv", "plane.png", "predictions.csv",
             *states} <= {path.name for path in root.iterdir()}
     results = json.loads((root / "results.json").read_text())
@@ -783,6 +785,7 @@ def test_the_story_leaves_its_rows_and_files(story):
     for name in ("mean-field", "deterministic"):
         column = f"bytes_vs_{name.replace('-', '_')}"
         assert final[column] == pytest.approx(final["bytes"] / found[name]["bytes"])
+        assert final[f"bytes_{name.replace('-', '_')}"] == found[name]["bytes"]
         assert column in results["columns"]
     size = (root / "seed1-compressed.pt").stat().st_size
     assert size == pytest.approx(final["bytes"], rel=0.1)
@@ -919,15 +922,15 @@ def test_two_processes_equal_one_and_a_killed_run_ends_bit_equal(tmp_path):
     for child in (Child(tmp_path, *work, "killed", rank=8), Child(tmp_path, *work, "one", rank=9),
                   *start_ranks(tmp_path, 2, *work, "two")):
         assert child.wait().status == 0, child.stderr
-    det = state_of(tmp_path, "one", "det")["net"]
-    for stage in ("det", "stoch", "final"):
+    det = state_of(tmp_path, "one", "deterministic")["net"]
+    for stage in ("deterministic", "mean-field", "final"):
         one, two, again = (state_of(tmp_path, n, stage)["net"] for n in ("one", "two", "killed"))
         for key, value in one.items():
             assert torch.equal(value, again[key]), (stage, key)
             torch.testing.assert_close(value, two[key], rtol=1e-7, atol=1e-7)
             if "running" in key:
                 assert torch.equal(value, det[key.removeprefix("net.")]) and value.any()
-    one, two = (state_of(tmp_path, n, "gmm")["merged"]["label"] for n in ("one", "two"))
+    one, two = (state_of(tmp_path, n, "mixture")["merged"]["label"] for n in ("one", "two"))
     assert torch.equal(one, two)
     rows = [json.loads((tmp_path / f"gbnn2d/{n}/results.json").read_text())["rows"]
             for n in ("one", "killed", "two")]
@@ -1043,7 +1046,7 @@ def test_pretrained_networks(tmp_path, monkeypatch):
         del argv[at:at + 2]
     rows = by_method(gbnn2d.main(argv))
     assert list(rows) == METHODS and rows["final"]["weights"] == 337_936
-    assert not (tmp_path / "gbnn2d/run/seed1-det.pt").exists()
+    assert not (tmp_path / "gbnn2d/run/seed1-deterministic.pt").exists()
 
     content = path.read_bytes()
     path.write_bytes(content[:50_000] + b"x" + content[50_001:])
