@@ -81,7 +81,7 @@ PRESETS = {
     "dirty_glyphs": GLYPHS,
     "numbers": GLYPHS,
     # Your own images: a small network that trains on two CPU cores in minutes.
-    "folder": dict(model="resnet18", mod=False, width=0.25, epochs=20, batch_size=32,
+    "folder": dict(model="resnet18", mod=False, width=0.25, epochs=20, batch_size=32, lr=0.01,
                    schedule="one_cycle", augment=True, ood=[]),
 }
 # published code: active learning uses one recipe for all data sets, a plain ResNet-18

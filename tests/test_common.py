@@ -1188,6 +1188,7 @@ def test_out_of_memory_on_the_main_process_reaches_all(ranks):
 
 def wrap_batch_norm(layer):
     common.start("cpu")
+    dist.barrier()  # the first process would end before the other one has joined
     try:
         common.data_parallel(nn.Sequential(layer, nn.Linear(2, 1)), torch.device("cpu"))
     except UserError as error:
