@@ -1274,10 +1274,11 @@ def test_eval_predicts_another_set_and_makes_lost_predictions_anew(copied, monke
     lost = out / RUN / "seed2-swag-test.pt"
     content = lost.read_bytes()
     lost.unlink()
-    again = sl.main(tiny("glyphs", out, "--eval", "--predict", "glyphs_letters"))
+    save_images(out / "odd", "a", side=28)
+    again = sl.main(tiny("glyphs", out, "--eval", "--predict", f"folder:{out / 'odd' / 'a'}"))
     assert by_name(again) == by_name(rows) and lost.read_bytes() == content
     header, *lines = (out / RUN / "predictions.csv").read_text().splitlines()
-    assert header.startswith("method,index,predicted,confidence,total,aleatoric,epistemic")
+    assert header.startswith("method,file,predicted,confidence,total,aleatoric,epistemic")
     assert {line.split(",")[0] for line in lines} == set(sl.METHODS.values())
 
 
