@@ -852,6 +852,9 @@ class Parser(argparse.ArgumentParser):
             self._print_help_with(values)
             self.exit()
         values.update(given)
+        # The shell completes the names of folders with a slash.
+        if values["dataset"].startswith("folder:"):
+            values["dataset"] = values["dataset"].rstrip("/")
         del values["help"]
         args = argparse.Namespace(**values)
         args.explicit = set(given)

@@ -82,7 +82,7 @@ PRESETS = {
     "numbers": GLYPHS,
     # Your own images: a small network that trains on two CPU cores in minutes.
     "folder": dict(model="resnet18", mod=False, width=0.25, epochs=20, batch_size=32, lr=0.01,
-                   schedule="one_cycle", augment=True, ood=[]),
+                   schedule="one_cycle", augment=True, ood=[], shrinkage=True),
 }
 # published code: active learning uses one recipe for all data sets, a plain ResNet-18
 ACTIVE_LEARNING = dict(model="resnet18", sn=False, mod=False, opt="adam", lr=1e-3,
@@ -999,7 +999,7 @@ def plot_uncertainty(names, scores, fitted, args, run):
     left.set(xlabel="softmax entropy (nats)", ylabel="fraction of the set", yscale="log")
     middle.set(xlabel="log density (lower ones at the left edge)", ylabel="fraction of the set")
     right.set(xlabel="log density", ylabel="softmax entropy (nats)",
-              title="OOD (left), clean (below), ambiguous (above)")
+              title="OOD on the left, ambiguous above")
     left.legend(frameon=False)
     run.save_figure(figure, "uncertainty.png")
 

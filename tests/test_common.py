@@ -70,6 +70,10 @@ def test_presets_are_defaults_and_do_not_leak_into_each_other():
     assert (args.taste, args.epochs, args.dataset) == ("none", 9, "folder:/some/where")
 
 
+def test_a_folder_is_the_same_with_a_slash_at_its_end():
+    assert parse("--dataset", "folder:/some/where/").dataset == "folder:/some/where"
+
+
 def test_the_command_line_wins_over_modes_and_these_over_presets():
     args = parse("--dataset", "other", "-e", "0", "-b", "5", "--lr", "0", "--no-plot", "--compile")
     assert (args.epochs, args.batch_size, args.lr) == (0, 5, 0.0)  # 0 is a value, not an absence

@@ -69,7 +69,8 @@ def test_a_data_set_alone_is_the_papers_recipe():
     learning = dict(num_initial_samples=20, max_training_samples=300, acquisition_batch_size=5,
                     ensemble=5, lr=1e-3, batch_size=64, opt="adam", epochs=20, model="resnet18",
                     sn=False, mod=False, schedule="constant", augment=False)
-    folder = dict(model="resnet18", width=0.25, epochs=20, batch_size=32, schedule="one_cycle",
+    folder = dict(model="resnet18", width=0.25, epochs=20, batch_size=32, lr=0.01,
+                  shrinkage=True, schedule="one_cycle",
                   augment=True, ood=[])
     spelt = dict(sn=True, mod=True, weight_decay=1e-4, batch_size=64, epochs=9, ood=["svhn"])
     for line, expected in {
