@@ -810,8 +810,7 @@ class Parser(argparse.ArgumentParser):
         add("--limit-steps", type=at_least(1), help="end each epoch after this number of steps")
         add = self.groups["evaluation"].add_argument
         add("--runs", type=at_least(1), default=1,
-            help="number of repetitions with further seeds; the table shows mean and standard "
-            "error")
+            help="number of repetitions with further seeds, for mean and standard error")
         add("--predict", metavar="SET",
             help="write predictions.csv for a data set, folder:PATH or FILE.npz (features)")
         add = self.groups["run"].add_argument
