@@ -160,6 +160,31 @@ def test_same_padding_is_xlas(kernel, stride, size):
     assert relative(layer.double()(x), plain_conv(x, weight.double(), stride)) < 1e-13
 
 
+@pytest.mark.parametrize("needs_x", [True, False])
+@pytest.mark.parametrize("stride, size", [(1, (8, 7)), (2, (8, 7)), (2, (1, 2))])
+def test_convolution_differentiates_as_torchs_does(stride, size, needs_x):
+    layer = forde.SameConv2d(2, 3, stride).double()
+    weight = layer.weight
+    x = double(2, 2, *size)
+    results = []
+    for forward in (layer, lambda x: plain_conv(x, weight, stride)):
+        x = x.detach().requires_grad_(needs_x)
+        y = forward(x)
+        inputs = [x, weight] if needs_x else [weight]
+        result = list(torch.autograd.grad(y.sin().sum(), inputs, retain_graph=True))
+        if needs_x:
+            g, = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+            result += [g, *torch.autograd.grad(g.square().sum(), inputs)]
+        results.append(result)
+    assert all(relative(own, right) < 1e-12 for own, right in zip(*results, strict=True))
+
+
+def test_convolution_gives_no_wrong_second_derivative_by_its_weights():
+    layer = forde.SameConv2d(2, 3)
+    with pytest.raises(RuntimeError, match="not have been used"):
+        torch.autograd.grad(layer(torch.ones(1, 2, 4, 4)).sum(), layer.weight, create_graph=True)
+
+
 @pytest.mark.parametrize("model", ["resnet18", "mlp"])
 def test_running_statistics_are_the_published_averages(model):
     """average_t = hidden_t / (1 - 0.9^t), hidden_t = 0.9 hidden_(t-1) + 0.1 statistic_t."""
