@@ -1007,11 +1007,12 @@ def load_arrays(path, names):
     """The arrays `names` of an .npz file, {name: array}."""
     try:
         with np.load(path, allow_pickle=False) as file:
+            found = ", ".join(file) or "nothing"
             return {name: file[name] for name in names}
     except FileNotFoundError:
         raise UserError(f"file not found: {path}") from None
-    except KeyError as error:
-        raise UserError(f"{path}: {one_line(error)}; it needs {', '.join(names)}") from None
+    except KeyError:
+        raise UserError(f"{path} needs the arrays {', '.join(names)}; it has {found}") from None
     except Exception:  # NumPy raises many types for a damaged file
         raise UserError(f"{path} is not a readable .npz file of plain arrays") from None
 
@@ -1110,7 +1111,7 @@ class Run:
         if names:
             advice = "use another --name, or --fresh to start over"
             if self.args.eval:
-                advice = "add these to evaluate it"
+                advice = "use these to evaluate it"
             flags = " ".join(as_flag(name, there.get(name)) for name in names)
             raise UserError(f"{self.dir} was made with other options: {flags}; {advice}")
 

@@ -161,7 +161,10 @@ def _unreadable(path, error):
 
 def _choose_from(what, value, choices):
     if value not in choices:
-        raise UserError(f"{what} {value!r} is unknown; choose from {', '.join(map(str, choices))}")
+        message = f"{what} {value!r} is unknown; choose from {', '.join(map(str, choices))}"
+        if isinstance(value, str) and Path(value).is_dir():
+            message = f"{value} is a folder; write folder:{value}"
+        raise UserError(message)
 
 
 def _generator(*key):
@@ -681,13 +684,16 @@ def _own_folder(name, split, size):
     """A part of a folder of the user; "val" is "train" if there is no folder val."""
     root = _folder_path(name)
     if not root.is_dir():
-        raise Absent(f"folder {root} not found; write folder: and the path of a folder")
+        reason = "is a file, not a folder" if root.exists() else "not found"
+        raise Absent(f"folder {root} {reason}; write folder: and the path of a folder")
     if split == "ood":
         return _all_images(name, root, size)
     classes = _folders_in(root / "train")
-    if len(classes) < 2 or not _folders_in(root / "test"):
-        raise UserError(f"folder {root}: expected {root}/train/<class>/* with two classes or more "
-                        f"and {root}/test/<class>/*; {root}/val/<class>/* is for validation. "
+    found = len(_folders_in(root / "test"))
+    if len(classes) < 2 or not found:
+        raise UserError(f"folder {root} has {len(classes)} class(es) in train/ and {found} in "
+                        f"test/: expected {root}/train/<class>/* with two classes or more and "
+                        f"{root}/test/<class>/*; {root}/val/<class>/* is for validation. "
                         "A test set is never the training set")
     part = "train" if split == "val" and not _has_own_val(name) else split
     source = SOURCES["imagenet"]

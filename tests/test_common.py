@@ -562,7 +562,7 @@ def test_arrays_are_read_from_plain_files_alone(tmp_path):
     (tmp_path / "cut.npz").write_bytes(path.read_bytes()[:100])
     arrays = common.load_arrays(path, ("a", "b"))
     assert arrays["a"].tolist() == [0, 1, 2] and arrays["b"].shape == (2, 2)
-    for name, names, message in (("whole", "ac", "c is not a file in .*; it needs a, c"),
+    for name, names, message in (("whole", "ac", "needs the arrays a, c; it has a"),
                                  ("absent", "a", "file not found"), ("cut", "a", "not a readable"),
                                  ("hostile", "a", "not a readable")):
         with pytest.raises(UserError, match=message) as error:
@@ -704,7 +704,7 @@ def test_eval_may_change_how_it_is_computed_and_names_the_options_to_add(tmp_pat
     whole = fit(make_run(tmp_path, *same_run))
     free = "-b 7 --amp bf16 --limit-steps 2 --measure 0.1 --runs 4 --workers 0".split()
     assert same(fit(make_run(tmp_path, "--eval", *same_run, *free)), whole)
-    with pytest.raises(UserError, match="other options: --lr 0.75; add these to evaluate it"):
+    with pytest.raises(UserError, match="other options: --lr 0.75; use these to evaluate it"):
         make_run(tmp_path, "--eval", *same_run, "--lr", "0.3")
     with pytest.raises(UserError) as error:
         make_run(tmp_path, "--eval", "--preset", "other", "--taste", "bitter", "--lr", "0.75")

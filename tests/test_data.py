@@ -507,6 +507,16 @@ def test_files_that_are_skipped_are_counted(tmp_path, capsys):
     assert len(train) == 3
 
 
+def test_a_folder_without_its_prefix_or_a_file_with_it(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "new").mkdir()
+    (tmp_path / "one.png").touch()
+    for name, said in (("new", "new is a folder; write folder:new"),
+                       ("folder:one.png", "folder one.png is a file, not a folder")):
+        with pytest.raises(UserError, match=said):
+            data.load(name, "ood")
+
+
 def test_a_folder_needs_a_path(monkeypatch, tmp_path):
     save_png(tmp_path / "x.png")
     monkeypatch.chdir(tmp_path)

@@ -806,7 +806,7 @@ def test_eval_repeats_the_storys_table_and_predicts_any_set(story, monkeypatch):
     assert 0 <= percentile.min() and percentile.max() <= 100 and len(np.unique(percentile)) > 20
     assert column(letters, "epistemic") == pytest.approx(1 - percentile / 100)
     assert percentile[far_out].max() <= 2  # two of 180 are below the 1 % quantile
-    with pytest.raises(UserError, match="other options: --epochs 4; add these to evaluate it"):
+    with pytest.raises(UserError, match="other options: --epochs 4; use these to evaluate it"):
         ddu.main([*options[:4], "-b", "64", "--eval", "--epochs", "7", *CPU])
 
 

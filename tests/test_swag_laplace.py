@@ -1417,6 +1417,10 @@ def test_what_depends_on_other_options(monkeypatch, capsys):
     assert "skipped: ensembles of 5, 10, 20" in capsys.readouterr().out
     assert sl.list_ensembles(args) == [[1], [2], [1, 2]]
     assert sl.sample_counts(args, "swag") == [10, 20, 40, 100, 200]
+    # Preset sizes that exceed the number of members become the ensemble of all.
+    assert sl.list_ensembles(options("cifar10", "--members", 4))[-1] == [1, 2, 3, 4]
+    explicit = options("cifar10", "--members", 4, "--ensembles", 1, 5)
+    assert sl.list_ensembles(explicit) == [[1], [2], [3], [4]]
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     with pytest.raises(UserError, match="float64"):
         options("clusters", "--device", "mps")
