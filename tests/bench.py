@@ -329,6 +329,42 @@ def bench_laplace():
         note=f"NLL {nll[0]:.4f} and {nll[1]:.4f} (other noise)")
 
 
+@torch.no_grad()
+def bench_predict():
+    """Predictions for 512 images of 32x32x3 by small networks, over one pass of the same network."""
+    batch = size(512, 8)
+    width = size(0.25, 0.05)
+    common_options = ["--dataset", "cifar10", "--width", width]
+    x = torch.randn(batch, 3, 32, 32, generator=seeded())
+    x = x.contiguous(memory_format=torch.channels_last)
+
+    args = options(ddu, *common_options, "--model", "resnet18")
+    net = ddu.make_network(args, 10, (3, 32, 32)).eval()
+    z = torch.randn(size(10_000, 500), net.head.in_features, generator=seeded())
+    fitted = ddu.Fitted(ddu.fit_gaussians(z, torch.arange(len(z)) % 10, 10), None, 0.0, 1.0)
+    row("ddu.py, ResNet-18, ten Gaussians", best_seconds(
+        lambda: ddu.all_scores(ddu.Outputs(*net(x), None), fitted), lambda: net(x)),
+        "one pass", cost=True)
+
+    args = options(gbnn2d, *common_options, "--model", "resnet18")
+    net = gbnn2d.make_network(args, 10, (3, 32, 32)).eval()
+    shared = shared_network(gbnn2d.make_network(args, 10, (3, 32, 32))).eval()
+    draws = lambda: gbnn2d.mean_prediction(torch.stack([shared(x) for _ in range(5)]).double())
+    row("gbnn2d.py, ResNet-18, five samples", best_seconds(draws, lambda: net(x)), "one pass",
+        cost=True)
+
+    args = options(sle, *common_options, "--model", "wrn_10_4")
+    net = sle.make_network(args, random_set(batch), 0.0).eval()
+    heads = torch.randn(size(200, 3), len(sle.flat_head(net.head)), generator=seeded())
+
+    def last_layers():
+        last = sle.LastLayer(net(x)[1], None)
+        return torch.stack([z.logsumexp(-1) for z in sle.head_samples(heads, last)])
+
+    row(f"LLLA and LA-NF, WRN-10-4, {len(heads)} samples", best_seconds(last_layers, lambda: net(x)),
+        "one pass", cost=True)
+
+
 if __name__ == "__main__":
     ROWS = [name.removeprefix("bench_") for name in list(globals()) if name.startswith("bench_")]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
