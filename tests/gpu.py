@@ -252,6 +252,16 @@ def bench_swag(bench):
         seconds = min(bench.seconds(evaluate)[0] for _ in range(2))
         bench.add(f"evaluation of a sample on {len(own):,} images, amp {amp}", seconds, "s")
 
+    # WRN-16-4 on CIFAR-100, the paper's largest matrix.
+    n, dim, classes = bench.size(48_000, 20), bench.size(256, 4), bench.size(100, 3)
+    head = torch.nn.Linear(dim, classes).to(bench.device)
+    theta = sle.flat_head(head).detach()
+    last = sle.LastLayer(torch.randn(n, dim, device=bench.device).relu(), None)
+    bench.forget_memory()
+    seconds, spectrum = bench.seconds(lambda: sle.full_spectrum(theta, last))
+    nonzero = len(spectrum.values) - dim - 1
+    bench.add(f"Laplace: curvature of a last layer, {nonzero:,} eigenvalues", seconds, "s")
+
 
 def bench_gbnn2d(bench):
     """The mixture of WRN-28-10's weights: learned, labelled, merged, on the CPU; and training."""
