@@ -1022,6 +1022,22 @@ def test_a_later_option_never_retrains_an_early_stage(copied, monkeypatch):
     assert by_name(sl.main(tiny("glyphs", out))) == by_name(rows) and not trained
 
 
+def test_only_map_has_the_published_factor_on_the_loss(monkeypatch, tmp_path):
+    real = sl.train_epoch
+    factors = []
+
+    def recorded(study, model, optimiser, loader, seed, epoch, factor=1.0):
+        factors.append(factor)
+        return real(study, model, optimiser, loader, seed, epoch, factor)
+
+    monkeypatch.setattr(sl, "train_epoch", recorded)
+    sl.main(tiny("clusters", tmp_path, "--members", 1, "--swag-epochs", 2,
+                 methods=["map", "swag"]))
+    of_map = factors.count(pytest.approx(0.02**2))
+    assert of_map >= 1 and factors[:of_map] == pytest.approx([0.02**2] * of_map)
+    assert len(factors) > of_map and set(factors[of_map:]) == {1.0}
+
+
 def test_what_must_be_trained_again_is_said_first(copied, monkeypatch, capsys):
     """The iterates of rates that were not chosen are gone; MAP networks stay."""
     out, _ = copied()
