@@ -1063,5 +1063,8 @@ def test_presets_are_the_published_settings():
     tiny = dict(paper, model="preact_resnet18", epochs=150, lr_ratio=0.001, ood=["svhn"])
     for name, right in (("cifar100", paper), ("cifar10", cifar10), ("tiny_imagenet", tiny)):
         assert right.items() <= resolved("--dataset", name).items()
+    for name, ood in (("mnist", "fashion_mnist"), ("fashion_mnist", "mnist")):
+        gray = dict(paper, augment=False, shift="computed", ood=[ood])
+        assert gray.items() <= resolved("--dataset", name).items()
     own = resolved("--dataset", "folder:somewhere")
     assert (own["ood"], own["epochs"], own["batch_size"]) == ([], 20, 32)

@@ -389,6 +389,18 @@ def test_shared_weights_are_whole_and_repeatable():
     assert (one[0].label[mu.abs() > 0.2] == -1).all() and (mu.abs() > 0.2).sum() == 5
 
 
+@pytest.mark.parametrize("least, label, kept", [
+    (0, [0, 0, 1, -1, 3], [0, 1, 2, 3]), (1, [0, 0, 1, -1, 3], [0, 1, 3]),
+    (2, [0, 0, -1, -1, -1], [0])])
+def test_components_of_few_members_are_left_out(least, label, kept):
+    mixture = gbnn2d.Mixture(torch.full((4,), 0.25), torch.arange(8.0).view(4, 2),
+                             torch.eye(2).repeat(4, 1, 1))
+    found, rest = gbnn2d.keep_components(torch.tensor([0, 0, 1, -1, 3]), mixture, least)
+    numbers = [kept.index(k) if k >= 0 else -1 for k in label]
+    assert found.tolist() == numbers and torch.equal(rest.centre, mixture.centre[kept])
+    assert rest.proportion.tolist() == pytest.approx([1 / len(kept)] * len(kept))
+
+
 def test_thresholds():
     mu, sigma = lenet_weights(5000)
     gradient = torch.rand(5000)
