@@ -212,7 +212,7 @@ def check_options(args):
         raise UserError(f"--ensembles {args.ensembles[0]}: must not exceed --members "
                         f"{args.members}")
     if too_large and "ensembles" not in args.explicit:
-        args.ensembles = sorted({*args.ensembles, args.members})
+        args.ensembles = sorted(set(args.ensembles + [args.members]))
     if too_large:
         # Members are sampled for them anyway, for a larger study later.
         common.say(f"skipped: ensembles of {', '.join(map(str, too_large))}, for which --members "
