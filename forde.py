@@ -410,6 +410,7 @@ def input_gradient(net, x, y, grad_of="logit"):
         if grad_of == "logprob":
             outputs = logits.log_softmax(1)
         of_label = outputs.gather(1, y[:, None])                       # [B, 1]
+        # With a graph even for constants: `Convolution` then leaves out the weights.
         g, = torch.autograd.grad(of_label.sum(), x, create_graph=True)
     if constant:
         logits = logits.detach()
