@@ -161,10 +161,7 @@ def _unreadable(path, error):
 
 def _choose_from(what, value, choices):
     if value not in choices:
-        message = f"{what} {value!r} is unknown; choose from {', '.join(map(str, choices))}"
-        if isinstance(value, str) and Path(value).is_dir():
-            message = f"{value} is a folder; write folder:{value}"
-        raise UserError(message)
+        raise UserError(f"{what} {value!r} is unknown; choose from {', '.join(map(str, choices))}")
 
 
 def _generator(*key):
@@ -437,6 +434,8 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
         dataset = _own_folder(name, split, image_size or 32)
         is_pool = is_pool and not _has_own_val(name)
     else:
+        if name not in DATASETS and Path(name).is_dir():
+            raise UserError(f"{name} is a folder; write folder:{name}")
         _choose_from("dataset", name, DATASETS)
         dataset = _read(name, is_pool, Path(data_dir), image_size)
     # With val_fraction 0, the rows stay in the order of the files.
