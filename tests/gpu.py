@@ -3,7 +3,7 @@
   python tests/gpu.py --data-dir data            # data/ holds CIFAR-10's files: accuracies too
   python tests/gpu.py                            # random images: speed alone
   python tests/gpu.py ddu forde --out gpu.json   # some of the rows
-  python tests/gpu.py --tiny                     # on the CPU, in seconds: does it run?
+  python tests/gpu.py --tiny                     # in seconds, also on the CPU: does it run?
 
 Training runs through each script's own loop: loader, augmentation, optimiser, logging. The rate is
 that of the second epoch. The bf16 peak is measured here, by a product of 8192 x 8192 matrices, and
@@ -47,7 +47,7 @@ class Bench:
 
     def __init__(self, asked, folder):
         self.asked, self.folder, self.rows, self.name = asked, folder, [], None
-        self.device = torch.device("cpu" if asked.tiny else "cuda")
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.start, self.peak = time.perf_counter(), None
         self.environment = common.environment(self.device)
 
@@ -314,12 +314,12 @@ def main(argv=None):
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
     parser.add_argument("--data-dir", help="with CIFAR-10's files (and CIFAR-100's, SVHN's)")
     parser.add_argument("--out", default="gpu.json", help="the rows as JSON")
-    parser.add_argument("--tiny", action="store_true", help="on the CPU, in seconds")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, in seconds, also on the CPU")
     asked = parser.parse_args(argv)
     if unknown := {*asked.names} - {*names}:
         parser.error(f"no row {min(unknown)}; choose from {', '.join(names)}")
     if not asked.tiny and not torch.cuda.is_available():
-        parser.error("no CUDA device; --tiny runs on the CPU")
+        parser.error("no CUDA device; --tiny also runs on the CPU")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(asked, folder)
         bench.measure_peak()
