@@ -62,8 +62,8 @@ MNIST = dict(model="resnet18", mod=False, ood=["fashion_mnist"])
 GLYPHS = dict(model="resnet18", mod=False, width=0.25, epochs=5, schedule="one_cycle",
               ood=["glyphs_letters"])
 PRESETS = {
-    # The defaults of every preset, the paper's recipe: WRN-28-10 with spectral normalisation; the
-    # learning rate is divided by 10 after epochs 150 and 250.
+    # The defaults of every preset, the paper's recipe: WRN-28-10 with spectral
+    # normalisation; the learning rate is divided by 10 after epochs 150 and 250.
     "": dict(model="wide_resnet", sn=True, mod=True, coeff=3.0, opt="sgd", lr=0.1,
              weight_decay=5e-4, batch_size=128, epochs=350, schedule="step", augment=False,
              ood=["svhn"]),
@@ -266,8 +266,8 @@ def make_shortcut(c_in, c_out, stride, args, batch_norm=False):
     return layers
 
 
-# Each of the following functions builds the feature extractor of one network, for images of `shape`
-# (C, H, W): it returns a list of layers and the number of features.
+# Each of the following functions builds the feature extractor of one network, for
+# images of `shape` (C, H, W): it returns a list of layers and the number of features.
 
 
 def lenet(args, shape):
@@ -440,7 +440,7 @@ class SoftSpectral(nn.Module):
         self.geometry = dict(groups=getattr(layer, "groups", 1))
         channels, *size = input_shape
         if isinstance(layer, nn.Linear) or layer.kernel_size == (1, 1):
-            # The same matrix acts on every pixel, so an image of one pixel has the same norm.
+            # The same matrix acts on every pixel, so one pixel gives the norm.
             size = [1, 1]
             self.eps = 0.0
         else:
@@ -468,7 +468,7 @@ class SoftSpectral(nn.Module):
         with torch.autocast(weight.device.type, enabled=False):
             if self.training:
                 self.power_iteration(weight)
-            # Copies, because another forward may change u and v before this graph's backward.
+            # Copies, because another forward may change u and v before the backward.
             u = self.u.clone()
             v = self.v.clone()
             sigma = (u * self.operator(v, weight)).sum()
@@ -541,7 +541,7 @@ class Gaussians(NamedTuple):
     jitter: float
 
 
-# published code: the smallest jitter that works. These are multiples of the mean variance.
+# published code: the smallest jitter that works; relative to the mean variance.
 JITTERS = (0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 1e-2)
 
 
@@ -604,15 +604,16 @@ def cholesky_with_jitter(covariance):
     """
     diagonal = covariance.diagonal(dim1=1, dim2=2)                     # [K, D], a view
     variance = diagonal.clone()
-    # The rounding error of a pivot is at most about D eps times the diagonal element (Higham,
-    # Accuracy and Stability of Numerical Algorithms, theorem 10.3).
+    # The rounding error of a pivot is at most about D eps times the diagonal element
+    # (Higham, Accuracy and Stability of Numerical Algorithms, theorem 10.3).
     rounding = variance.shape[1] * torch.finfo(variance.dtype).eps
     for relative in JITTERS:
         jitter = relative * variance.mean()
         diagonal.copy_(variance + jitter)
         factor, failed = torch.linalg.cholesky_ex(covariance)
-        # A pivot, the square of a diagonal element of the factor, is the variance of a feature
-        # given the ones before it. In a singular matrix it can be a rounding error instead of 0.
+        # A pivot, the square of a diagonal element of the factor, is the variance of a
+        # feature given the ones before it. In a singular matrix it can be a rounding
+        # error instead of 0.
         pivots = factor.diagonal(dim1=1, dim2=2).square()
         singular = pivots <= rounding * diagonal
         if not failed.any() and not singular.any():
@@ -653,7 +654,7 @@ def softmax_scores(logits, temperature=1.0):
             "energy": logits.logsumexp(1)}
 
 
-# What large values of a score mean: in-distribution ("id") or out-of-distribution ("ood").
+# Large values of a score mean in-distribution ("id") or out-of-distribution ("ood").
 SCORES = {"density": "id", "gmm_entropy": "ood", "entropy": "ood", "max_prob": "id", "energy": "id",
           "predictive_entropy": "ood", "mutual_information": "ood"}
 REGIONS = ("clean", "ambiguous", "ood")
@@ -710,8 +711,8 @@ def train(net, train_set, args, seed, run, name=None):
     if args.compile:
         model = torch.compile(model)
 
-    # Checkpoints contain the network and the optimiser. The loop starts at the first epoch that is
-    # left, and `run.end_epoch` saves and logs.
+    # Checkpoints contain the network and the optimiser. The loop starts at the first
+    # epoch that is left, and `run.end_epoch` saves and logs.
     for epoch in run.epochs(args.epochs, name, net=net, optimiser=optimiser):
         # Every epoch is seeded, so that a resumed run draws the same dropout masks.
         common.seed_all(seed, epoch, common.rank())
@@ -726,7 +727,7 @@ def train(net, train_set, args, seed, run, name=None):
                 logits, _ = model(batch.images)
             loss = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
 
-            # DDP averages gradients over processes: this is the mean over the global batch.
+            # DDP averages over processes: this is the mean over the global batch.
             mean_loss = loss * common.world_size() / batch.global_size
             optimiser.zero_grad()
             mean_loss.backward()
@@ -840,7 +841,7 @@ def density_columns(density, entropies, val_density, args):
     """Log density, its percentile in the validation set, and the decision, for each input [N]."""
     threshold = val_density.quantile(args.density_quantile)
     region = decide(density, entropies, threshold, args.entropy_threshold)
-    # The share of the validation set that has a lower density: 0 is far out, 50 is usual.
+    # The share of the validation set with a lower density: 0 is far out.
     below = torch.searchsorted(val_density, density).double()
     percentile = 100 * below / len(val_density)
     return {"log_density": density, "density_percentile": percentile,
@@ -897,7 +898,7 @@ def ensemble_rows(names, members, seed):
         of_set = [of_network[name] for of_network in members]
         each = stack_log_probs(of_set)                                 # [M, N, K]
         log_probs = each.logsumexp(0) - math.log(len(members))         # [N, K]  log mean_m p_m
-        # Logarithms of probabilities are logits: their softmax gives the probabilities back.
+        # Logarithms of probabilities are logits: softmax gives the probabilities back.
         outputs[name] = of_set[0]._replace(logits=log_probs)
         parts = common.ensemble_uncertainty(each)
         scores[name] = {"predictive_entropy": parts["total"],
@@ -922,8 +923,8 @@ def result_rows(method, seed, names, outputs, scores):
         row = {"method": method, "seed": seed, "set": name, "n": len(out.labels)}
         rows.append(row | prediction_metrics(out.logits, out.labels))
 
-    # OOD sets are compared with the whole test set and with its clean part; the ambiguous part is
-    # compared with the clean one.
+    # OOD sets are compared with the whole test set and with its clean part; the
+    # ambiguous part is compared with the clean one.
     pairs = []
     for inside in names[:2]:
         for outside in outputs:
@@ -1020,7 +1021,7 @@ def load_sets(args, seed):
 def check_network(train_set, args):
     """Refuse, before training, a network that fails on a batch, or Gaussians that do not fit."""
     net = make_network(args, train_set.num_classes, train_set.shape)
-    # The smallest batch is the last one of an epoch; two images suffice to find errors of shape.
+    # The last batch of an epoch is the smallest; two images show errors of shape.
     smallest = len(train_set) % args.batch_size or args.batch_size
     images = torch.zeros(min(smallest, 2), *train_set.shape).to(net.head.weight)
     try:
@@ -1143,8 +1144,8 @@ def acquisition_step(pool, labelled, acquisition, seed, args, run):
 
     Returns their test accuracy and scores [P] of the pool: high ones are labelled next.
     """
-    # published code: an epoch has 5056 examples, drawn at random. Here, each labelled example
-    # occurs nearly equally often.
+    # published code: an epoch has 5056 examples, drawn at random. Here, each labelled
+    # example occurs nearly equally often.
     draws = torch.arange(max(5056, len(labelled)))
     train_set = pool.images.select(labelled[draws % len(labelled)])
     nets = []
@@ -1251,7 +1252,7 @@ def main(argv=None):
     if args.active_learning:
         return run_active_learning(args)
 
-    # Nothing is written before the first checkpoint: a refused start leaves no directory.
+    # Nothing is written before the first checkpoint: a refused start leaves nothing.
     run = common.Run(args, "ddu", run_name(args))
     rows = []
     for seed in range(args.seed, args.seed + args.runs):
