@@ -793,7 +793,7 @@ class Parser(argparse.ArgumentParser):
         add("--image-size", type=between(1, 4096, int),
             help="side length of images that are read from files, in pixels")
         add("--limit-train", type=at_least(2), metavar="N",
-            help="number of training examples, evenly spaced; all without it")
+            help="train on N examples only, evenly spaced")
         add = self.groups["network"].add_argument
         add("--width", type=between(0.01, 64), default=1.0,
             help="factor on the number of channels; 1 is the paper's network")
@@ -810,9 +810,9 @@ class Parser(argparse.ArgumentParser):
         add("--limit-steps", type=at_least(1), help="end each epoch after this number of steps")
         add = self.groups["evaluation"].add_argument
         add("--runs", type=at_least(1), default=1,
-            help="number of repetitions with further seeds, for mean and standard error")
+            help="number of repetitions with other seeds, for mean and standard error")
         add("--predict", metavar="SET",
-            help="write predictions.csv for a data set, folder:PATH or FILE.npz (features)")
+            help="write predictions.csv for a data set or folder:PATH")
         add = self.groups["run"].add_argument
         add("--data-dir", default="data", help="data directory; missing sets are downloaded to it")
         add("--out-dir", default="runs", help="results are written to OUT_DIR/<script>/<name>/")
@@ -832,8 +832,8 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv=None):
         """Options from the command line, or else from the mode, the preset and the defaults.
 
-        Starts the device, and prints the options that identify the run. The result also has
-        `explicit`, the names of the options that were given, and `identity`, those of the latter.
+        Starts the device. The result also has `explicit`, the names of the options that were
+        given, and `identity`, those of the options that identify the run.
         """
         defaults = {}
         for action in self._actions:
@@ -870,9 +870,6 @@ class Parser(argparse.ArgumentParser):
         if args.plot and importlib.util.find_spec("matplotlib") is None:
             say("skipped: pictures, which need matplotlib (pip install matplotlib)")
             args.plot = False
-        shown = [f"{name} {values[name]}" for name in args.identity if values[name] is not None]
-        say(f"{self.prog}: {', '.join(shown)}; {args.device.type}, {world_size()} process(es) of "
-            f"{torch.get_num_threads()} thread(s)")
         return args
 
     def _preset_of(self, given):
@@ -1086,6 +1083,10 @@ class Run:
         self.claimed = False
         self.start = time.perf_counter()
         on_main(self._check_directory)
+        shown = [f"{option} {getattr(args, option)}" for option in args.identity
+                 if getattr(args, option) is not None]
+        say(f"{script}: {', '.join(shown)}; {args.device.type}, {world_size()} process(es) of "
+            f"{torch.get_num_threads()} thread(s)")
         say(f"run directory {self.dir}")
 
     def _check_directory(self):

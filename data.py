@@ -392,7 +392,7 @@ class Sets(NamedTuple):
     predict: ImageSet | StreamedSet | None
 
 
-SMALL = 64  # images in files are kept in memory if they have at most so many pixels per side
+SMALL = 64  # images in files are kept in memory if no side has more pixels than this
 
 
 def _together(read):
@@ -908,7 +908,7 @@ def _gaussian_noise(x, std, generator):
 
 
 def _shot_noise(x, photons, generator):
-    """Poisson noise, where a white pixel has so many photons in the mean."""
+    """Poisson noise; `photons` is the mean number of photons of a white pixel."""
     return torch.poisson(x * photons, generator=generator) / photons
 
 
@@ -1010,7 +1010,7 @@ def _warp(x, angle=0.0, scale=1.0, shear=0.0, shift=0.0, bend=0.0, size=None, pa
 
 
 # A function and its strengths for severities 1 to 5. Lengths are shares of the image's side,
-# so that images of 28, 32 and 64 pixels are harmed alike.
+# so that images of 28, 32 and 64 pixels are degraded equally.
 CORRUPTIONS = {
     "gaussian_noise": (_gaussian_noise, (0.04, 0.08, 0.13, 0.19, 0.26)),       # std
     "shot_noise": (_shot_noise, (160, 60, 28, 14, 7)),                         # photons
@@ -1453,7 +1453,7 @@ def find_edges(dataset, cutoff=5.0):
 class Style(NamedTuple):
     """The largest distortions of a text; lengths are in half sides of the image."""
 
-    tilt: float             # degrees; small, lest a 6 becomes a 9
+    tilt: float             # degrees; small, or else a 6 would look like a 9
     shear: float
     scale: tuple            # smallest and largest
     shift: float

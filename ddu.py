@@ -136,7 +136,7 @@ def parse_args(argv=None):
         help="other inputs are ambiguous if their softmax entropy (--features: the entropy of "
         "q(c|z)) is above this, in nats")
     add("--ensemble", type=at_least(1), default=1, metavar="M",
-        help="number of networks; with more than one, the ensemble has rows, too (paper: 5)")
+        help="number of networks; for more than one, the ensemble is also evaluated (paper: 5)")
     add("--score", nargs="+", default=[], metavar="NPZ",
         help="files to score with --features; the first one is in-distribution")
     add("--active-learning", nargs="+", choices=ACQUISITIONS, metavar="NAME",
@@ -165,6 +165,7 @@ def check_options(args):
         unused = [name for name in args.identity if name not in ("features", "seed")]
         unused += ["active_learning", "ensemble", "eval", "ood", "predict", "runs"]
         common.refuse(args, unused, "with --features")
+        args.identity = ["features", "seed"]
     if args.active_learning:
         common.refuse(args, ["ood", "predict", "density_quantile", "entropy_threshold",
                              "limit_train"], "with --active-learning")
@@ -511,6 +512,7 @@ def spectral_normalise(net, shape, coeff=3.0):
     `shape` (C, H, W) of the images determines the input shapes of all layers. Batch norm is not
     normalised, as in the paper. Raises ValueError for padding other than zeros.
     """
+    was_training = net.training
     input_shapes = {}
 
     def record_shape(layer, inputs, output):
@@ -523,7 +525,7 @@ def spectral_normalise(net, shape, coeff=3.0):
     net.eval()  # so that the zeros do not enter the running averages of batch norm
     any_weight = next(net.parameters())
     net(torch.zeros(1, *shape).to(any_weight))
-    net.train()
+    net.train(was_training)
     for hook in hooks:
         hook.remove()
 
@@ -551,7 +553,8 @@ def fit_gaussians(features, labels, num_classes, shrinkage=False):
     features [N, D] of any float type; labels [N] in 0..num_classes-1; shrinkage: covariances of
     `ledoit_wolf`. Memory: 16 K D^2 bytes while fitting, 8 K D^2 afterwards. Raises ValueError if a
     class has fewer than two examples, a feature is not finite, or a covariance remains singular
-    with all JITTERS.
+    with all JITTERS. A jitter above 0 says that a covariance was singular: unknown inputs then have
+    densities that are far too low, and so do known ones; use shrinkage, or more examples.
     """
     if labels.shape != features.shape[:1]:
         raise ValueError(f"{len(features)} rows of features, but labels {list(labels.shape)}")
@@ -808,7 +811,7 @@ def fit_outputs(outputs, num_classes, args):
     temperature = common.fit_temperature(outputs.val.logits, outputs.val.labels)
     if temperature in common.TEMPERATURES:
         print(f"note: the temperature {temperature:g} is a limit of the search; the network makes "
-              "no error on the validation set, or its outputs are of no use")
+              "no error on the validation set, or its outputs are uninformative")
     return Fitted(gaussians, val_density, threshold, temperature)
 
 

@@ -107,7 +107,7 @@ def parse_args(argv=None):
     add("--val-fraction", type=between(0, 0.9),
         help="fraction of the training set that is held out to fit a temperature (paper: 0)")
     add("--published-split", action=flag, default=False,
-        help="hold out the same fraction of every class, by the published code's seed 88")
+        help="hold out the same examples as the published code: the same fraction of every class")
 
     add = parser.group("network").add_argument
     add("--model", choices=list(NETWORKS),
@@ -132,7 +132,7 @@ def parse_args(argv=None):
     add("--grad-of", choices=["logit", "logprob"], default="logit",
         help="input gradients of the true class's logit (paper) or log probability")
     add("--repulsion-coef", type=at_least(0, float), default=1.0,
-        help="factor on the repulsion R (paper: 1; not published for lit)")
+        help="factor on the repulsion R (paper: 1)")
     add("--repulse-every", type=at_least(1), default=1,
         help="number of steps from one repulsion to the next (paper: 1)")
 
@@ -410,7 +410,8 @@ def input_gradient(net, x, y, grad_of="logit"):
         if grad_of == "logprob":
             outputs = logits.log_softmax(1)
         of_label = outputs.gather(1, y[:, None])                       # [B, 1]
-        # With a graph even for constants: `Convolution` then leaves out the weights.
+        # With a graph even for constants: the `Convolution` of the networks above then computes
+        # no gradients of weights.
         g, = torch.autograd.grad(of_label.sum(), x, create_graph=True)
     if constant:
         logits = logits.detach()
@@ -443,7 +444,11 @@ def unit_rows(g, eps=1e-24):
 
 
 def pca(second_moments):
-    """Eigenvectors [D, D] as columns, and eigenvalues [D], largest first, of X^T X / (N - 1)."""
+    """Eigenvectors [D, D] as columns, and eigenvalues [D], largest first, of X^T X / (N - 1).
+
+    second_moments: X^T X / (N - 1) [D, D] in float64, for normalised images X [N, D]. Normalising
+    subtracts the mean of each channel, not that of each pixel (as published).
+    """
     eigenvalues, eigenvectors = torch.linalg.eigh(second_moments)
     return eigenvectors.flip(1), eigenvalues.flip(0).clamp_min(0)
 

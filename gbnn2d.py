@@ -135,10 +135,10 @@ def parse_args(argv=None):
         help="weights with a larger |mu| are outliers (paper: 0.2)")
     add("--grad-frac", type=between(0, 0.9), help="share of the weights that are outliers by their "
         "gradients (paper: 0.01; the counts that it publishes fit 0.001)")
-    add("--k0", type=between(0, 10_000, int), help="number of Gaussians before merging; 0 is one "
-        "for 500 weights, at most 2048 (published: 6000 for WRN-28-10, 256 for ResNet-18)")
-    add("--tau-d", type=w2_threshold, metavar="{auto,W2}", help="Wasserstein-2 distance, not "
-        "squared, below which Gaussians merge; auto is a quarter of the median sigma of all "
+    add("--k0", type=between(0, 10_000, int), help="number of Gaussians before merging; 0: one "
+        "per 500 weights, at most 2048 (published: 6000 for WRN-28-10, 256 for ResNet-18)")
+    add("--tau-d", type=w2_threshold, metavar="DISTANCE", help="Wasserstein-2 distance, not "
+        "squared, below which Gaussians merge; 'auto' is a quarter of the median sigma of all "
         "weights but outliers (published: 3.873e-4)")
     add("--draw", choices=["hier", "shared"],
         help="(m, s) is drawn once for each Gaussian; hier (hierarchical): each weight gets its "
@@ -349,8 +349,9 @@ class RandomNetwork(nn.Module):
     """A network whose N weights are drawn anew for each forward pass, by the method `draw`.
 
     These are the weights of convolutions, linear layers and attention, in one order as a vector
-    [N]. Biases, norms and embeddings stay parameters of `net`. Batch norm should be in eval mode:
-    the statistics of a batch would hide how a draw shifts the activations.
+    [N]; in `net` they are frozen and no longer used. Biases, norms and embeddings stay parameters
+    of `net`. Batch norm should be in eval mode: the statistics of a batch would hide how a draw
+    shifts the activations.
     """
 
     def __init__(self, net):
@@ -577,7 +578,7 @@ class SharedWeights(NamedTuple):
 
 
 def second_components(x, mixture, k):
-    """The most probable component [n] but k [n] of points x [n, 2], and the posterior of k."""
+    """The most probable component [n] of points x [n, 2] other than k [n], and the posterior of k."""
     others = nearest(x, mixture.centre, 8)                             # [n, J]
     joint = log_joint(x, mixture, others)
     joint = joint.masked_fill(others == k[:, None], -math.inf)
@@ -699,7 +700,7 @@ class SharingOptions(NamedTuple):
     k0: int = 6000                 # Gaussians before merging; 0: N / 500, at most 2048
     tau_w: float = 0.2             # weights with a larger |mu| are outliers
     grad_frac: float = 0.01        # share of the weights that are outliers by their gradient
-    min_cluster: int = 20          # components of at most so many weights dissolve into outliers
+    min_cluster: int = 20          # components of at most this many weights dissolve into outliers
     level: float = 0.95            # of the ellipses
     tau_d: float | str = 3.873e-4  # components merge below this W2; "auto": see AUTO_TAU_D
     tau_g: float = math.inf        # and below this difference of mean gradient magnitudes
@@ -844,7 +845,7 @@ class SharedNetwork(RandomNetwork):
         return self.draw_from(self.weights())
 
     def kl(self):
-        """KL of the Gaussians from where they began, each counted once, in nats:
+        """KL of the Gaussians from their initial values, each counted once, in nats:
 
             sum_k 1/2 [tr M M^T + |shift|^2 - 2 - ln det M M^T], and the outliers' KL
         """

@@ -7,7 +7,7 @@ Targets", NeurIPS 2021, arXiv:2105.06987. The method:
      pi = (1/M) sum_m p_m, and the spread is RMI = (1/M) sum_m KL(pi || p_m).
   2. The proxy of the ensemble is the Dirichlet distribution with mean pi and precision (sum of
      concentrations) beta_0 = (K - 1) / (2 RMI), for K classes.
-  3. A student with logits z stands for the Dirichlet with concentrations alpha = exp(z) + 1. It
+  3. A student's logits z are those of a Dirichlet with concentrations alpha = exp(z) + 1. It
      minimises the REVERSE divergence KL(Dir(alpha) || Dir(pi beta_0 + 1)) / beta_0. Likely classes
      dominate its gradient; in the forward divergence and in EnD2's likelihood the unlikely ones do.
   4. The student predicts softmax(z), the mean of Dir(exp(z)), now without the 1; its uncertainties
@@ -166,7 +166,7 @@ def parse_args(argv=None):
 
 
 def use_files_alone(args):
-    """With the file of a student or of a MIMO network, nothing is trained."""
+    """Evaluate the file of a student or of a MIMO network, and train nothing."""
     if not args.eval:
         raise UserError("--student-path and --mimo-path: these are only evaluated; add --eval")
     common.refuse(args, ["members", "losses", "mimo"], "with --student-path or --mimo-path")
@@ -440,11 +440,11 @@ def proxy_loss(logits, ensemble, model_offset=1.0, target_offset=1.0):
 
 
 def rkl_proxy_loss(logits, ensemble, model_offset=1.0, target_offset=1.0):
-    """The paper's loss KL(Dir(exp(z) + m) || Dir(pi b + 1)) / b [B], up to a constant.
+    """The reverse divergence KL(Dir(exp(z) + m) || Dir(pi b + 1)) / b [B].
 
-    published code: b = beta_0 + K t, so that the precision of the target is beta_0 + 2 K for
-    t = 1. With t = 0 the target is the paper's, pi beta_0 + 1. At the optimum for m = 1,
-    softmax(z) = pi and sum_k exp(z_k) = b.
+    The paper has b = beta_0, which is t = 0. published code: b = beta_0 + K t with t = 1, so that
+    the precision of the target is beta_0 + 2 K. At the optimum for m = 1, softmax(z) = pi and
+    sum_k exp(z_k) = b. A constant is left out: the values of two batches cannot be compared.
     """
     b = proxy_precision(ensemble) + logits.shape[-1] * target_offset
     return ReverseKL.apply(logits.double(), ensemble.log_probs.exp(), b[:, None], model_offset)
@@ -461,7 +461,8 @@ class ReverseKL(torch.autograd.Function):
 
     z, pi [B, K] and b [B, 1] in float64; alpha_0 = sum_k alpha_k. The gradient in this closed form
     costs less than autograd, which evaluates the digamma function psi again. It can be
-    differentiated once. Logits above LARGEST_LOGIT are clamped in the loss, but keep a gradient.
+    differentiated once. Logits above LARGEST_LOGIT are clamped, so that nothing overflows, but
+    keep a gradient, which makes them smaller again.
     """
 
     @staticmethod
@@ -793,7 +794,7 @@ def train_mimo(train_set, args, run, seed):
     net = make_mimo(args, train_set.num_classes, train_set.shape, args.mimo)
     identity = {**run.config, "kind": "mimo", "mimo": args.mimo, "epochs": args.mimo_epochs,
                 "seed": seed}
-    # published code: the labels of all repetitions and all subnetworks
+    # Each image is repeated for every subnetwork, so a step has fewer images than labels.
     labels_per_step = 2 * args.batch_size
     images_per_step = labels_per_step // (MIMO_REPETITIONS * args.mimo)
     plan = Plan(f"mimo{args.mimo}-seed{seed}", identity, seed, args.mimo_epochs,
@@ -832,9 +833,9 @@ OPTION_OF = {"member": "--ensemble-paths", "student": "--student-path", "mimo": 
 
 
 def read_file(path):
-    """The weights in a file of a network, with torchvision's names, and what network it is.
+    """The weights in a file of a network, with torchvision's names, and the kind of network.
 
-    The latter is "member", "student_<loss>", "mimo", or None if the file does not tell. Nothing but
+    The kind is "member", "student_<loss>", "mimo", or None if the file does not say. Nothing but
     tensors and plain values is read, and nothing is run.
     """
     with torch.serialization.safe_globals(LIGHTNING):

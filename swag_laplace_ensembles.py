@@ -167,7 +167,7 @@ def parse_args(argv=None):
     add("--flow-layers", type=at_least(1), metavar="T",
         help="number of radial flows of LA-NF (paper: 1, 5, 10 or 30; 10 in its tables)")
     add("--val-samples", type=at_least(1),
-        help="number of posterior samples with which validation scores a rate or precision "
+        help="number of posterior samples when a learning rate or precision is chosen "
         "(published: 100)")
 
     add = parser.group("evaluation").add_argument
@@ -529,7 +529,8 @@ def swag_samples(mean, variance, deviations, noise, low_rank_noise):
     """Samples [S, P] = mean + (sqrt(d) z_1 + D^T z_2 / sqrt(R - 1)) / sqrt(2).
 
     The noises z_1 [S, P] and z_2 [S, R] are standard normal and independent. The covariance is
-    diag(d) / 2 + D^T D / (2 (R - 1)), about that of the iterates.
+    diag(d) / 2 + D^T D / (2 (R - 1)), about that of the iterates. In a network with batch norm,
+    recompute the running statistics on the training set for every sample.
     """
     diagonal = noise.to(mean) * variance.sqrt()
     low_rank = low_rank_noise.to(mean) @ deviations / math.sqrt(len(deviations) - 1)
@@ -555,7 +556,7 @@ def sum_by(index, values, count):
 
 
 def flat_head(head):
-    """theta [P] of a linear layer."""
+    """theta [P] of a linear layer; for a posterior, detach it."""
     return torch.cat([head.weight.flatten(), head.bias])
 
 
@@ -635,12 +636,14 @@ def full_spectrum(theta, last):
         H = sum_n (diag p_n - p_n p_n^T) (x) x~_n x~_n^T,   x~ = (x, 1)
 
     Adding the same to all logits changes no probability, so H has D + 1 zero eigenvalues. They are
-    set exactly: the posterior is widest there, and rounding would decide its width.
+    set exactly: the posterior is widest there, and rounding would decide its width. To this end H
+    is diagonalised in the space of the contrasts (the rest of R^C), and its eigenvectors are
+    carried back.
     """
     probs = head_outputs(theta[None], last)[0].exp()                           # [N, C]
     c = probs.shape[1]
     d1 = last.x.shape[1] + 1
-    # An orthonormal basis of R^C: the shift, and the contrasts between classes.
+    # An orthonormal basis of R^C: first the shift (1, ..., 1) / sqrt(C), then the contrasts.
     start = torch.eye(c, dtype=torch.float64, device=probs.device)
     start[:, 0] = 1
     basis = torch.linalg.qr(start).Q                                           # [C, C]
@@ -732,6 +735,16 @@ def precision_scores(theta, spectrum, last, noise, grid=LAPLACE_GRID):
     return scores
 
 
+def initial_flows(count, layers, p, generator):
+    """Centres [G, T, P], and a and b [G, T], of G equal flows: uniform in +- 1 / sqrt(P)."""
+    bound = p**-0.5
+    flows = []
+    for shape in ((layers, p), (layers,), (layers,)):
+        start = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        flows.append(start.expand(count, *shape).clone())
+    return flows
+
+
 def apply_flow(flow, theta):
     """Send theta [..., P] through T radial flows: theta_T and log |det d theta_T / d theta| [...].
 
@@ -763,8 +776,9 @@ def negative_elbo(flow, theta, spectrum, delta, precision, noise, last, n):
 
         log q(t) - log N(t; 0, I / precision) - (N / B) sum_b log p(y_b | t)
 
-    q is N(theta, (H + delta I)^-1) through the flow. Tensors of the flow [G, T, ...]; precision
-    [G]; noise [1, P] for all or [G, P]; `last` holds the B examples of the batch; n is N.
+    q is N(theta, (H + delta I)^-1) through the flow, with the delta that Laplace's approximation
+    has chosen; the prior's precision [G] is another one for each flow. Tensors of the flow
+    [G, T, ...]; noise [1, P] for all or [G, P]; `last` holds the B examples of the batch; n is N.
     """
     p = noise.shape[1]
     log_2pi = math.log(2 * math.pi)
@@ -1084,8 +1098,8 @@ def swag_networks(study, seed, posterior, samples):
 def choose_rates(study, seed, net):
     """Run SGD at all rates; validation chooses that of SWA, by its network, and that of SWAG.
 
-    Returns their rates as "swa" and "swag", the digest of theta_m as "weights", and those of the
-    last trained weights as "digests" {rate: digest}.
+    The iterates of the other rates are deleted. Returns their rates as "swa" and "swag", the digest
+    of theta_m as "weights", and those of the last trained weights as "digests" {rate: digest}.
     """
     args = study.args
     weights = common.digest(net)
@@ -1117,8 +1131,8 @@ def choose_rates(study, seed, net):
     rates = {}
     for method in ("swa", "swag"):
         lpds = choice[f"{method}_lpds"]
-        # The iterates of other rates are deleted. A method that is not compared gets a rate, too,
-        # if any LPD is finite: it can then join the study without another run of SGD.
+        # A method that is not compared gets a rate, too, so that it can join the study later
+        # without another run of SGD; if all its LPDs are infinite, it stops nothing.
         if method in args.methods or any(map(math.isfinite, lpds)):
             rates[method] = args.swag_lrs[index_of_best(lpds, "--swag-lrs")]
     common.on_main(delete_iterates, study, seed, rates)
@@ -1172,7 +1186,7 @@ class Head:
 
     @cached_property
     def spectrum(self):
-        """That of the curvature on the training set; on the main process, after `inputs`."""
+        """The Spectrum of the curvature on the training set; on the main process, after `inputs`."""
         return find_spectrum(self.study, self.theta, self.cached["train"])
 
     def noise(self, samples, *key):
@@ -1302,17 +1316,6 @@ def sample_flow(study, seed, head, delta):
     return {"precision": FLOW_GRID[g], "lpds": lpds, "heads": heads.cpu()}
 
 
-def initial_flows(count, layers, p, seed):
-    """`count` equal flows, whose numbers are uniform in +- 1 / sqrt(P), as published."""
-    generator = torch.Generator().manual_seed(common.derive_seed(seed, STREAMS["flow_start"]))
-    flows = nn.ParameterList()
-    bound = p**-0.5
-    for shape in ((layers, p), (layers,), (layers,)):
-        start = torch.empty(shape).uniform_(-bound, bound, generator=generator)
-        flows.append(start.expand(count, *shape).clone())
-    return flows
-
-
 def train_flows(study, seed, head, delta):
     """Minimise the negative ELBOs of all prior precisions at once, with the same noise and batches.
 
@@ -1322,7 +1325,9 @@ def train_flows(study, seed, head, delta):
     theta = head.theta
     train = head.inputs("train")
     n = len(train.labels)
-    flows = initial_flows(len(FLOW_GRID), args.flow_layers, len(theta), seed).to(theta.device)
+    generator = torch.Generator().manual_seed(common.derive_seed(seed, STREAMS["flow_start"]))
+    flows = initial_flows(len(FLOW_GRID), args.flow_layers, len(theta), generator)
+    flows = nn.ParameterList(flows).to(theta.device)
     precisions = torch.tensor(FLOW_GRID, device=theta.device)
     optimiser = torch.optim.Adam(flows, 1e-3)
     steps = min(math.ceil(n / args.batch_size), args.limit_steps or n)
@@ -1485,7 +1490,7 @@ def evaluated(study):
 
 
 def keep_predictions(study, seed, method, predict, **made_from):
-    """Keep what a posterior predicts for each set that is evaluated, as predict(part, sizes) says.
+    """Keep what a posterior predicts for each set that is evaluated: predict(part, sizes).
 
     Returns {part: (name, identity)}, by which `run.load` reads it.
     """

@@ -85,11 +85,13 @@ def test_the_command_line_wins_over_modes_and_these_over_presets():
     assert (args.epochs, args.lr) == (1, 0.25)
 
 
-def test_what_identifies_a_run_is_printed(capsys):
+def test_what_identifies_a_run_is_printed(tmp_path, capsys):
     args = parse("--dataset", "other", "--measure", "0.25", "--workers", "1")
     assert {"dataset", "preset", "width", "seed", "lr", "taste", "quick"} <= set(args.identity)
     assert not {"measure", "workers", "runs", "predict", "help"} & set(args.identity)
-    [line] = capsys.readouterr().out.splitlines()
+    args.out_dir = str(tmp_path)
+    common.Run(args, "x", "run")
+    line, _ = capsys.readouterr().out.splitlines()
     for words in ("dataset other", "epochs 9", "taste none", "1 process(es) of 1 thread(s)"):
         assert words in line
     assert "measure" not in line and "data_dir" not in line

@@ -81,6 +81,47 @@ def test_ddu_density(method):
     close(scores["gmm_entropy"], Categorical(logits=joint).entropy())
 
 
+def inputs_of(script, method):
+    """What the README's table says that its code of a script is called with: {name: value}."""
+    if script == "ddu":
+        return {"z": double(60, 4), "z_new": double(7, 4), "y": torch.arange(60) % 3, "K": 3}
+    if script == "forde":
+        net = torch.nn.Linear(6, 3).double()
+        x, y = double(5, 6), torch.arange(5) % 3
+        g, logits = torch.empty(2, 5, 6).double(), torch.empty(2, 5, 3).double()
+        for member in range(2):
+            logits[member], g[member] = method.input_gradient(net, x, y)
+        return {"logits": logits, "g": g, "y": y, "B": 5, "X": double(40, 6), "N": 40}
+    if script == "gbnn2d":
+        net = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.ReLU(), torch.nn.Linear(60, 3))
+        trained = method.MeanFieldNetwork(net)
+        mu = trained.mu.detach()
+        return {"net": net, "mu": mu, "sigma": trained.sigma.detach(), "g": torch.rand(len(mu)),
+                "generator": torch.Generator().manual_seed(0)}
+    if script == "proxy_distill":
+        return {"z": double(5, 7), "z_members": double(3, 5, 7)}
+    theta = method.flat_head(torch.nn.Linear(4, 3)).detach()
+    return {"w": torch.randn(6, 15), "z1": torch.randn(9, 15), "z2": torch.randn(9, 6),
+            "theta": theta, "x": torch.randn(50, 4), "y": torch.arange(50) % 3, "delta": 1.0}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_readmes_calls_run(script):
+    table = (REPO / "README.md").read_text().split("## Copying a method")[1].split("\n## ")[0]
+    rows = re.search(rf"^\| `{script}.py`.*\n(\| \|.*\n)*", table, re.M)[0]
+    module, _ = paste(script)
+    names = {**vars(module), **inputs_of(script, module)}
+    calls = [code for row in rows.splitlines() for code in re.findall("`([^`]+)`", row.split("|")[2])]
+    assert calls
+    for code in sorted(calls, key=lambda code: not code.startswith("A =")):
+        exec(f"value = {code}" if not code.startswith("A =") else code, names)
+    if script == "gbnn2d":
+        first, second = (names["value"](torch.randn(2, 40)) for _ in range(2))
+        assert first.shape == (2, 3) and not torch.equal(first, second)
+    elif script != "proxy_distill":
+        assert names["value"].isfinite().all()
+
+
 @pytest.mark.parametrize("m", [2, 4, 5])
 def test_forde_repulsion_and_its_gradient(method, m):
     g, a, b = double(m, 3, 6).requires_grad_(), double(6, 4), 3
