@@ -1519,6 +1519,20 @@ def run_label(content, contents):
     return " ".join(words) or None
 
 
+LONGEST_LABEL = 40  # characters in the "run" column
+
+
+def print_legend(labels):
+    """If a label is too long for a column, number all and print what they mean: {label: name}."""
+    names = {label: label for label in labels}
+    if any(len(label or "") > LONGEST_LABEL for label in labels):
+        for number, label in enumerate(names, 1):
+            names[label] = f"run {number}"
+            print(f"run {number}: {label}")
+        print()
+    return names
+
+
 def table(argv=None):
     """`python common.py table RUN ...`: tabulate the results of finished runs."""
     parser = argparse.ArgumentParser(prog="common.py table", description=table.__doc__)
@@ -1547,6 +1561,8 @@ def table(argv=None):
     for name in args.metrics or []:
         if not any(name in row for row in rows):
             raise UserError(f"--metrics {name}: not found in any row")
+    names = print_legend([row["run"] for row in rows])
+    rows = [{**row, "run": names[row["run"]]} for row in rows]
     metrics = args.metrics or list(dict.fromkeys(columns))
     print(format_results(rows, metrics, args.format))
 

@@ -1027,6 +1027,22 @@ def test_a_run_is_named_by_what_differs_within_its_script(runs_of_two_rates, cap
     assert labels == ["x", "y", "x", "y"]  # of the set, and of the pair of sets
 
 
+def test_long_labels_of_runs_are_numbered_and_explained(runs_of_two_rates, capsys):
+    accuracies, folders = runs_of_two_rates
+    long = "taste=" + 50 * "z"
+    path = folders[0] / "results.json"
+    content = json.loads(path.read_text())
+    content["config"]["taste"] = 50 * "z"
+    path.write_text(json.dumps(content))
+    text = table(capsys, *folders).out
+    legend, shown = text.split("\n\n")[0].splitlines(), text.split("\n\n")[1]
+    assert [line.split(": ")[0] for line in legend] == ["run 1", "run 2", "run 3"]
+    assert long in legend[0] and "lr=0.1" in legend[1] and "lr=0.2" in legend[2]
+    assert long not in shown and "lr=" not in shown
+    line = next(line for line in shown.splitlines() if line.startswith("run 3 "))
+    assert f"{np.mean(accuracies['0.2']):.4f}" in line
+
+
 @pytest.mark.parametrize("argv, message", [
     ("--metrics nll acuracy", "--metrics acuracy: not found in any row"),
     ("--sets acuracy", "no rows to show")])
