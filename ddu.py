@@ -657,9 +657,10 @@ def softmax_scores(logits, temperature=1.0):
             "energy": logits.logsumexp(1)}
 
 
-# Large values of a score mean in-distribution ("id") or out-of-distribution ("ood").
+# Large values of a score mean in-distribution ("id") or out-of-distribution ("ood"). The last two
+# are those of an ensemble: the entropy of its mean, and the mutual information.
 SCORES = {"density": "id", "gmm_entropy": "ood", "entropy": "ood", "max_prob": "id", "energy": "id",
-          "predictive_entropy": "ood", "mutual_information": "ood"}
+          "total": "ood", "epistemic": "ood"}
 REGIONS = ("clean", "ambiguous", "ood")
 
 
@@ -904,8 +905,7 @@ def ensemble_rows(names, members, seed):
         # Logarithms of probabilities are logits: softmax gives the probabilities back.
         outputs[name] = of_set[0]._replace(logits=log_probs)
         parts = common.ensemble_uncertainty(each)
-        scores[name] = {"predictive_entropy": parts["total"],
-                        "mutual_information": parts["epistemic"]}
+        scores[name] = {"total": parts["total"], "epistemic": parts["epistemic"]}
     return result_rows(f"ensemble of {len(members)}", seed, names, outputs, scores)
 
 
@@ -1224,7 +1224,7 @@ def run_active_learning(args):
 
 # The columns of the table that is printed; results.csv has all of them.
 COLUMNS = ["accuracy", "nll", "ece15", "ece15_scaled", "fraction_ood", "auroc_density",
-           "auroc_entropy", "auroc_predictive_entropy", "auroc_mutual_information"]
+           "auroc_entropy", "auroc_total", "auroc_epistemic"]
 
 
 def evaluate(members, sets, seed, args, run):

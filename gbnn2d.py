@@ -1042,15 +1042,15 @@ def mean_prediction(logits):
 
 
 # What large values of a score mean: in-distribution ("id") or out-of-distribution ("ood").
-SCORES = {"entropy": "ood", "max_prob": "id", "mutual_information": "ood"}
+SCORES = {"total": "ood", "max_prob": "id", "epistemic": "ood"}
 
 
 def ood_scores(prediction):
-    """The SCORES [N] of the mean probabilities; entropy and mutual information are in nats."""
+    """The SCORES [N] of the mean probabilities: total, their entropy, and epistemic, in nats."""
     probs = prediction.log_probs.exp()
     entropy = common.entropy(probs)
-    return {"entropy": entropy, "max_prob": probs.amax(1),
-            "mutual_information": (entropy - prediction.aleatoric).clamp_min(0)}
+    return {"total": entropy, "max_prob": probs.amax(1),
+            "epistemic": (entropy - prediction.aleatoric).clamp_min(0)}
 
 
 def prediction_metrics(prediction, labels):
@@ -1083,16 +1083,16 @@ def make_rows(method, test_set, test, ood, size, seed, args):
     row = {"method": method, "seed": seed, "set": test_set.name, "n": len(test_set)}
     rows = [row | prediction_metrics(test, test_set.labels) | size]
     inside = ood_scores(test)
-    names = ["entropy", "max_prob"]
+    names = ["total", "max_prob"]
     if method != "deterministic" and args.mc > 1:
-        names.append("mutual_information")
+        names.append("epistemic")
     for against, prediction in ood.items():
         outside = ood_scores(prediction)
         metrics = {}
         for name in names:
             found = common.ood_metrics(inside[name], outside[name], larger_means=SCORES[name])
             for metric, value in found.items():
-                metrics[f"{metric}_{name}"] = value  # for example auroc_entropy
+                metrics[f"{metric}_{name}"] = value  # for example auroc_total
         rows.append({**row, "against": against, **metrics})
     return rows
 
@@ -1117,7 +1117,7 @@ def write_predictions(prediction, sets, run):
     """--predict: predictions.csv."""
     columns = common.prediction_columns(sets.predict, prediction.log_probs, sets.train.classes)
     columns["aleatoric"] = prediction.aleatoric
-    columns["epistemic"] = ood_scores(prediction)["mutual_information"]
+    columns["epistemic"] = ood_scores(prediction)["epistemic"]
     run.write_csv("predictions.csv", columns)
 
 
@@ -1256,7 +1256,7 @@ def draw_plane(axis, points, rows, weights):
 # ---- Main ---------------------------------------------------------------------------------------
 
 # The columns of the table that is printed; results.csv has all of them.
-COLUMNS = ["accuracy", "nll", "ece15", "auroc_entropy", "auroc_mutual_information", "gaussians",
+COLUMNS = ["accuracy", "nll", "ece15", "auroc_total", "auroc_epistemic", "gaussians",
            "outliers", "bytes", "bytes_vs_mean_field", "bytes_vs_deterministic"]
 
 

@@ -1590,10 +1590,10 @@ class ClassPrediction(NamedTuple):
 
     def uncertainties(self):
         """Total and epistemic uncertainty (mutual information) in nats, [N]."""
-        found = {"entropy": torch.special.entr(self.log_probs.exp()).sum(1)}
+        found = {"total": torch.special.entr(self.log_probs.exp()).sum(1)}
         # That of a single sample would be rounding errors.
         if self.samples > 1:
-            found["mutual_information"] = (found["entropy"] - self.entropy).clamp_min(0)
+            found["epistemic"] = (found["total"] - self.entropy).clamp_min(0)
         return found
 
     def scores(self, labels):
@@ -1719,7 +1719,7 @@ def detection_metrics(inside, outside):
     for name in inside:
         found = common.ood_metrics(inside[name], outside[name], larger_means="ood")
         for metric, value in found.items():
-            metrics[f"{metric}_{name}"] = value  # for example auroc_entropy
+            metrics[f"{metric}_{name}"] = value  # for example auroc_total
     return metrics
 
 
@@ -2060,7 +2060,7 @@ def main(argv=None):
             kept[seed]["mcdo"] = predict_dropout(study, seed, choice)
     # Ensembles of K members, and their differences to deep ensembles of the same members.
     rows, differences = common.on_main(evaluate, study, kept)
-    columns = ["accuracy", "lpd", "lpd_minus_de", "ece15", "auroc_entropy"]
+    columns = ["accuracy", "lpd", "lpd_minus_de", "ece15", "auroc_total"]
     if study.molecules:
         columns = ["mae", "lpd", "lpd_minus_de", "ece", "auroc_std"]
     rows = study.run.report(rows, columns, differences=[d._asdict() for d in differences])

@@ -641,7 +641,7 @@ def test_every_score_stands_on_its_side_of_detection():
     inside = torch.tensor(rng.normal(1, 1, 300).round(1))  # with ties
     outside = torch.tensor(rng.normal(0, 1, 700).round(1))
     is_id = np.arange(1000) < 300
-    uncertain = {"entropy", "gmm_entropy", "predictive_entropy", "mutual_information"}
+    uncertain = {"entropy", "gmm_entropy", "total", "epistemic"}
     assert ddu.SCORES.keys() == uncertain | {"density", "energy", "max_prob"}
     for name in [*ddu.SCORES, "energy_scaled", "entropy_scaled"]:
         confidence = torch.cat([inside, outside])
@@ -849,7 +849,7 @@ def test_ensembles_average_probabilities():
     total = {name: scipy.stats.entropy(p.mean(0), axis=1) for name, p in probs.items()}
     mutual = {name: total[name] - scipy.stats.entropy(p, axis=2).mean(0)
               for name, p in probs.items()}
-    for name, score in (("predictive_entropy", total), ("mutual_information", mutual)):
+    for name, score in (("total", total), ("epistemic", mutual)):
         expected = roc_auc_score(np.arange(100) >= 40, [*score["test"], *score["letters"]])
         assert detection[f"auroc_{name}"] == pytest.approx(expected, abs=1e-9)
 

@@ -718,8 +718,8 @@ def test_a_prediction_and_its_metrics_by_hand(monkeypatch):
     np.testing.assert_allclose(p.logits, logits.mean(0), rtol=1e-4, atol=1e-4)
     for found, wanted in ((p.log_probs.exp(), probs.mean(0)), (p.aleatoric, aleatoric),
                           (scores["max_prob"], probs.mean(0).max(1).values),
-                          (scores["entropy"], total),
-                          (scores["mutual_information"], total - aleatoric)):
+                          (scores["total"], total),
+                          (scores["epistemic"], total - aleatoric)):
         np.testing.assert_allclose(found, wanted, atol=1e-5)
     assert metrics["nll"] == pytest.approx(log_loss(labels, probs.mean(0)), rel=1e-4)
     of_logits = nn.functional.cross_entropy(logits.mean(0), labels).item()
@@ -735,8 +735,8 @@ def test_a_confident_mistake_has_no_cap_and_doubt_is_outside():
     sets = data.Sets(None, None, tiny_set(9, 255), ood, None)
     row, against = gbnn2d.evaluate("deterministic", net, sets, {"bytes": 5}, 1, parse())
     assert row["nll"] == pytest.approx(2000 * 2 / 3) and row["bytes"] == 5 and row["n"] == 9
-    assert against["auroc_entropy"] == against["auroc_max_prob"] == 1
-    assert "auroc_mutual_information" not in against
+    assert against["auroc_total"] == against["auroc_max_prob"] == 1
+    assert "auroc_epistemic" not in against
 
 
 def test_a_collapse_onto_the_prior_is_said_where_a_kl_term_caused_it(capsys):
@@ -790,8 +790,8 @@ def test_the_story_leaves_its_rows_and_files(story):
         assert {"accuracy", "ece15", "brier", "nll_logits", "bytes"} <= set(row)
         assert row["n"] == 2000 and row["set"] == "glyphs"
     against = [row for row in rows if row.get("against") == "glyphs_letters"]
-    assert ["auroc_entropy" in row for row in against] == [True] * 5
-    assert ["auroc_mutual_information" in row for row in against] == [False] + [True] * 4
+    assert ["auroc_total" in row for row in against] == [True] * 5
+    assert ["auroc_epistemic" in row for row in against] == [False] + [True] * 4
     assert final["weights"] == 44_190
     # bytes against the mean-field network, and against the deterministic one
     for name in ("mean-field", "deterministic"):

@@ -444,8 +444,8 @@ def test_metrics_of_classes_and_of_molecules():
     for name in ("lpd", "accuracy"):
         assert scores[name].mean().item() == pytest.approx(metrics[name], rel=1e-12), name
     right = common.ensemble_uncertainty(each)
-    close(own.uncertainties()["entropy"], right["total"])
-    close(own.uncertainties()["mutual_information"], right["epistemic"], atol=1e-12)
+    close(own.uncertainties()["total"], right["total"])
+    close(own.uncertainties()["epistemic"], right["epistemic"], atol=1e-12)
 
     means = torch.randn(4, 60).double()
     variances = torch.rand(4, 60).double() + 0.1
@@ -462,7 +462,7 @@ def test_one_sample_has_no_epistemic_uncertainty():
     """Rounding would give it some, which would tell two sets apart."""
     log_probs = torch.randn(9, 3).double().log_softmax(1)
     entropy = torch.special.entr(log_probs.exp()).sum(1) - 1e-17
-    assert list(sl.ClassPrediction(log_probs, entropy, 1).uncertainties()) == ["entropy"]
+    assert list(sl.ClassPrediction(log_probs, entropy, 1).uncertainties()) == ["total"]
     assert len(sl.ClassPrediction(log_probs, entropy, 2).uncertainties()) == 2
     ones = torch.ones(1, 9).double()
     assert list(sl.EnergyPrediction(ones, ones).uncertainties()) == ["std"]
@@ -843,7 +843,7 @@ def test_a_study_tells_its_story(studies, dataset):
         right += [(f"{label}, K=1", "1", [1]), (f"{label}, K=1", "2", [2]),
                   (f"{label}, K=2", "1+2", [1, 2])]
     assert found == right
-    score = "auroc_std" if dataset == "clusters" else "auroc_entropy"
+    score = "auroc_std" if dataset == "clusters" else "auroc_total"
     for row in rows:
         assert row["set"] == dataset and row["n"] == 40
         if "against" in row:
@@ -905,8 +905,8 @@ def test_small_uncertainties_survive_storing(tmp_path):
     own = sl.predict_ensemble(study, "llla", [torch.load(tmp_path / "x.pt")]).uncertainties()
     right = common.ensemble_uncertainty(each)["epistemic"]
     assert right.mean() < 1e-5
-    close(own["mutual_information"], right, rtol=0.1, atol=2e-7)
-    assert own["mutual_information"].mean().item() == pytest.approx(right.mean().item(), rel=0.02)
+    close(own["epistemic"], right, rtol=0.1, atol=2e-7)
+    assert own["epistemic"].mean().item() == pytest.approx(right.mean().item(), rel=0.02)
 
 
 def test_the_best_epochs_weights_are_kept(tmp_path, monkeypatch):
@@ -1223,7 +1223,7 @@ def test_processes_equal_one(tmp_path, dataset, size, methods, more, monkeypatch
         rank.value()
     found = json.loads((tmp_path / "several" / RUN / "results.json").read_text())
     for a, b in zip(rows, found["rows"], strict=True):
-        for key in {"accuracy", "lpd", "ece15", "mae", "brier", "auroc_entropy"} & set(a):
+        for key in {"accuracy", "lpd", "ece15", "mae", "brier", "auroc_total"} & set(a):
             # Predictions are stored in float32.
             assert a[key] == pytest.approx(b[key], rel=1e-6, abs=1e-6), (a["method"], key)
     compared = 0
