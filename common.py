@@ -719,6 +719,30 @@ def data_parallel(net, device):
     return DistributedDataParallel(net, device_ids=device_ids, **options)
 
 
+def check_layers(name, made, shape):
+    """Check what a function of a table NETWORKS returned: layers [list or dict], and D.
+
+    name: of the network; shape (C, H, W) of its images, of which the layers make D features.
+    """
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], int)):
+        raise UserError(f"--model {name}: its function must return the list of layers before the "
+                        "head, and the number of their features")
+    layers, dim = made
+    modules = layers.values() if isinstance(layers, dict) else layers
+    body = nn.Sequential(*modules).eval()
+    try:
+        with torch.no_grad():
+            found = list(body(torch.zeros(1, *shape)).shape)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"--model {name} fails on images {tuple(shape)}: {one_line(error)}; use "
+                        "another --model or --image-size") from None
+    body.train()
+    if found != [1, dim]:
+        raise UserError(f"--model {name}: its layers make outputs {found} of one image, but its "
+                        f"function returns {dim} as the number of features, which needs [1, {dim}]")
+    return layers, dim
+
+
 def autocast(args):
     """The precision of a forward pass: bfloat16 with --amp bf16."""
     return torch.autocast(args.device.type, torch.bfloat16, enabled=args.amp == "bf16")
@@ -791,7 +815,8 @@ class Parser(argparse.ArgumentParser):
             "own images in PATH/train/<class>/* and PATH/test/<class>/*")
         add("--preset", metavar="NAME", help="use the settings of another data set")
         add("--image-size", type=between(1, 4096, int),
-            help="side length of images that are read from files, in pixels")
+            help="side length in pixels of images that are read from files: their shorter side is "
+            "resized to it, and the centre is cropped (folders: 32)")
         add("--limit-train", type=at_least(2), metavar="N",
             help="train on N examples only, evenly spaced")
         add = self.groups["network"].add_argument
@@ -804,7 +829,7 @@ class Parser(argparse.ArgumentParser):
         add("--batch-size", "-b", type=at_least(1),
             help="global batch size (sum over processes)")
         add("--lr", type=at_least(0, float),
-            help="initial learning rate (for any number of processes)")
+            help="learning rate at its highest, for any number of processes")
         add("--amp", choices=["off", "bf16"], default="off",
             help="bf16 runs the network in bfloat16 (automatic mixed precision)")
         add("--limit-steps", type=at_least(1), help="end each epoch after this number of steps")
@@ -879,9 +904,11 @@ class Parser(argparse.ArgumentParser):
             preset = "folder"
         if dataset == "folder" or preset == "" or preset not in self.presets:
             option = "--preset" if "preset" in given else "--dataset"
-            names = ", ".join(name for name in self.presets if name)
-            self.error(f"{option} {preset}: choose one of {names}; or --dataset folder:PATH for "
-                       "your own images")
+            names = ", ".join(name for name in self.presets if name not in ("", "folder"))
+            advice = "or --dataset folder:PATH for your own images"
+            if os.path.isdir(preset):
+                advice = f"or for your own images --dataset folder:{preset}"
+            self.error(f"{option} {preset}: choose one of {names}; {advice}")
         return preset
 
     def _print_help_with(self, values):
@@ -1209,15 +1236,17 @@ class Run:
         self.save(name, identity, **state)
         return state
 
-    def epochs(self, total, name=None, identity=None, **parts):
+    def epochs(self, total, name=None, identity=None, trained_on=None, **parts):
         """Yield the epochs that are left to train; the body of the loop ends with `end_epoch`.
 
         parts: what the checkpoint `name` holds, objects with a state_dict. They are restored before
-        the first epoch and saved after each. With the name None nothing is saved.
+        the first epoch and saved after each. With the name None nothing is saved. A checkpoint of
+        another network `net`, or of another training set `trained_on`, is refused.
         """
         self.parts = parts
         self.checkpoint = name
         self.identity = identity
+        self.origin = origin_of(parts.get("net"), trained_on)
         self.total_epochs = total
         self.history = []
         state = None
@@ -1229,6 +1258,8 @@ class Run:
         if self.args.eval and first < total:
             raise UserError(f"{self.dir / str(name)}.pt has {first} of {total} epochs; finish this "
                             "run first (the same command without --eval)")
+        if first >= total > 0 and not self.args.eval:
+            say(f"{name}: trained already; --fresh trains again")
         # A resumed run starts here at the first epoch that is left; a finished one does nothing.
         for epoch in range(first, total):
             self.epoch_start = time.perf_counter()
@@ -1238,6 +1269,10 @@ class Run:
 
     def _restore(self, state):
         path = self.dir / f"{self.checkpoint}.pt"
+        for what, here in self.origin.items():
+            if state.get(what, here) != here:
+                raise UserError(f"{path} was made with another {what.replace('_', ' ')}; use "
+                                "another --name, or --fresh to start over")
         try:
             for key, part in self.parts.items():
                 part.load_state_dict(state[key])
@@ -1273,7 +1308,7 @@ class Run:
         if self.checkpoint is None:
             return
         # The history is part of the checkpoint, from which the log can be written again.
-        self.save(self.checkpoint, self.identity, history=self.history, **state)
+        self.save(self.checkpoint, self.identity, history=self.history, **state, **self.origin)
         on_main(self._write_log)
         shown = "  ".join(f"{key} {value:.4g}" for key, value in row.items() if key != "epoch")
         left = seconds * (self.total_epochs - epoch)
@@ -1335,6 +1370,21 @@ class Run:
         figure.savefig(buffer, dpi=150, format="png")
         pyplot.close(figure)
         self.write(name, buffer.getvalue())
+
+
+def origin_of(net, train_set):
+    """What tells whether a checkpoint fits a network and a training set: {name: text}.
+
+    The layers and their settings, the classes and the number of training examples.
+    """
+    origin = {}
+    if net is not None:
+        layers = str(net).replace(GlobalBatchNorm2d.__name__, "BatchNorm2d")
+        origin["network"] = hashlib.sha256(layers.encode()).hexdigest()
+    if train_set is not None:
+        classes = " ".join(getattr(train_set, "classes", ()))
+        origin["training_set"] = f"{len(train_set)} examples {classes}"
+    return origin
 
 
 def environment(device):
@@ -1545,7 +1595,7 @@ def table(argv=None):
     for path in args.runs:
         content = read_results(path)
         if content is None:
-            print(f"skipped: {path} has no results of a finished run", file=sys.stderr)
+            print(f"skipped: {path} is not the directory of a finished run", file=sys.stderr)
         else:
             contents.append(content)
     rows = []
@@ -1638,5 +1688,5 @@ def _fail(message):
 
 if __name__ == "__main__":
     if sys.argv[1:2] != ["table"]:
-        sys.exit("usage: python common.py table RUN ... [--metrics ...] [--format ...]")
+        _fail("usage: python common.py table RUN ... [--metrics ...] [--format ...]")
     launch(lambda: table(sys.argv[2:]))

@@ -156,7 +156,7 @@ def _absent(name, path, reason="not found"):
 
 
 def _unreadable(path, error):
-    return UserError(f"{path}: unreadable ({common.one_line(error)}); replace the file")
+    return UserError(f"{path}: unreadable ({common.one_line(error)}); replace or remove the file")
 
 
 def _choose_from(what, value, choices):

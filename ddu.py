@@ -362,7 +362,8 @@ def make_network(args, num_classes, shape):
     if args.model.startswith("torchvision/"):
         net = torchvision_network(args, num_classes)
     elif args.model in NETWORKS:
-        layers, dim = NETWORKS[args.model](args, shape)
+        made = NETWORKS[args.model](args, shape)
+        layers, dim = common.check_layers(args.model, made, shape)
         net = Network(nn.Sequential(*layers), nn.Linear(dim, num_classes))
     else:
         names = ", ".join(NETWORKS)
@@ -717,7 +718,8 @@ def train(net, train_set, args, seed, run, name=None):
 
     # Checkpoints contain the network and the optimiser. The loop starts at the first
     # epoch that is left, and `run.end_epoch` saves and logs.
-    for epoch in run.epochs(args.epochs, name, net=net, optimiser=optimiser):
+    for epoch in run.epochs(args.epochs, name, trained_on=train_set, net=net,
+                            optimiser=optimiser):
         # Every epoch is seeded, so that a resumed run draws the same dropout masks.
         common.seed_all(seed, epoch, common.rank())
         model.train()
@@ -811,8 +813,10 @@ def fit_outputs(outputs, num_classes, args):
     threshold = val_density.quantile(args.density_quantile).item()
     temperature = common.fit_temperature(outputs.val.logits, outputs.val.labels)
     if temperature in common.TEMPERATURES:
-        print(f"note: the temperature {temperature:g} is a limit of the search; the network makes "
-              "no error on the validation set, or its outputs are uninformative")
+        reason = "the network makes no error on the validation set"
+        if temperature > 1:
+            reason = "the network is no better than guessing"
+        print(f"note: the temperature {temperature:g} is a limit of the search: {reason}")
     return Fitted(gaussians, val_density, threshold, temperature)
 
 

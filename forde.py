@@ -93,7 +93,7 @@ PRESETS = {
         schedule="one_cycle", augment=False, shift="none"),
     # Your own images: small networks that train on two CPU cores in minutes.
     "folder": dict(methods=["deep_ensemble", "forde_pca"], members=4, model="resnet9", width=0.25,
-                   epochs=20, batch_size=32, schedule="one_cycle", shift="none"),
+                   epochs=30, batch_size=16, schedule="one_cycle", shift="none"),
 }
 
 
@@ -353,7 +353,8 @@ NETWORKS = {"resnet9": resnet9, "resnet18": resnet18, "preact_resnet18": preact_
 
 def make_network(args, num_classes, shape):
     """One member for inputs of `shape` (C, H, W), initialised as published; it returns logits."""
-    layers, dim = NETWORKS[args.model](args, shape)
+    made = NETWORKS[args.model](args, shape)
+    layers, dim = common.check_layers(args.model, made, shape)
     net = nn.Sequential(*layers, nn.Linear(dim, num_classes))
     for module in net.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
@@ -737,7 +738,8 @@ def train(nets, train_set, metric, args, seed, run, name):
 
     # Checkpoints contain the networks and the optimiser. The loop starts at the first epoch that
     # is left, and `run.end_epoch` saves and logs.
-    for epoch in run.epochs(args.epochs, name, net=nets, optimiser=optimiser):
+    for epoch in run.epochs(args.epochs, name, trained_on=train_set, net=nets,
+                            optimiser=optimiser):
         common.seed_all(seed, epoch, common.rank())  # for networks with dropout
         nets.train()
         totals = torch.zeros(3, device=args.device)  # cross entropy, R, correct predictions

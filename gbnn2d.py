@@ -293,7 +293,8 @@ def make_network(args, num_classes, shape):
     if args.model.startswith("torchvision/"):
         net = torchvision_network(args, num_classes)
     elif args.model in NETWORKS:
-        layers, dim = NETWORKS[args.model](args, shape)
+        made = NETWORKS[args.model](args, shape)
+        layers, dim = common.check_layers(args.model, made, shape)
         net = nn.Sequential(*layers, nn.Linear(dim, num_classes))
     else:
         names = ", ".join(NETWORKS)
@@ -932,8 +933,8 @@ def train(module, stage, seed, train_set, args, run, identity=None):
 
     # Checkpoints contain the network and the optimiser. The loop starts at the first epoch that is
     # left, and `run.end_epoch` saves and logs.
-    for epoch in run.epochs(stage.epochs, f"seed{seed}-{stage.name}", identity, net=module,
-                            optimiser=optimiser):
+    for epoch in run.epochs(stage.epochs, f"seed{seed}-{stage.name}", identity, train_set,
+                            net=module, optimiser=optimiser):
         # Batch statistics would hide how a draw shifts the activations: later stages fix them.
         model.train(stage.name == "deterministic")
         totals = torch.zeros(4, device=args.device)  # loss, KL, correct predictions, examples

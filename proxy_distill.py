@@ -89,8 +89,9 @@ PRESETS = {
                     shift="computed", shift_examples=40,
                     ood=["numbers_letters", "numbers_ambiguous"]),
     # Your own images: small networks that train on two CPU cores in minutes.
-    "folder": dict(model="resnet18", width=0.25, members=5, epochs=20, member_epochs=20,
-                   mimo_epochs=20, batch_size=32, lr=0.2, schedule="cosine"),
+    "folder": dict(model="convnet", width=0.5, members=5, epochs=40, member_epochs=40,
+                   mimo_epochs=40, batch_size=16, lr=0.016, opt="adam", schedule="cosine",
+                   weight_decay=0.0),
 }
 
 
@@ -329,7 +330,8 @@ def make_network(args, num_classes, shape):
     """The network --model for images of `shape` (C, H, W), on its device: logits [B, K]."""
     if args.model not in NETWORKS:
         raise UserError(f"--model {args.model}: choose one of {', '.join(NETWORKS)}")
-    layers, dim = NETWORKS[args.model](args, shape)
+    made = NETWORKS[args.model](args, shape)
+    layers, dim = common.check_layers(args.model, made, shape)
     if isinstance(layers, list):
         layers = {str(number): layer for number, layer in enumerate(layers)}
     layers["fc"] = Head(dim, num_classes)
@@ -658,7 +660,8 @@ def train(net, train_set, batch_loss, plan, args, run):
         model = torch.compile(model)
 
     # The loop starts at the first epoch that is left, and `run.end_epoch` saves and logs.
-    for epoch in run.epochs(plan.epochs, plan.name, plan.identity, net=net, optimiser=optimiser):
+    for epoch in run.epochs(plan.epochs, plan.name, plan.identity, train_set, net=net,
+                            optimiser=optimiser):
         # Every epoch is seeded, so that a resumed run draws the same dropout masks.
         common.seed_all(plan.seed, epoch, common.rank())
         model.train()

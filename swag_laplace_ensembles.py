@@ -114,7 +114,7 @@ PRESETS = {
                      val_samples=30, limit_train=2500, swag_epochs=6, swag_lrs=[1e-6, 3e-7],
                      ood=["clusters_large"]),
     # Your own images: a small network that trains on two CPU cores in minutes.
-    "folder": dict(model="wrn_10_4", width=0.25, epochs=20, batch_size=32, weight_decay=1e-4,
+    "folder": dict(model="wrn_10_4", width=0.25, epochs=60, batch_size=32, weight_decay=1e-4,
                    augment=True, num_val=None, members=3, ensembles=[1, 3], samples=20,
                    val_samples=10, swag_epochs=8, swag_lrs=[0.03, 0.01]),
 }
@@ -491,6 +491,11 @@ def make_network(args, train_set, dropout):
     if args.model not in NETWORKS:
         raise UserError(f"--model {args.model}: choose one of {', '.join(NETWORKS)}")
     net = NETWORKS[args.model](args, train_set, dropout)
+    outputs = 2 if isinstance(train_set, data.MoleculeSet) else train_set.num_classes
+    head = getattr(net, "head", None)
+    if not isinstance(head, nn.Linear) or head.out_features != outputs:
+        raise UserError(f"--model {args.model}: its function must return Network(extractor, head), "
+                        f"with a linear layer of {outputs} outputs as the head")
     return net.to(args.device, memory_format=torch.channels_last)
 
 
@@ -978,7 +983,8 @@ def train_map(study, seed, dropout):
     if dropout > 0:
         name += f"-dropout{dropout:g}"
     # The loop starts at the first epoch that is left, and `run.end_epoch` saves and logs.
-    for epoch in study.run.epochs(args.epochs, name, identity(study, seed, rate=dropout), net=net,
+    made_from = identity(study, seed, rate=dropout)
+    for epoch in study.run.epochs(args.epochs, name, made_from, study.sets.train, net=net,
                                   optimiser=optimiser, best=best):
         # published code: the learning rate is constant within an epoch
         lr = args.lr * cosine(epoch / args.epochs)
@@ -1015,7 +1021,8 @@ def train_swag(study, seed, net, rate):
     optimiser = torch.optim.SGD(net.parameters(), rate, momentum=0.9,
                                 weight_decay=args.weight_decay)
     model = parallel(net, args)
-    for epoch in study.run.epochs(args.swag_epochs, name, made_from, net=net, optimiser=optimiser):
+    for epoch in study.run.epochs(args.swag_epochs, name, made_from, study.sets.train, net=net,
+                                  optimiser=optimiser):
         loss, examples = train_epoch(study, model, optimiser, study.swag_loader, seed, epoch)
         # The iterate is written before the checkpoint that counts it.
         study.run.save(f"{name}-{epoch + 1}", made_from, weights=get_vector(net).cpu())

@@ -647,6 +647,51 @@ def test_epochs_resume_exactly_and_leave_a_log(tmp_path, capsys):
     assert snapshot(folder) == before
 
 
+def test_a_checkpoint_of_another_network_or_training_set_is_refused(tmp_path, capsys):
+    class Set(list):
+        classes = ("cat", "dog")
+
+    def train(net, train_set, *argv):
+        run = make_run(tmp_path, *argv)
+        for epoch in run.epochs(1, "last", trained_on=train_set, net=net):
+            run.end_epoch(1.0)
+
+    def network(activation, stride=1):
+        return nn.Sequential(nn.Conv2d(1, 2, 3, stride=stride), activation, nn.BatchNorm2d(2))
+
+    train(network(nn.ReLU()), Set("abcd"))
+    capsys.readouterr()
+    train(network(nn.ReLU()), Set("abcd"))
+    assert "last: trained already; --fresh trains again" in capsys.readouterr().out
+    with_processes = network(nn.ReLU())
+    with_processes[2].__class__ = common.GlobalBatchNorm2d  # as `data_parallel` does
+    train(with_processes, Set("abcd"))
+    renamed = Set("abcd")
+    renamed.classes = ("cat", "cow")
+    for net, train_set, what in ((network(nn.Tanh()), Set("abcd"), "network"),
+                                 (network(nn.ReLU(), stride=2), Set("abcd"), "network"),
+                                 (network(nn.ReLU()), Set("abc"), "training set"),
+                                 (network(nn.ReLU()), renamed, "training set")):
+        for argv in ([], ["--eval"]):
+            with pytest.raises(UserError, match=f"made with another {what}; use another --name"):
+                train(net, train_set, *argv)
+        train(net, train_set, "--fresh")
+        train(network(nn.ReLU()), Set("abcd"), "--fresh")
+
+
+def test_what_a_network_function_returns_is_checked():
+    layers = [nn.Conv2d(3, 5, 3), nn.Flatten()]
+    assert common.check_layers("mine", (layers, 20), (3, 4, 4)) == (layers, 20)
+    assert layers[0].training
+    for made in (nn.Sequential(*layers), layers, (layers, "20"), (layers, 20, 1)):
+        with pytest.raises(UserError, match="--model mine: its function must return the list"):
+            common.check_layers("mine", made, (3, 4, 4))
+    with pytest.raises(UserError, match=r"outputs \[1, 20\] of one image, .* returns 7"):
+        common.check_layers("mine", (layers, 7), (3, 4, 4))
+    with pytest.raises(UserError, match=r"fails on images \(3, 2, 2\)"):
+        common.check_layers("mine", (layers, 20), (3, 2, 2))
+
+
 def test_a_log_is_written_again_from_its_checkpoint(tmp_path):
     """A kill between the two files, a truncated or a deleted log."""
     whole = fit(make_run(tmp_path))
@@ -1070,7 +1115,7 @@ def test_results_that_were_edited_by_hand_are_skipped_in_one_line(tmp_path, caps
     (tmp_path / "results.json").write_text(text)
     shown = table(capsys, tmp_path, run.dir)
     assert shown.out == whole.out and whole.err == ""
-    assert shown.err == f"skipped: {tmp_path} has no results of a finished run\n"
+    assert shown.err == f"skipped: {tmp_path} is not the directory of a finished run\n"
 
 
 @pytest.mark.parametrize("first, second", [

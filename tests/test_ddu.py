@@ -856,6 +856,7 @@ def test_ensembles_average_probabilities():
 
 @pytest.mark.parametrize("threshold", [-2.0, 99.0])  # above all densities, too
 def test_seven_and_more_sets_have_colours_of_their_own(threshold):
+    from matplotlib import pyplot
     from matplotlib.colors import to_hex
     names = [f"set_{i}" for i in range(8)]
     scores = {}
@@ -866,6 +867,7 @@ def test_seven_and_more_sets_have_colours_of_their_own(threshold):
     fitted = ddu.Fitted(None, None, threshold, 1.0)
     ddu.plot_uncertainty(names, scores, fitted, options(), run)
     [figure] = figures
+    pyplot.close(figure)
     legend = figure.axes[0].get_legend()
     assert [t.get_text() for t in legend.get_texts()] == [n.replace("_", " ") for n in names]
     assert len({patch.get_facecolor() for patch in legend.get_patches()}) == 8

@@ -1403,7 +1403,10 @@ def test_a_network_of_ones_own_is_one_entry(tmp_path):
 
 
 @pytest.mark.parametrize("network, said", [
-    (lambda *_: nn.Linear(3, 2), "--model mine fails on 24 example"),
+    (lambda *_: nn.Linear(3, 2), "--model mine: its function must return Network"),
+    (lambda *_: (nn.Linear(3, 2), 2), "--model mine: its function must return Network"),
+    (lambda *_: sl.Network(nn.Flatten(), nn.Linear(784, 3)), "linear layer of 10 outputs"),
+    (lambda *_: sl.Network(nn.Linear(5, 784), nn.Linear(784, 10)), "mine fails on 24 example"),
     (lambda args, train_set, _: sl.Network(nn.Flatten(), nn.Linear(7, 10)), "--model mine fails"),
     (lambda args, train_set, _: tiny_network(args, train_set, 0.0).train(), "no error"),
 ])
