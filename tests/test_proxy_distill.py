@@ -1131,8 +1131,8 @@ def test_presets():
     assert (args.weight_decay, args.model_offset, args.target_offset) == (1e-4, 1, 1)
     assert args.losses == ["forward_kl", "rkl_proxy"] and args.members == 10
     own = pd.parse_args(["--dataset", "folder:anywhere", "--device", "cpu"])
-    assert (own.model, own.batch_size, own.augment, own.ood) == ("resnet18", 32, True, [])
-    assert own.epochs == own.member_epochs == 20 and own.width < 1
+    assert (own.model, own.batch_size, own.augment, own.ood) == ("convnet", 16, True, [])
+    assert own.epochs == own.member_epochs == 40 and own.width < 1
     args = pd.parse_args(["--device", "cpu"])
     assert args.dataset == "numbers" and args.losses == list(pd.LOSSES)
     # The published spellings.
