@@ -729,6 +729,8 @@ def check_layers(name, made, shape):
                         "head, and the number of their features")
     layers, dim = made
     modules = layers.values() if isinstance(layers, dict) else layers
+    # In eval mode and on the CPU, no random number is drawn and no statistic of batch norm changes:
+    # what is trained later does not depend on this check.
     body = nn.Sequential(*modules).eval()
     try:
         with torch.no_grad():
@@ -815,8 +817,7 @@ class Parser(argparse.ArgumentParser):
             "own images in PATH/train/<class>/* and PATH/test/<class>/*")
         add("--preset", metavar="NAME", help="use the settings of another data set")
         add("--image-size", type=between(1, 4096, int),
-            help="side length in pixels of images that are read from files: their shorter side is "
-            "resized to it, and the centre is cropped (folders: 32)")
+            help="side length of images that are read from files, in pixels (folders: 32)")
         add("--limit-train", type=at_least(2), metavar="N",
             help="train on N examples only, evenly spaced")
         add = self.groups["network"].add_argument
@@ -1236,17 +1237,17 @@ class Run:
         self.save(name, identity, **state)
         return state
 
-    def epochs(self, total, name=None, identity=None, trained_on=None, **parts):
+    def epochs(self, total, name=None, train_set=None, identity=None, **parts):
         """Yield the epochs that are left to train; the body of the loop ends with `end_epoch`.
 
         parts: what the checkpoint `name` holds, objects with a state_dict. They are restored before
         the first epoch and saved after each. With the name None nothing is saved. A checkpoint of
-        another network `net`, or of another training set `trained_on`, is refused.
+        another training set, or of another network `net`, is refused.
         """
         self.parts = parts
         self.checkpoint = name
         self.identity = identity
-        self.origin = origin_of(parts.get("net"), trained_on)
+        self.origin = origin_of(parts.get("net"), train_set)
         self.total_epochs = total
         self.history = []
         state = None
@@ -1258,6 +1259,7 @@ class Run:
         if self.args.eval and first < total:
             raise UserError(f"{self.dir / str(name)}.pt has {first} of {total} epochs; finish this "
                             "run first (the same command without --eval)")
+        # Without this line, a command that only evaluates again looks like a very fast one.
         if first >= total > 0 and not self.args.eval:
             say(f"{name}: trained already; --fresh trains again")
         # A resumed run starts here at the first epoch that is left; a finished one does nothing.
@@ -1379,9 +1381,11 @@ def origin_of(net, train_set):
     """
     origin = {}
     if net is not None:
+        # One that several processes train is the same network.
         layers = str(net).replace(GlobalBatchNorm2d.__name__, "BatchNorm2d")
         origin["network"] = hashlib.sha256(layers.encode()).hexdigest()
     if train_set is not None:
+        # Molecules have no classes.
         classes = " ".join(getattr(train_set, "classes", ()))
         origin["training_set"] = f"{len(train_set)} examples {classes}"
     return origin
@@ -1611,6 +1615,7 @@ def table(argv=None):
     for name in args.metrics or []:
         if not any(name in row for row in rows):
             raise UserError(f"--metrics {name}: not found in any row")
+    # Runs with the same label share it: their rows are pooled.
     names = print_legend([row["run"] for row in rows])
     rows = [{**row, "run": names[row["run"]]} for row in rows]
     metrics = args.metrics or list(dict.fromkeys(columns))

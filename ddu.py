@@ -718,8 +718,7 @@ def train(net, train_set, args, seed, run, name=None):
 
     # Checkpoints contain the network and the optimiser. The loop starts at the first
     # epoch that is left, and `run.end_epoch` saves and logs.
-    for epoch in run.epochs(args.epochs, name, trained_on=train_set, net=net,
-                            optimiser=optimiser):
+    for epoch in run.epochs(args.epochs, name, train_set, net=net, optimiser=optimiser):
         # Every epoch is seeded, so that a resumed run draws the same dropout masks.
         common.seed_all(seed, epoch, common.rank())
         model.train()

@@ -738,8 +738,7 @@ def train(nets, train_set, metric, args, seed, run, name):
 
     # Checkpoints contain the networks and the optimiser. The loop starts at the first epoch that
     # is left, and `run.end_epoch` saves and logs.
-    for epoch in run.epochs(args.epochs, name, trained_on=train_set, net=nets,
-                            optimiser=optimiser):
+    for epoch in run.epochs(args.epochs, name, train_set, net=nets, optimiser=optimiser):
         common.seed_all(seed, epoch, common.rank())  # for networks with dropout
         nets.train()
         totals = torch.zeros(3, device=args.device)  # cross entropy, R, correct predictions

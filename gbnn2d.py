@@ -933,7 +933,7 @@ def train(module, stage, seed, train_set, args, run, identity=None):
 
     # Checkpoints contain the network and the optimiser. The loop starts at the first epoch that is
     # left, and `run.end_epoch` saves and logs.
-    for epoch in run.epochs(stage.epochs, f"seed{seed}-{stage.name}", identity, train_set,
+    for epoch in run.epochs(stage.epochs, f"seed{seed}-{stage.name}", train_set, identity,
                             net=module, optimiser=optimiser):
         # Batch statistics would hide how a draw shifts the activations: later stages fix them.
         model.train(stage.name == "deterministic")

@@ -660,7 +660,7 @@ def train(net, train_set, batch_loss, plan, args, run):
         model = torch.compile(model)
 
     # The loop starts at the first epoch that is left, and `run.end_epoch` saves and logs.
-    for epoch in run.epochs(plan.epochs, plan.name, plan.identity, train_set, net=net,
+    for epoch in run.epochs(plan.epochs, plan.name, train_set, plan.identity, net=net,
                             optimiser=optimiser):
         # Every epoch is seeded, so that a resumed run draws the same dropout masks.
         common.seed_all(plan.seed, epoch, common.rank())

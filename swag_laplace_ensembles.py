@@ -984,7 +984,7 @@ def train_map(study, seed, dropout):
         name += f"-dropout{dropout:g}"
     # The loop starts at the first epoch that is left, and `run.end_epoch` saves and logs.
     made_from = identity(study, seed, rate=dropout)
-    for epoch in study.run.epochs(args.epochs, name, made_from, study.sets.train, net=net,
+    for epoch in study.run.epochs(args.epochs, name, study.sets.train, made_from, net=net,
                                   optimiser=optimiser, best=best):
         # published code: the learning rate is constant within an epoch
         lr = args.lr * cosine(epoch / args.epochs)
@@ -1021,7 +1021,7 @@ def train_swag(study, seed, net, rate):
     optimiser = torch.optim.SGD(net.parameters(), rate, momentum=0.9,
                                 weight_decay=args.weight_decay)
     model = parallel(net, args)
-    for epoch in study.run.epochs(args.swag_epochs, name, made_from, study.sets.train, net=net,
+    for epoch in study.run.epochs(args.swag_epochs, name, study.sets.train, made_from, net=net,
                                   optimiser=optimiser):
         loss, examples = train_epoch(study, model, optimiser, study.swag_loader, seed, epoch)
         # The iterate is written before the checkpoint that counts it.
@@ -1341,8 +1341,8 @@ def train_flows(study, seed, head, delta):
     made_from = identity(study, seed, weights=head.weights, structure=args.structure,
                          layers=args.flow_layers, base=delta)
     # Their last completed epoch is read, as in `train_map`.
-    for epoch in study.run.epochs(FLOW_EPOCHS, f"seed{seed}-flows", made_from, flows=flows,
-                                  optimiser=optimiser):
+    for epoch in study.run.epochs(FLOW_EPOCHS, f"seed{seed}-flows", identity=made_from,
+                                  flows=flows, optimiser=optimiser):
         # Batches and noise depend on (seed, epoch).
         epoch_seed = common.derive_seed(seed, STREAMS["flow_epoch"], epoch)
         generator = torch.Generator().manual_seed(epoch_seed)

@@ -653,7 +653,7 @@ def test_a_checkpoint_of_another_network_or_training_set_is_refused(tmp_path, ca
 
     def train(net, train_set, *argv):
         run = make_run(tmp_path, *argv)
-        for epoch in run.epochs(1, "last", trained_on=train_set, net=net):
+        for epoch in run.epochs(1, "last", train_set, net=net):
             run.end_epoch(1.0)
 
     def network(activation, stride=1):
