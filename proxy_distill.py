@@ -1231,8 +1231,10 @@ def plot_rejection(test_columns, run):
     """Rejection curves, and the precision of the students against that of the ensemble."""
     figure, (left, right) = common.make_figure(1, 2, figsize=(11.5, 4.4))
     target = test_columns["ensemble"]["precision"].numpy()
-    colours = common.colours(len(test_columns))
-    for (row, columns), colour in zip(test_columns.items(), colours):
+    # The proxy predicts, and rejects, as the ensemble does.
+    rows = [row for row in test_columns if row != "ensemble_proxy"]
+    for row, colour in zip(rows, common.colours(len(rows))):
+        columns = test_columns[row]
         rejected, error = common.rejection_curve(columns["total"], columns["correct"])
         left.plot(100 * rejected, 100 * error, color=colour, label=ROWS[row])
         if row.startswith("student") and row != "student_forward_kl":
@@ -1240,9 +1242,8 @@ def plot_rejection(test_columns, run):
     left.set(xlabel="rejected as most uncertain (%)", ylabel="remaining errors (% of images)",
              xlim=(0, 100), yscale="log", ylim=(0.01, 130))
     ends = np.quantile(target, [0.001, 0.999])
-    right.plot(ends, ends, "k--", lw=1, label="equal")
+    right.plot(ends, ends, "k--", lw=1, label="equal precision")
     right.set(xlabel="log precision of the ensemble's proxy", ylabel="log precision of a student")
-    right.legend(loc="lower right")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     run.save_figure(figure, "rejection.png")
 
