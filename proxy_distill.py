@@ -7,7 +7,7 @@ Targets", NeurIPS 2021, arXiv:2105.06987. The method:
      pi = (1/M) sum_m p_m, and the spread is RMI = (1/M) sum_m KL(pi || p_m).
   2. The proxy of the ensemble is the Dirichlet distribution with mean pi and precision (sum of
      concentrations) beta_0 = (K - 1) / (2 RMI), for K classes.
-  3. A student's logits z are those of a Dirichlet with concentrations alpha = exp(z) + 1. It
+  3. A student's logits z define the Dirichlet with concentrations alpha = exp(z) + 1. It
      minimises the REVERSE divergence KL(Dir(alpha) || Dir(pi beta_0 + 1)) / beta_0. Likely classes
      dominate its gradient; in the forward divergence and in EnD2's likelihood the unlikely ones do.
   4. The student predicts softmax(z), the mean of Dir(exp(z)), now without the 1; its uncertainties
