@@ -18,6 +18,7 @@ together. Errors that the user can fix are `common.UserError`s of one line.
 """
 
 import io
+import itertools
 import math
 import os
 import random
@@ -1137,9 +1138,23 @@ def predict_set(name, like, data_dir="data"):
 MOST_CLASSES = 1_000_000  # a larger label is an error: memory is allocated for each class
 
 
+def load_arrays(path, names):
+    """The arrays `names` of an .npz file, {name: array}."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = ", ".join(file) or "nothing"
+            return {name: file[name] for name in names}
+    except FileNotFoundError:
+        raise UserError(f"file not found: {path}") from None
+    except KeyError:
+        raise UserError(f"{path} needs the arrays {', '.join(names)}; it has {found}") from None
+    except Exception:  # NumPy raises many types for a damaged file
+        raise UserError(f"{path} is not a readable .npz file of plain arrays") from None
+
+
 def read_features(path, dim=None):
     """'features' [N, D] of an .npz file, in its floating dtype; D must be `dim` if given."""
-    features = common.load_arrays(path, ("features",))["features"]
+    features = load_arrays(path, ("features",))["features"]
     shape = list(features.shape)
     if len(shape) != 2 or 0 in shape or shape[1] != (dim or shape[1]):
         raise UserError(f"{path}: 'features' must be [N, {dim or 'D'}], not {shape}")
@@ -1161,7 +1176,7 @@ def read_labelled_features(path):
 
 
 def _read_labels(path, n):
-    labels = common.load_arrays(path, ("labels",))["labels"]
+    labels = load_arrays(path, ("labels",))["labels"]
     whole = labels.shape == (n,) and labels.dtype.kind in "iu"
     if not whole or labels.min() < 0 or labels.max() >= MOST_CLASSES:
         raise UserError(f"{path}: 'labels' must be [{n}] integers from 0, below {MOST_CLASSES:,}")
@@ -1238,9 +1253,12 @@ class _Batches:
 
     The pieces of a batch differ by one row at most; in the last batch they may be empty.
     Together they are the batch of a single process.
+
+    limit_steps   an epoch ends after this number of batches
+    drop_last     an epoch ends before a last, smaller batch, unless it has no other one
     """
 
-    def __init__(self, dataset, batch_size, device, seed, shuffle):
+    def __init__(self, dataset, batch_size, device, seed, shuffle, limit_steps, drop_last):
         if min(batch_size, len(dataset)) < common.world_size():
             raise UserError(f"{dataset.name}: {len(dataset)} rows in batches of {batch_size} are "
                             f"too few for {common.world_size()} process(es)")
@@ -1249,11 +1267,20 @@ class _Batches:
         self.device = torch.device(device)
         self.seed = seed
         self.shuffle = shuffle
+        self.steps = math.ceil(len(dataset) / batch_size)
+        if drop_last:
+            self.steps = max(1, len(dataset) // batch_size)
+        if limit_steps is not None:
+            self.steps = min(self.steps, limit_steps)
         self.labels = dataset.labels.to(self.device)
 
     def __len__(self):
         """Number of batches in an epoch, the same for all processes."""
-        return math.ceil(len(self.dataset) / self.batch_size)
+        return self.steps
+
+    def epoch(self, epoch=0):
+        """Iterate over this process's pieces of the batches of an epoch."""
+        return itertools.islice(self._batches(epoch), self.steps)
 
     def _order(self, generator):
         """int64 [N]: the rows in the order of this epoch."""
@@ -1279,8 +1306,9 @@ class Loader(_Batches):
     """
 
     def __init__(self, dataset, batch_size, device="cpu", *, seed=0, shuffle=False,
-                 augment="none", workers=0, channels_last=False):
-        super().__init__(dataset, batch_size, device, seed, shuffle)
+                 limit_steps=None, drop_last=False, augment="none", workers=0,
+                 channels_last=False):
+        super().__init__(dataset, batch_size, device, seed, shuffle, limit_steps, drop_last)
         if augment != "none" and dataset.is_features:
             raise UserError(f"{dataset.name}: {augment} would destroy features; augment images")
         self.augment = augment
@@ -1300,8 +1328,7 @@ class Loader(_Batches):
                 images = torch.from_numpy(images)
             self.images = images.to(self.device)
 
-    def epoch(self, epoch=0):
-        """Iterate over this process's pieces of the batches of an epoch."""
+    def _batches(self, epoch):
         generator = _generator(self.seed, epoch)
         order = self._order(generator)
         if self.streamed:
@@ -1373,13 +1400,13 @@ class SequenceLoader(_Batches):
     sorted. cutoff (angstrom) is that of the edges of molecules, which are found here, once.
     """
 
-    def __init__(self, dataset, batch_size, device="cpu", *, seed=0, shuffle=False, cutoff=5.0):
-        super().__init__(dataset, batch_size, device, seed, shuffle)
+    def __init__(self, dataset, batch_size, device="cpu", *, seed=0, shuffle=False,
+                 limit_steps=None, drop_last=False, cutoff=5.0):
+        super().__init__(dataset, batch_size, device, seed, shuffle, limit_steps, drop_last)
         if isinstance(dataset, MoleculeSet):
             self.sources, self.targets, self.counts = find_edges(dataset, cutoff)
 
-    def epoch(self, epoch=0):
-        """Iterate over this process's pieces of the batches of an epoch."""
+    def _batches(self, epoch):
         generator = _generator(self.seed, epoch)
         order = self._order(generator)
         if isinstance(self.dataset, TextSet):
