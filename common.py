@@ -1,15 +1,17 @@
-"""What the five scripts share: metrics, and the lines that make a run trustworthy.
+"""What the five scripts share: metrics, and the plain functions that make a run trustworthy.
 
   Metrics    accuracy, likelihood, calibration, ensemble decomposition, out-of-distribution (OOD)
              detection, rejection, temperature scaling, regression by mixtures of Gaussians
   Processes  one process, or those that torchrun started: seeds, gathering, batch norm
-  Options    the command line that all scripts share, with a preset for each data set
-  Runs       the run directory: checkpoints, epochs that resume, saved states, results
+  Options    the command line that all scripts share
+  Files      checkpoints that are whole, finite and safe to read
+  Runs       the run directory: checkpoints of training, saved results of computations, reports
   Tables     mean and standard error over seeds; predictions as CSV
 
-No model, no loss, nothing of one paper. As a program it tabulates the results of finished runs:
+No model, no loss, no loop: those are in the scripts. As a program, this file tabulates finished
+runs:
 
-  python common.py table runs/ddu/* [--metrics accuracy nll] [--format text|markdown]
+  python common.py table runs/ddu/* [--metrics accuracy nll] [--sets glyphs]
 """
 
 import argparse
@@ -21,7 +23,6 @@ import hashlib
 import importlib.util
 import inspect
 import io
-import itertools
 import json
 import math
 import os
@@ -53,23 +54,6 @@ except ImportError:  # Windows, where run directories are not locked
 
 class UserError(ValueError):
     """An error that the user can fix; `launch` prints it as one line and exits with status 2."""
-
-
-def as_user_error(error):
-    """The UserError that says what an exception means to the user; None for programming errors."""
-    if isinstance(error, UserError):
-        return error
-    # PyTorch's allocator of CPU memory raises a RuntimeError; the second text is Windows's.
-    text = str(error)
-    out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    if out_of_memory or "can't allocate memory" in text or "not enough memory" in text:
-        return UserError("out of memory; use a smaller --batch-size or --width, --amp bf16, or a "
-                         "device with more memory")
-    # Errors of standard output name no file: a closed pipe (`| head`), a full device.
-    if isinstance(error, OSError) and error.filename is None:
-        if error.errno in (errno.EPIPE, errno.ENOSPC, errno.EBADF):
-            return UserError(f"cannot print ({error.strerror}); what was saved is kept")
-    return None
 
 
 # ---- Metrics ------------------------------------------------------------------------------------
@@ -233,30 +217,25 @@ def ensemble_uncertainty(log_probs):
       total      H(pi)
       aleatoric  (1/M) sum_m H(p_m)
       epistemic  total - aleatoric, the mutual information
-      rmi        (1/M) sum_m KL(pi || p_m), the reverse mutual information
-      epkl       (1/M^2) sum_ij KL(p_i || p_j) = epistemic + rmi
-    rmi and epkl are infinite where a member excludes a class that another one does not.
     """
     log_probs = _tensor(log_probs, "log_probs", 3)
-    # In blocks of rows: ten members of ImageNet would take 4 GB a tensor.
+    totals = []
+    aleatorics = []
+    # In blocks of rows, because ten members of ImageNet would take 4 GB a tensor.
     rows = max(1, 2**22 // log_probs[:, 0].numel())
-    blocks = [_uncertainty_of_block(block.double()) for block in log_probs.split(rows, 1)]
-    total, aleatoric, epistemic, rmi = torch.cat(blocks, 1)
-    return {"total": total, "aleatoric": aleatoric, "epistemic": epistemic, "rmi": rmi,
-            "epkl": epistemic + rmi}
-
-
-def _uncertainty_of_block(log_p):
-    """total, aleatoric, epistemic and rmi of log probabilities [M, n, K]: [4, n]."""
-    p = log_p.exp()                                                    # [M, N, K]
-    _check_probs(p, "exp(log_probs)")
-    pi = (log_p.logsumexp(0) - math.log(len(log_p))).exp()             # [N, K]
-    total = torch.special.entr(pi).sum(-1)                             # [N]  H(pi)
-    aleatoric = torch.special.entr(p).sum(-1).mean(0)                  # [N]  mean_m H(p_m)
-    cross_terms = (pi * log_p.mean(0)).masked_fill(pi == 0, 0)
-    cross_entropy = -cross_terms.sum(-1)                               # [N]  mean_m H(pi, p_m)
-    parts = torch.stack([total, aleatoric, total - aleatoric, cross_entropy - total])
-    return parts.clamp_min(0)
+    for block in log_probs.split(rows, 1):
+        log_p = block.double()                                         # [M, n, K]
+        p = log_p.exp()
+        _check_probs(p, "exp(log_probs)")
+        pi = (log_p.logsumexp(0) - math.log(len(log_p))).exp()         # [n, K]
+        totals.append(torch.special.entr(pi).sum(-1))                  # [n]  H(pi)
+        aleatorics.append(torch.special.entr(p).sum(-1).mean(0))       # [n]  mean_m H(p_m)
+    total = torch.cat(totals)
+    aleatoric = torch.cat(aleatorics)
+    epistemic = total - aleatoric
+    # Rounding may leave values just below 0.
+    return {"total": total.clamp_min(0), "aleatoric": aleatoric.clamp_min(0),
+            "epistemic": epistemic.clamp_min(0)}
 
 
 def _threshold_counts(scores, positive):
@@ -306,7 +285,9 @@ def ood_metrics(id_scores, ood_scores, *, larger_means):
     _require(larger_means in ("ood", "id"), f"larger_means: expected ood or id, got {larger_means}")
     id_scores = _vector(id_scores, "id_scores")
     ood_scores = _vector(ood_scores, "ood_scores")
-    confidence = np.concatenate([id_scores, ood_scores])
+    # Equal scores must stay equal where only one side was rounded to float32.
+    precision = min(id_scores.dtype, ood_scores.dtype)
+    confidence = np.concatenate([id_scores.astype(precision), ood_scores.astype(precision)])
     if larger_means == "ood":
         confidence = -confidence
     is_id = np.arange(len(confidence)) < len(id_scores)
@@ -457,10 +438,6 @@ def standard_error(values):
 # Without torchrun there is one process. With it there are several: the one of rank 0 is the main
 # process. Small Python values travel by gloo, gradients on GPUs by nccl.
 
-# Inside `on_main` the main process behaves as if there were no other: what it calls there (a
-# loader, another on_main) must not wait for processes that do not call it.
-_alone = False
-
 
 def start(device="auto"):
     """Choose this process's device, and join the other processes if torchrun started several.
@@ -500,16 +477,14 @@ def _end_with_parent(parent):
 
 def rank():
     """The number of this process, from 0."""
-    if _alone:
-        return 0
     return int(os.environ.get("RANK", 0))
 
 
 def world_size():
     """The number of processes."""
-    if _alone or not (dist.is_available() and dist.is_initialized()):
-        return 1
-    return dist.get_world_size()
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return 1
 
 
 def is_main():
@@ -517,7 +492,7 @@ def is_main():
     return rank() == 0
 
 
-def say(text):
+def print_on_main(text):
     """Print on the main process."""
     if is_main():
         print(text, flush=True)
@@ -533,32 +508,28 @@ def broadcast(value):
 
 def gather_objects(value):
     """The values of all processes, by rank, on all processes."""
-    values = [value] * world_size()
-    if len(values) > 1:
-        dist.all_gather_object(values, value)
+    if world_size() == 1:
+        return [value]
+    values = [None for _ in range(world_size())]
+    dist.all_gather_object(values, value)
     return values
 
 
 def on_main(work, *arguments):
-    """Call work(*arguments) on the main process alone; every process gets its result.
+    """Call work(*arguments) on the main process alone; every process gets its result or its error.
 
-    An error that the user can fix is raised on every process: none waits for one that has stopped.
-    Inside, the main process behaves as if there were no other (`rank`, `world_size`, loaders).
+    The other processes wait meanwhile. So `work` computes on gathered tensors or reads and writes
+    files, but calls nothing that all processes must call together: no loader, no `on_main`.
     """
-    global _alone
-    before = _alone
     result = None
     error = None
     if is_main():
-        _alone = True
         try:
             result = work(*arguments)
         except Exception as found:
             error = as_user_error(found)
             if error is None:
                 raise
-        finally:
-            _alone = before
     result, error = broadcast((result, error))
     if error is not None:
         raise error
@@ -601,10 +572,11 @@ def seed_all(*key):
     torch.manual_seed(seed)
 
 
-def seeded_noise(shape, device, *key):
-    """Standard normal numbers of a shape, drawn on the device: a function of the integers `key`."""
-    generator = torch.Generator(device).manual_seed(derive_seed(*key))
-    return torch.randn(*shape, generator=generator, device=device)
+def progress(loader, epoch):
+    """The batches of an epoch, with a progress bar where the main process has a terminal."""
+    show = is_main() and sys.stderr.isatty()
+    batches = loader.epoch(epoch)
+    return tqdm(batches, f"epoch {epoch + 1}", len(loader), leave=False, disable=not show)
 
 
 def all_reduce(tensor):
@@ -621,14 +593,18 @@ def gather_rows(batches):
     Returns {name: [N, ...]} on the CPU, in the order of the set, exactly one row for each example;
     on the processes other than the main one {}.
     """
-    columns = {}
+    own = {}
     for name in batches[0]:
-        # A piece of a batch is empty where it has fewer examples than there are processes.
-        parts = [batch[name] for batch in batches if len(batch["index"]) > 0]
-        column = torch.cat(parts or [batches[0][name]]).cpu().contiguous()
-        columns[name] = _gather_on_main(column)
+        own[name] = torch.cat([batch[name] for batch in batches]).cpu()
+    parts = [own]
+    if world_size() > 1:
+        parts = None
+        if is_main():
+            parts = [None for _ in range(world_size())]
+        dist.gather_object(own, parts)
     if not is_main():
         return {}
+    columns = {name: torch.cat([part[name] for part in parts]) for name in own}
     index = columns.pop("index")
     order = index.argsort()
     if not torch.equal(index[order], torch.arange(len(index))):
@@ -636,22 +612,11 @@ def gather_rows(batches):
     return {name: column[order] for name, column in columns.items()}
 
 
-def _gather_on_main(column):
-    """The rows [b, ...] of all processes, by rank, on the main process."""
-    lengths = gather_objects(len(column))
-    if not is_main():
-        dist.send(column, 0)
-        return None
-    parts = [column]
-    for sender in range(1, len(lengths)):
-        part = column.new_empty(lengths[sender], *column.shape[1:])
-        dist.recv(part, sender)
-        parts.append(part)
-    return torch.cat(parts)
+class AllReduceSum(torch.autograd.Function):
+    """The sum of x over all processes, differentiable any number of times.
 
-
-class _AllReduceSum(torch.autograd.Function):
-    """Every process's loss depends on every process's x: the gradients are summed, too."""
+    Every process's loss depends on every process's x: the gradients are summed, too.
+    """
 
     @staticmethod
     def forward(ctx, x):
@@ -659,33 +624,32 @@ class _AllReduceSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _AllReduceSum.apply(grad)
+        return AllReduceSum.apply(grad)
 
 
-def all_reduce_sum(x):
-    """The sum of x over all processes, differentiable any number of times."""
-    if world_size() == 1:
-        return x
-    return _AllReduceSum.apply(x)
-
-
-class GlobalBatchNorm2d(nn.BatchNorm2d):
+class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Batch norm with the statistics of the global batch, on every device, differentiable twice.
 
-    The statistics are computed in float32, also of bfloat16, and in two passes (the mean, then the
-    centred second moment), because E[x^2] - E[x]^2 cancels. A process may have no image of a batch.
+    x is [B, C] or [B, C, ...]. The statistics are computed in float32, also of bfloat16, and in two
+    passes (the mean, then the centred second moment), because E[x^2] - E[x]^2 cancels. A process
+    may have no example of a batch.
     """
+
+    def _check_input_dim(self, x):
+        pass  # any number of dimensions
 
     def forward(self, x):
         if not self.training or world_size() == 1:
             return super().forward(x)
-        # The number of pixels travels with the sums, because processes may differ in it.
-        pixels = self.weight.new_full((1,), x.numel() / x.shape[1])
-        sums = torch.cat([x.sum((0, 2, 3), dtype=pixels.dtype), pixels])
-        total, count = all_reduce_sum(sums).split([x.shape[1], 1])
+        channels = [1, x.shape[1]] + [1] * (x.ndim - 2)  # the shape that broadcasts over x
+        others = [0] + list(range(2, x.ndim))
+        # The number of values travels with the sums, because processes may differ in it.
+        values = self.weight.new_full((1,), x.numel() / x.shape[1])
+        sums = torch.cat([x.sum(others, dtype=values.dtype), values])
+        total, count = AllReduceSum.apply(sums).split([x.shape[1], 1])
         mean = total / count                                           # [C]
-        centred = x - mean[:, None, None]                              # [B, C, H, W]
-        var = all_reduce_sum(centred.square().sum((0, 2, 3))) / count  # [C]
+        centred = x - mean.view(channels)                              # [B, C, ...]
+        var = AllReduceSum.apply(centred.square().sum(others)) / count  # [C]
         with torch.no_grad():
             # As in PyTorch, the running variance is the unbiased one.
             unbiased = var * count / (count - 1).clamp_min(1)
@@ -693,7 +657,7 @@ class GlobalBatchNorm2d(nn.BatchNorm2d):
             self.running_mean.lerp_(mean, self.momentum)
             self.running_var.lerp_(unbiased, self.momentum)
         scale = self.weight * torch.rsqrt(var + self.eps)
-        normalised = centred * scale[:, None, None] + self.bias[:, None, None]
+        normalised = centred * scale.view(channels) + self.bias.view(channels)
         return normalised.to(x.dtype)
 
 
@@ -706,43 +670,16 @@ def data_parallel(net, device):
         return net
     for module in net.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            usual = module.affine and module.track_running_stats and module.momentum is not None
-            if not (isinstance(module, nn.BatchNorm2d) and usual):
-                raise UserError(f"{module}: only BatchNorm2d with weights and a running average "
-                                "can share its statistics over processes; start one process")
-            module.__class__ = GlobalBatchNorm2d  # parameters and buffers stay the same objects
+            if not (module.affine and module.track_running_stats and module.momentum is not None):
+                raise UserError(f"{module}: only batch norm with weights and a running average can "
+                                "share its statistics over processes; start one process")
+            module.__class__ = GlobalBatchNorm  # parameters and buffers stay the same objects
     device_ids = [device.index] if device.type == "cuda" else None
     # Buffers are equal on all processes already. PyTorch 2.14 renamed the option that copies them.
     options = {"broadcast_buffers": False}
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
         options = {"forward_sync_buffers": False}
     return DistributedDataParallel(net, device_ids=device_ids, **options)
-
-
-def check_layers(name, made, shape):
-    """Check what a function of a table NETWORKS returned: layers [list or dict], and D.
-
-    name: of the network; shape (C, H, W) of its images, of which the layers make D features.
-    """
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], int)):
-        raise UserError(f"--model {name}: its function must return the list of layers before the "
-                        "head, and the number of their features")
-    layers, dim = made
-    modules = layers.values() if isinstance(layers, dict) else layers
-    # In eval mode and on the CPU, no random number is drawn and no statistic of batch norm changes:
-    # what is trained later does not depend on this check.
-    body = nn.Sequential(*modules).eval()
-    try:
-        with torch.no_grad():
-            found = list(body(torch.zeros(1, *shape)).shape)
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"--model {name} fails on images {tuple(shape)}: {one_line(error)}; use "
-                        "another --model or --image-size") from None
-    body.train()
-    if found != [1, dim]:
-        raise UserError(f"--model {name}: its layers make outputs {found} of one image, but its "
-                        f"function returns {dim} as the number of features, which needs [1, {dim}]")
-    return layers, dim
 
 
 def autocast(args):
@@ -753,139 +690,92 @@ def autocast(args):
 # ---- Options ------------------------------------------------------------------------------------
 
 
-def between(low, high, kind=float):
-    """An argparse type: a number of a kind (int or float) in [low, high]."""
-    limits = f"between {low} and {high}"
-    if high == math.inf:
-        limits = f"at least {low}"
-
-    def number(text):
-        message = f"{text}: must be a number, {limits}"
-        try:
-            value = kind(text)
-            is_finite = math.isfinite(value)
-        except (ValueError, OverflowError):  # not a number, or an integer of 400 digits
-            raise argparse.ArgumentTypeError(message) from None
-        if not low <= value <= high or not is_finite:
-            raise argparse.ArgumentTypeError(message)
-        return value
-
-    return number
-
-
 def at_least(low, kind=int):
     """An argparse type: a finite number of a kind (int or float), not below `low`."""
     return between(low, math.inf, kind)
 
 
+def between(low, high, kind=float):
+    """An argparse type: a finite number of a kind (int or float) in [low, high]."""
+    limits = f"between {low} and {high}"
+    if high == math.inf:
+        limits = f"at least {low}"
+
+    def number(text):
+        try:
+            value = kind(text)
+            if low <= value <= high and math.isfinite(value):
+                return value
+        except (ValueError, OverflowError):  # not a number, or an integer of 400 digits
+            pass
+        raise argparse.ArgumentTypeError(f"{text}: must be a number, {limits}")
+
+    return number
+
+
+# A run is identified by the values of its options: other values need another run directory. Not so
+# these, which say where and how fast it runs and what is written, nor those that a script names as
+# options of its evaluation.
+NOT_IDENTITY = ("data_dir", "out_dir", "name", "device", "workers", "compile", "eval", "fresh",
+                "plot", "predict", "runs")
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the default of each option that has one."""
+
+    def _get_help_string(self, action):
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
+
+
+# Presets that are not names of data sets.
+FOR_ALL_SETS = ("folder", "pretrained", "frozen")
+
+
 class Parser(argparse.ArgumentParser):
-    """The command line that all scripts share, in six groups to which a script adds its options.
+    """The command line that all scripts share, to which a script adds its own options.
 
-    presets: {data set: {option: value}}; the key "" holds what a preset does not say, "folder" is
-    for the user's own images. modes: {option: {option: value}}, defaults that replace the preset's
-    where the first option is given.
-
-    The groups decide what identifies a run. Options of "data", "network", "training" and "method"
-    do: another value needs another run directory. Options of "evaluation" and "run" do not: the
-    former only change what is computed from trained networks, the latter where and how fast.
+    script: its name, which is also that of the folder of its runs; networks: names for --model.
+    presets: {data set: {option: default}}; "folder" is for the user's own images, "pretrained" is
+    added to these by --model torchvision/NAME, and "frozen" by --freeze. defaults: of the shared
+    options, where no preset says anything else.
     """
 
-    def __init__(self, doc, presets, default, modes=None):
+    def __init__(self, script, doc, presets, networks, **defaults):
         super().__init__(prog=Path(sys.argv[0]).name, description=doc.splitlines()[0],
                          epilog="Equations and differences from the paper: the top of the file.",
-                         allow_abbrev=False, add_help=False)
+                         formatter_class=HelpFormatter,
+                         add_help=False)
+        self.script = script
         self.presets = presets
-        self.default = default
-        self.modes = modes or {}
-        self.groups = {}
-        for title in ("data", "network", "training", "method", "evaluation", "run"):
-            self.groups[title] = self.add_argument_group(title)
-        self._add_shared_options()
-
-    def group(self, title):
-        """An option group; call its `add_argument`."""
-        return self.groups[title]
-
-    def _add_shared_options(self):
-        flag = argparse.BooleanOptionalAction
-        names = ", ".join(name for name in self.presets if name not in ("", "folder"))
-        self.add_argument("-h", "--help", action="store_true",
-                          help="show the options, with the defaults of the chosen data set")
-        add = self.groups["data"].add_argument
-        add("--dataset", default=self.default, metavar="NAME",
-            help=f"data set, with the paper's settings for it: {names}; or folder:PATH for your "
-            "own images in PATH/train/<class>/* and PATH/test/<class>/*")
-        add("--preset", metavar="NAME", help="use the settings of another data set")
-        add("--image-size", type=between(1, 4096, int),
-            help="side length of images that are read from files, in pixels (folders: 32)")
-        add("--limit-train", type=at_least(2), metavar="N",
-            help="train on N examples only, evenly spaced")
-        add = self.groups["network"].add_argument
-        add("--width", type=between(0.01, 64), default=1.0,
-            help="factor on the number of channels; 1 is the paper's network")
-        add = self.groups["training"].add_argument
-        add("--seed", type=between(0, 2**31 - 1, int), default=1,
-            help="random seed of initialisation, split, order and augmentation")
-        add("--epochs", "-e", type=at_least(0), help="number of passes over the training set")
-        add("--batch-size", "-b", type=at_least(1),
-            help="global batch size (sum over processes)")
-        add("--lr", type=at_least(0, float),
-            help="learning rate at its highest, for any number of processes")
-        add("--amp", choices=["off", "bf16"], default="off",
-            help="bf16 runs the network in bfloat16 (automatic mixed precision)")
-        add("--limit-steps", type=at_least(1), help="end each epoch after this number of steps")
-        add = self.groups["evaluation"].add_argument
-        add("--runs", type=at_least(1), default=1,
-            help="number of repetitions with other seeds, for mean and standard error")
-        add("--predict", metavar="SET",
-            help="write predictions.csv for a data set or folder:PATH")
-        add = self.groups["run"].add_argument
-        add("--data-dir", default="data", help="data directory; missing sets are downloaded to it")
-        add("--out-dir", default="runs", help="results are written to OUT_DIR/<script>/<name>/")
-        add("--name", help="name of the run directory [default: made from the options]")
-        add("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto",
-            help="auto is a GPU if there is one")
-        add("--workers", type=between(0, 256, int), default=4,
-            help="number of data loading workers, for images that are read from files")
-        add("--compile", action=flag, default=False, help="compile the network (torch.compile)")
-        add("--eval", action="store_true", help="evaluate a finished run without training")
-        add("--fresh", action="store_true", help="start over, ignoring checkpoints")
-        add("--plot", action=flag, default=True, help="draw the pictures (needs matplotlib)")
+        self.names = ", ".join(name for name in presets if name not in FOR_ALL_SETS)
+        add_training_options(self, self.names, ", ".join(networks))
+        add_run_options(self)
+        self.set_defaults(**defaults)
 
     def error(self, message):
         raise UserError(message.removeprefix("argument "))
 
     def parse(self, argv=None):
-        """Options from the command line, or else from the mode, the preset and the defaults.
+        """The options: those of the command line, then of the preset, then the defaults.
 
-        Starts the device. The result also has `explicit`, the names of the options that were
-        given, and `identity`, those of the options that identify the run.
+        Starts the device. `args.given` names the options of the command line.
         """
-        defaults = {}
-        for action in self._actions:
-            defaults[action.dest] = action.default
-            # Parsing then gives exactly the options of the command line.
-            action.default = argparse.SUPPRESS
-        given = vars(self.parse_args(argv))
-        preset = self._preset_of(given)
-        # Later ones win: the defaults, all presets' common part, the preset, the mode.
-        values = {**defaults, **self.presets[""], **self.presets[preset]}
-        for mode, changes in self.modes.items():
-            if given.get(mode):
-                values.update(changes)
-        if given.get("help"):
-            self._print_help_with(values)
+        defaults = vars(self.parse_args([]))
+        # argparse sets no default where the namespace has a value. None cannot be typed, so
+        # what is None afterwards was not given.
+        typed = self.parse_args(argv, argparse.Namespace(**dict.fromkeys(defaults)))
+        given = {name: value for name, value in vars(typed).items() if value is not None}
+        values = {**defaults, **self._chosen_defaults(defaults, given), **given}
+        if values.pop("help"):
+            self.set_defaults(**values)
+            self.print_help()
+            sys.stdout.flush()  # or else a full disk would go unnoticed
             self.exit()
-        values.update(given)
         # The shell completes the names of folders with a slash.
-        if values["dataset"].startswith("folder:"):
-            values["dataset"] = values["dataset"].rstrip("/")
-        del values["help"]
-        args = argparse.Namespace(**values)
-        args.explicit = set(given)
-        args.identity = []  # not "evaluation" and "run"
-        for title in ("data", "network", "training", "method"):
-            args.identity += [action.dest for action in self.groups[title]._group_actions]
+        values["dataset"] = values["dataset"].rstrip("/")
+        args = argparse.Namespace(**values, given=set(given))
         if args.eval and args.fresh:
             self.error("--eval evaluates a finished run, --fresh starts it over: choose one")
         args.device = start(args.device)
@@ -894,40 +784,97 @@ class Parser(argparse.ArgumentParser):
                        f"be at least the number of processes, {world_size()}")
         # Without matplotlib a script runs whole, but draws nothing.
         if args.plot and importlib.util.find_spec("matplotlib") is None:
-            say("skipped: pictures, which need matplotlib (pip install matplotlib)")
+            print_on_main("skipped: pictures, which need matplotlib (pip install matplotlib)")
             args.plot = False
         return args
 
-    def _preset_of(self, given):
-        dataset = given.get("dataset", self.default)
-        preset = given.get("preset", dataset)
-        if preset.startswith("folder:"):
-            preset = "folder"
-        if dataset == "folder" or preset == "" or preset not in self.presets:
-            option = "--preset" if "preset" in given else "--dataset"
-            names = ", ".join(name for name in self.presets if name not in ("", "folder"))
-            advice = "or --dataset folder:PATH for your own images"
-            if os.path.isdir(preset):
-                advice = f"or for your own images --dataset folder:{preset}"
-            self.error(f"{option} {preset}: choose one of {names}; {advice}")
-        return preset
+    def _chosen_defaults(self, defaults, given):
+        """The defaults {option: value} of the run, or of the data set and the network."""
+        if given.get("eval") and given.get("name"):
+            folder = Path(given.get("out_dir", defaults["out_dir"]), self.script, given["name"])
+            if folder.is_dir():
+                return read_options(folder)
+        preset = given.get("preset", given.get("dataset", defaults["dataset"]))
+        preset = preset.split(":")[0]  # folder:PATH
+        if preset not in self.presets or preset in ("pretrained", "frozen"):
+            self.error(f"--dataset or --preset {preset}: choose one of {self.names}; or --dataset "
+                       "folder:PATH for your own images")
+        values = dict(self.presets[preset])
+        has_pretrained = values.get("model", "").startswith("torchvision/")
+        if given.get("model", "").startswith("torchvision/") and not has_pretrained:
+            values.update(self.presets["pretrained"])
+        if given.get("freeze"):
+            values.update(self.presets["frozen"])
+        return values
 
-    def _print_help_with(self, values):
-        for action in self._actions:
-            default = values[action.dest]
-            if isinstance(action, argparse.BooleanOptionalAction):
-                default = "on" if default else "off"
-            if isinstance(default, list):
-                default = " ".join(map(str, default))
-            if default not in (None, "", False):
-                action.help += f" [default: {default}]"
-        self.print_help()
+
+def add_training_options(parser, datasets, networks):
+    add = parser.add_argument_group("data, network and training, in all scripts").add_argument
+    add("--dataset", metavar="NAME",
+        help=f"data set, with the paper's settings for it: {datasets}; or folder:PATH for "
+        "your own images in PATH/train/<class>/* and PATH/test/<class>/*")
+    add("--preset", metavar="NAME", help="use the settings of another data set")
+    add("--image-size", type=between(1, 4096, int),
+        help="side length of the images in pixels, for images that are read from files (folders: "
+        "32) and for torchvision/NAME (what its weights were trained on)")
+    add("--limit-train", type=at_least(2), metavar="N",
+        help="train on N examples only, in which the classes keep their shares")
+    add("--model", metavar="NAME",
+        help=f"network: {networks}; or torchvision/NAME for a classifier of torchvision, with NAME "
+        "as in torchvision.models.get_model")
+    add("--weights", metavar="W",
+        help="weights of torchvision/NAME: DEFAULT (if nothing is given) downloads them, none "
+        "draws random ones, and FILE is a state dict of your own")
+    add("--freeze", action="store_true",
+        help="train only the last layer of torchvision/NAME, on features that are computed once")
+    add("--width", type=between(0.01, 64), default=1.0,
+        help="factor on the number of channels; 1 is the paper's network")
+    add("--seed", type=between(0, 2**31 - 1, int), default=1,
+        help="random seed of initialisation, split, order and augmentation")
+    add("--epochs", "-e", type=at_least(0), help="number of passes over the training set")
+    add("--batch-size", "-b", type=at_least(1), help="global batch size (sum over processes)")
+    add("--lr", type=at_least(0, float),
+        help="learning rate at its highest, for any number of processes")
+    add("--amp", choices=["off", "bf16"], default="off",
+        help="bf16 runs the network in bfloat16 (automatic mixed precision)")
+    add("--limit-steps", type=at_least(1), help="end each epoch after this number of steps")
+
+
+def add_run_options(parser):
+    flag = argparse.BooleanOptionalAction
+    add = parser.add_argument_group("the run, in all scripts").add_argument
+    add("-h", "--help", action="store_true",
+        help="show the options, with the defaults of the chosen data set")
+    add("--runs", type=at_least(1), default=1,
+        help="number of repetitions with other seeds, for mean and standard error")
+    add("--predict", metavar="SET", help="write predictions.csv for a data set or folder:PATH")
+    add("--data-dir", default="data", help="data directory; missing sets are downloaded to it")
+    add("--out-dir", default="runs", help="results are written to OUT_DIR/<script>/<name>/")
+    add("--name", help="name of the run directory, otherwise made from the options; --eval --name "
+        "takes all options from it")
+    add("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto",
+        help="auto is a GPU if there is one")
+    add("--workers", type=between(0, 256, int), default=4,
+        help="number of data loading workers, for images that are read from files")
+    add("--compile", action=flag, default=False, help="compile the network (torch.compile)")
+    add("--eval", action="store_true", help="evaluate a finished run without training")
+    add("--fresh", action="store_true", help="start over, ignoring checkpoints")
+    add("--plot", action=flag, default=True, help="draw the pictures (needs matplotlib)")
+
+
+def read_options(folder):
+    """The options {name: value} with which a run directory was made."""
+    path = folder / "options.json"
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path} is missing or damaged ({one_line(error)}); use --fresh to start "
+                        "over") from None
 
 
 def options(args):
     """All options of parsed arguments, by name."""
-    return {name: value for name, value in vars(args).items()
-            if name not in ("explicit", "identity")}
+    return {name: value for name, value in vars(args).items() if name != "given"}
 
 
 def with_options(args, **changes):
@@ -942,8 +889,8 @@ def flag_of(name):
 
 def refuse(args, names, reason):
     """Refuse options that were given although they would have no effect."""
-    for name in names:
-        if name in args.explicit:
+    for name in sorted(names):
+        if name in args.given:
             raise UserError(f"{flag_of(name)} has no effect {reason}; remove this option")
 
 
@@ -1002,11 +949,11 @@ def to_bytes(state):
     return buffer.getvalue()
 
 
-def load_checkpoint(path):
-    """A dictionary of tensors and plain Python values, on the CPU.
+def load_tensors(path):
+    """The dictionary of tensors and plain Python values in a file of torch.save, on the CPU.
 
-    The main process reads the file for all. The checksums of the zip archive are verified, and
-    nothing but tensors and plain values is unpickled (weights_only).
+    The main process reads the file for all. Nothing but tensors and plain values is unpickled
+    (weights_only), and the checksums of the zip archive are verified.
     """
     def read():
         try:
@@ -1014,41 +961,35 @@ def load_checkpoint(path):
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror})") from None
 
-    content = on_main(read)
+    file = io.BytesIO(on_main(read))
+    state = None
     try:
-        # testzip returns the name of the first file whose checksum is wrong.
-        damaged = zipfile.ZipFile(io.BytesIO(content)).testzip()
-        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception:  # of many types; PyTorch's own text proposes to switch off weights_only
-        damaged = True
-        state = None
-    if damaged or not isinstance(state, dict):
-        raise UserError(f"{path} is damaged, or is not a file of plain tensors; delete it to start "
-                        "over, or give another file")
+        # testzip returns the name of the first file whose checksum is wrong. Files of PyTorch
+        # before version 1.6 are no archives.
+        damaged = zipfile.is_zipfile(file) and zipfile.ZipFile(file).testzip()
+        file.seek(0)
+        if not damaged:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # of many types; PyTorch's own text proposes weights_only=False
+        if "Unsupported global" in str(error):
+            raise UserError(f"{path} holds a whole pickled network or other objects, which can run "
+                            "any code when they are read; save tensors alone: "
+                            "torch.save(net.state_dict(), FILE)") from None
+    if not isinstance(state, dict):
+        raise UserError(f"{path} is damaged, or holds no dictionary of tensors; a checkpoint of "
+                        "this script is replaced by --fresh")
     return state
 
 
-def load_arrays(path, names):
-    """The arrays `names` of an .npz file, {name: array}."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            found = ", ".join(file) or "nothing"
-            return {name: file[name] for name in names}
-    except FileNotFoundError:
-        raise UserError(f"file not found: {path}") from None
-    except KeyError:
-        raise UserError(f"{path} needs the arrays {', '.join(names)}; it has {found}") from None
-    except Exception:  # NumPy raises many types for a damaged file
-        raise UserError(f"{path} is not a readable .npz file of plain arrays") from None
-
-
 def all_finite(value):
-    """Whether every tensor in nested dicts and lists is free of NaN and infinity."""
+    """Whether every number and tensor in nested dicts and lists is free of NaN and infinity."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         return all(all_finite(item) for item in value)
-    return not isinstance(value, Tensor) or bool(value.isfinite().all())
+    if isinstance(value, Tensor):
+        return bool(value.isfinite().all())
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def digest(net):
@@ -1061,300 +1002,177 @@ def digest(net):
 
 # ---- Runs ---------------------------------------------------------------------------------------
 
-# Options that identify a training run, but may have other values with --eval.
-FREE_IN_EVAL = ("batch_size", "amp", "augment", "limit_steps")
-# What a run directory holds; --fresh deletes these files.
-RUN_FILES = ("*.pt", "*.jsonl", "*.csv", "*.png", "results.json", "options.json")
-_locks = {}  # open files by folder: a run directory is locked until the process ends
-
-
-def differences(there, here, free=()):
-    """The names of options whose values differ."""
-    names = {**there, **here}
-    return [name for name in names if there.get(name) != here.get(name) and name not in free]
-
-
-def as_flag(name, value):
-    """An option as it is typed: "--epochs 5", "--no-sn"."""
-    if value is None:
-        return f"(no {flag_of(name)})"
-    if value is True:
-        return flag_of(name)
-    if value is False:
-        return flag_of(f"no_{name}")
-    if isinstance(value, list):
-        value = " ".join(map(str, value))
-    return f"{flag_of(name)} {value}"
+# These options identify a run, but only act on its training: with --eval they may differ.
+ONLY_TRAINING = ("augment", "batch_size", "limit_steps")
+# What --fresh deletes. The options come last: while they are there, they fit the other files.
+RUN_FILES = ("*.pt", "*.csv", "*.png", "results.json", "options.json")
 
 
 class Run:
-    """A run directory OUT_DIR/<script>/<name> with checkpoints, logs, results and pictures.
+    """A run directory OUT_DIR/<script>/<name> with checkpoints, results and pictures.
 
-    It belongs to one set of options and to one command at a time. The directory is created by the
-    first call of `epochs`, `load` or `write`: a script makes its Run first, then checks everything
-    else, and a refused start leaves nothing. Only the main process reads and writes: `write`,
-    `write_csv` and `save_figure` are called on it alone, the other methods on all processes.
+    It belongs to one set of options (see NOT_IDENTITY) and to one command at a time. Make it after
+    all other checks, because making it creates and locks the directory. All processes call its
+    methods together, and the main process reads and writes the files; `write`, `write_csv` and
+    `save_figure` are called by the main process alone.
     """
 
-    def __init__(self, args, script, name, identity=None):
-        """identity: names of the options that identify the run [default: args.identity]."""
+    def __init__(self, args, script, name, evaluation_options=()):
+        """evaluation_options: what the script lets differ between commands in one directory."""
         name = args.name or name
-        if not re.fullmatch(r"[^/\\\0]{1,200}", name) or name in (".", ".."):
-            raise UserError(f"--name {name!r}: give a name, not a path")
+        if not re.fullmatch(r"\w[\w .+=,@-]{0,199}", name) or name.endswith(" "):
+            raise UserError(f"--name {name!r}: give a short name of letters, digits and _.+=,@-, "
+                            "which begins with a letter or a digit; not a path")
         self.args = args
         self.script = script
         self.dir = Path(args.out_dir, script, name)
-        names = args.identity if identity is None else identity
-        self.config = as_json({option: getattr(args, option) for option in names})
-        self.free = FREE_IN_EVAL if args.eval else ()
-        self.writable = True
-        self.claimed = False
-        self.start = time.perf_counter()
-        on_main(self._check_directory)
-        shown = [f"{option} {getattr(args, option)}" for option in args.identity
-                 if getattr(args, option) is not None]
-        say(f"{script}: {', '.join(shown)}; {args.device.type}, {world_size()} process(es) of "
-            f"{torch.get_num_threads()} thread(s)")
-        say(f"run directory {self.dir}")
+        self.began = time.perf_counter()
+        self.histories = {}  # {checkpoint: a row for each epoch}
+        self.not_identity = NOT_IDENTITY + tuple(evaluation_options)
+        self.identity = self._identity_of(as_json(options(args)))
+        on_main(self._open)
+        shown = [f"{name} {value}" for name, value in self.identity.items() if value is not None]
+        print_on_main(f"{script}: {', '.join(shown)}; {args.device.type}, {world_size()} "
+                      f"process(es) of {torch.get_num_threads()} thread(s)")
+        print_on_main(f"run directory {self.dir}")
 
-    def _check_directory(self):
-        """Refuse a directory that was made with other options, or that --eval does not find."""
-        path = self.dir / "options.json"
-        if self.args.eval and self.args.epochs and not os.path.isdir(self.dir):
+    def _identity_of(self, values):
+        return {name: value for name, value in values.items() if name not in self.not_identity}
+
+    def _open(self):
+        """Create and lock the directory, and refuse one that was made with other options."""
+        exists = self.dir.is_dir()
+        if self.args.eval and self.args.epochs > 0 and not exists:
             raise UserError(f"no run in {self.dir}; train it first (the same command without "
                             "--eval)")
-        if self.args.fresh:
-            return
-        try:
-            there = json.loads(path.read_text())
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise UserError(f"cannot read {path} ({error.strerror}); use another --out-dir or "
-                            "--name") from None
-        except (ValueError, RecursionError):
-            there = None
-        if not isinstance(there, dict):
-            raise UserError(f"{path} is damaged; use --fresh to start over")
-        names = differences(there, self.config, self.free)
-        if names:
-            advice = "use another --name, or --fresh to start over"
-            if self.args.eval:
-                advice = "use these to evaluate it"
-            flags = " ".join(as_flag(name, there.get(name)) for name in names)
-            raise UserError(f"{self.dir} was made with other options: {flags}; {advice}")
+        # A finished run may lie where nothing can be written: it can still be evaluated.
+        self.writable = not (self.args.eval and exists and not os.access(self.dir, os.W_OK))
+        if self.writable:
+            self._lock()
+        elif self.args.predict:
+            raise UserError(f"{self.dir} is read-only, and --predict writes to it; copy it to "
+                            "another --out-dir")
+        else:
+            print(f"skipped: writing to {self.dir}, which is read-only", flush=True)
+        path = self.dir / "options.json"
+        # Without the options, nobody knows what checkpoints were made with.
+        if path.exists() or any(self.dir.glob("*.pt")):
+            self._check_identity(self._identity_of(read_options(self.dir)))
+        else:
+            shown = {name: value for name, value in as_json(options(self.args)).items()
+                     if name not in NOT_IDENTITY}
+            self.write(path.name, json.dumps(shown, indent=1))
 
-    def claim(self):
-        """Create and lock the directory, once; on the main process, before the first access."""
-        if self.claimed or not self.writable:
-            return
-        if self.args.eval and self.dir.is_dir() and not os.access(self.dir, os.W_OK):
-            say(f"skipped: writing to {self.dir}, which is read-only")
-            self.writable = False
-            return
+    def _lock(self):
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
-            # An earlier Run of this process may have locked the directory.
-            file = _locks.get(self.dir.resolve()) or open(self.dir / ".lock", "a")
+            self.lock = open(self.dir / ".lock", "a")  # locked while this object exists
             if fcntl:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._delete(".*.tmp")  # of a process that was killed
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stale = [".*.tmp"]  # of a process that was killed
+            if self.args.fresh:
+                stale += RUN_FILES
+            for pattern in stale:
+                for path in self.dir.glob(pattern):
+                    path.unlink()
         except BlockingIOError:
             raise UserError(f"{self.dir} is locked by another process; wait for it, or use another "
                             "--name") from None
         except OSError as error:
             raise UserError(f"cannot write to {self.dir} ({error.strerror}); use another --out-dir "
                             "or --name") from None
-        _locks[self.dir.resolve()] = file
-        # Another process may have finished its run here since the constructor's check.
-        self._check_directory()
-        if self.args.fresh:
-            self._delete(*RUN_FILES)
-        self.claimed = True
-        # The options of a finished run stay: with --eval some of them may differ.
-        if not (self.dir / "options.json").exists():
-            self.write("options.json", json.dumps(self.config, indent=1))
 
-    def _delete(self, *patterns):
-        for pattern in patterns:
-            for path in self.dir.glob(pattern):
-                path.unlink()
+    def _check_identity(self, there):
+        """Refuse options that differ from those `there`, with which the directory was made."""
+        here = self.identity
+        names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+        advice = "use another --name, or --fresh to start over"
+        if self.args.eval:
+            names = [name for name in names if name not in ONLY_TRAINING]
+            advice = "use these to evaluate it"
+        if names:
+            shown = ", ".join(f"{name} {there.get(name)}" for name in names)
+            raise UserError(f"{self.dir} was made with other options: {shown}; {advice}")
+        # With --eval, too, results.json names the options of the training.
+        self.identity = there
 
-    def write(self, name, content):
-        """Write a file of the directory; on the main process."""
-        self.claim()
-        if self.writable:
-            write(self.dir / name, content)
+    def resume(self, name, epochs, made_from, **parts):
+        """Restore `parts` from the checkpoint `name`; returns its history, a row for each epoch.
 
-    def load(self, name, identity=None):
-        """The state `name` that an earlier start saved, or None.
-
-        identity: {name: value} of what it was made from [default: the options of the run]. A state
-        that was made from anything else is None, too.
+        parts: objects with a state_dict, such as net=... and optimiser=...; without a checkpoint
+        they stay as they are, and the history is []. made_from: {plural noun: value} of what the
+        training depends on beside the options; a checkpoint with other values is refused. With
+        --eval, so is one of fewer than `epochs` epochs.
         """
         path = self.dir / f"{name}.pt"
+        history = []
+        made_from = broadcast(as_json(made_from))
+        if on_main(path.exists):
+            state = load_tensors(path)
+            found = state.get("made_from", {})
+            if found != {**made_from, "options": self.identity}:
+                names = [noun for noun in made_from if found.get(noun) != made_from[noun]]
+                nouns = " or ".join(names or ["options"])
+                raise UserError(f"{path} was made from other {nouns}; use another --name, or "
+                                "--fresh to start over")
+            try:
+                for key, part in parts.items():
+                    part.load_state_dict(state[key])
+                history = [dict(row) for row in state["history"]]
+            except Exception as error:  # a part is missing, or has other names or shapes
+                raise UserError(f"{path} does not fit this network ({one_line(error)}); use "
+                                "--fresh to start over") from None
+        if self.args.eval and len(history) < epochs:
+            raise UserError(f"{path} has {len(history)} of {epochs} epochs; finish this run first "
+                            "(the same command without --eval)")
+        if not self.args.eval and len(history) >= epochs > 0:
+            print_on_main(f"{name}: trained already; --fresh trains again")
+        self.histories[name] = history
+        return history
 
-        def exists():
-            self.claim()  # also locks, so that no other process writes meanwhile
-            return path.exists()
+    def save(self, name, history, made_from, **parts):
+        """Save `parts` and the history as the checkpoint `name`, and print the last row.
 
-        if not on_main(exists):
-            return None
-        state = load_checkpoint(path)
-        expected = as_json(self.config if identity is None else identity)
-        found = state.get("identity")
-        if not isinstance(found, dict):
-            raise UserError(f"{path} is damaged; delete it to start over")
-        if differences(found, expected, self.free):
-            return None
-        return state
-
-    def save(self, name, identity=None, **state):
-        """Save tensors and plain Python values as the state `name`; see `load`."""
-        state["identity"] = as_json(self.config if identity is None else identity)
+        NaN and infinity are refused; the checkpoint of the epoch before then remains.
+        """
+        state = {key: part.state_dict() for key, part in parts.items()}
+        if not all_finite([history, state]):
+            raise UserError(f"{name}: training diverged in epoch {len(history)}: the loss or a "
+                            "weight is not finite; the checkpoint before it is kept. Use a lower "
+                            "learning rate")
+        state.update(history=history, made_from={**as_json(made_from), "options": self.identity})
 
         def store():
+            # The log comes first: a kill between the two leaves no checkpoint without its log.
+            self.write(f"{name}.csv", to_csv(history))
             self.write(f"{name}.pt", to_bytes(state))
 
         on_main(store)
+        shown = [f"{key} {value:.4g}" for key, value in history[-1].items()]
+        print_on_main(f"{name}  {'  '.join(shown)}")
 
-    def keep(self, name, identity, make, trains=True):
-        """The state `name`: read if it was made from `identity`, or else made by make() and saved.
+    def load_or_compute(self, name, made_from, compute):
+        """The values `name`, {name: tensor or plain value}: read, or else computed and saved.
 
-        make() is called on all processes and returns a dictionary; the main process's is saved.
-        If it `trains`, --eval does not call it.
+        They are read if they were made from the same `made_from`, {name: value}. All processes
+        call compute(); the main process's result is saved, and returned on all.
         """
-        state = self.load(name, identity)
-        if state is not None:
-            return state
-        if self.args.eval and trains:
-            raise UserError(f"{self.dir / name}.pt was not found, or was made with other options; "
-                            "finish this run first (the same command without --eval)")
-        # What only the main process has (gathered rows, a fit) reaches the others here.
-        state = broadcast(make())
+        path = self.dir / f"{name}.pt"
+        made_from = broadcast(as_json(made_from))
+        if on_main(path.exists):
+            state = load_tensors(path)
+            if state.get("made_from") == made_from:
+                return state
+        state = broadcast({**compute(), "made_from": made_from})
         if not all_finite(state):
-            raise UserError(f"{name}: a value is not finite; lower the learning rate")
-        self.save(name, identity, **state)
+            raise UserError(f"{name}: a value is not finite; use a lower learning rate")
+        on_main(lambda: self.write(path.name, to_bytes(state)))
         return state
 
-    def epochs(self, total, name=None, train_set=None, identity=None, **parts):
-        """Yield the epochs that are left to train; the body of the loop ends with `end_epoch`.
-
-        parts: what the checkpoint `name` holds, objects with a state_dict. They are restored before
-        the first epoch and saved after each. With the name None nothing is saved. A checkpoint of
-        another training set, or of another network `net`, is refused.
-        """
-        self.parts = parts
-        self.checkpoint = name
-        self.identity = identity
-        self.origin = origin_of(parts.get("net"), train_set)
-        self.total_epochs = total
-        self.history = []
-        state = None
-        if name is not None:
-            state = self.load(name, identity)
-        if state is not None:
-            self._restore(state)
-        first = len(self.history)
-        if self.args.eval and first < total:
-            raise UserError(f"{self.dir / str(name)}.pt has {first} of {total} epochs; finish this "
-                            "run first (the same command without --eval)")
-        # Without this line, a command that only evaluates again looks like a very fast one.
-        if first >= total > 0 and not self.args.eval:
-            say(f"{name}: trained already; --fresh trains again")
-        # A resumed run starts here at the first epoch that is left; a finished one does nothing.
-        for epoch in range(first, total):
-            self.epoch_start = time.perf_counter()
-            yield epoch
-            if len(self.history) != epoch + 1:
-                raise RuntimeError("the body of a loop over Run.epochs must call end_epoch once")
-
-    def _restore(self, state):
-        path = self.dir / f"{self.checkpoint}.pt"
-        for what, here in self.origin.items():
-            if state.get(what, here) != here:
-                raise UserError(f"{path} was made with another {what.replace('_', ' ')}; use "
-                                "another --name, or --fresh to start over")
-        try:
-            for key, part in self.parts.items():
-                part.load_state_dict(state[key])
-            self.history = [dict(row) for row in state["history"]]
-        except Exception as error:  # a part is missing, or has other names or shapes
-            raise UserError(f"{path} does not fit this network ({one_line(error)}); use --fresh to "
-                            "start over") from None
-        # The process may have been killed between a checkpoint and its log.
-        on_main(self._write_log)
-
-    def _write_log(self):
-        lines = [json.dumps(as_json(row)) + "\n" for row in self.history]
-        self.write(f"{self.checkpoint}.jsonl", "".join(lines))
-
-    def end_epoch(self, loss, examples=0, advice="Lower --lr", **numbers):
-        """End an epoch: check the loss and the weights, save the checkpoint, print a line.
-
-        loss: mean over the epoch; examples: how many were seen, over all processes; advice: what
-        helps if they are not finite; numbers: what else the log shows. Numbers may be tensors.
-        """
-        epoch = len(self.history) + 1
-        row = {"epoch": epoch, "loss": float(loss)}
-        for key, value in numbers.items():
-            row[key] = float(value)
-        seconds = max(time.perf_counter() - self.epoch_start, 1e-9)  # some clocks stand still
-        row["seconds"] = seconds
-        row["examples_per_s"] = float(examples) / seconds
-        state = {key: part.state_dict() for key, part in self.parts.items()}
-        if not math.isfinite(row["loss"]) or not all_finite(state):
-            raise UserError(f"training diverged in epoch {epoch}: the loss or a weight is not "
-                            f"finite; the checkpoint before it is kept. {advice}")
-        self.history.append(row)
-        if self.checkpoint is None:
-            return
-        # The history is part of the checkpoint, from which the log can be written again.
-        self.save(self.checkpoint, self.identity, history=self.history, **state, **self.origin)
-        on_main(self._write_log)
-        shown = "  ".join(f"{key} {value:.4g}" for key, value in row.items() if key != "epoch")
-        left = seconds * (self.total_epochs - epoch)
-        say(f"{self.checkpoint} {epoch}/{self.total_epochs}  {shown}  {left:.0f} s left")
-
-    def steps_per_epoch(self, loader):
-        """The number of steps of an epoch: the batches of the loader, at most --limit-steps."""
-        return min(len(loader), self.args.limit_steps or len(loader))
-
-    def steps(self, loader, epoch):
-        """Yield (step, batch) of an epoch; shows a progress bar on a terminal."""
-        total = self.steps_per_epoch(loader)
-        batches = itertools.islice(loader.epoch(epoch), total)
-        show_bar = is_main() and sys.stderr.isatty()
-        bar = tqdm(batches, f"epoch {epoch + 1}", total, leave=False, disable=not show_bar)
-        start = time.perf_counter()
-        for step, batch in enumerate(bar):
-            yield step, batch
-            if epoch == 0 and step == 9 and not show_bar:
-                # Whoever waits for the first line of the log is told for how long.
-                seconds = (time.perf_counter() - start) * total / 10
-                if seconds > 60:
-                    say(f"an epoch has {total} steps and takes about {seconds:.0f} s")
-
-    def report(self, rows, columns, shown=None, **extra):
-        """Write the rows to results.json and results.csv, and print the table; returns the rows.
-
-        rows: {"method", "seed", "set", "against" (optional), "n", metric: value, ...}, where n is
-        the number of examples of `set`. columns: the metrics that the table shows; shown: the rows
-        that it shows [default: all]; extra: what else results.json stores.
-        """
-        rows = as_json(rows)
-        on_main(self._report, rows, columns, as_json(shown or rows), extra)
-        return rows
-
-    def _report(self, rows, columns, shown, extra):
-        content = {"script": self.script, "config": options(self.args), "columns": columns,
-                   "seconds": time.perf_counter() - self.start,
-                   "environment": environment(self.args.device), "rows": rows, **extra}
-        self.write("results.json", json.dumps(as_json(content), indent=1))
-        self.write("results.csv", to_csv(rows))
-        say(f"\n{format_results(shown, columns)}\n")
+    def write(self, name, content):
+        """Write bytes or text as a file of the directory."""
         if self.writable:
-            say(f"results, pictures and log files are in {self.dir}")
+            write(self.dir / name, content)
 
     def write_csv(self, name, columns):
         """Write a table {column: values [N]} as a CSV file of the directory."""
@@ -1362,7 +1180,7 @@ class Run:
         rows = [dict(zip(columns, line)) for line in zip(*values, strict=True)]
         self.write(name, to_csv(rows))
         if self.writable:
-            say(f"{self.dir / name}: {len(rows)} rows")
+            print(f"{self.dir / name}: {len(rows)} rows", flush=True)
 
     def save_figure(self, figure, name):
         """Write a matplotlib figure as a PNG file of the directory, and free it."""
@@ -1373,39 +1191,43 @@ class Run:
         pyplot.close(figure)
         self.write(name, buffer.getvalue())
 
+    def report(self, rows, columns, shown=None, **extra):
+        """Write the rows to results.json and results.csv, and print the table; returns the rows.
 
-def origin_of(net, train_set):
-    """What tells whether a checkpoint fits a network and a training set: {name: text}.
+        rows: {"method", "seed", "set", "against" (optional), "n", metric: value, ...}, where n is
+        the number of examples of `set`. columns: the metrics that the table shows; shown: the rows
+        that it shows, if not all; extra: what else results.json stores.
+        """
+        rows = as_json(rows)
+        content = {"script": self.script, "config": {**options(self.args), **self.identity},
+                   "columns": columns, "seconds": time.perf_counter() - self.began,
+                   "environment": environment(self.args.device), "rows": rows, **extra}
 
-    The layers and their settings, the classes and the number of training examples.
-    """
-    origin = {}
-    if net is not None:
-        # One that several processes train is the same network.
-        layers = str(net).replace(GlobalBatchNorm2d.__name__, "BatchNorm2d")
-        origin["network"] = hashlib.sha256(layers.encode()).hexdigest()
-    if train_set is not None:
-        # Molecules have no classes.
-        classes = " ".join(getattr(train_set, "classes", ()))
-        origin["training_set"] = f"{len(train_set)} examples {classes}"
-    return origin
+        def store():
+            self.write("results.json", json.dumps(as_json(content), indent=1))
+            self.write("results.csv", to_csv(rows))
+            if self.args.plot and any(self.histories.values()):
+                self.save_figure(draw_histories(self.histories), "training.png")
+            print(f"\n{format_results(as_json(shown or rows), columns)}\n", flush=True)
+            if self.writable:
+                print(f"results, pictures and log files are in {self.dir}", flush=True)
+
+        on_main(store)
+        return rows
 
 
 def environment(device):
     """What is needed to repeat a number: commit, versions, device, processes, threads."""
-    commit = ""
+    commit = None
     command = ["git", "-C", Path(__file__).resolve().parent, "describe", "--always", "--dirty"]
     with contextlib.suppress(OSError):  # git is not installed
-        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
     name = platform.machine()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    return {"commit": commit or None, "python": platform.python_version(),
-            "torch": torch.__version__, "numpy": np.__version__, "device": name,
-            "tf32_in_convolutions": torch.backends.cudnn.allow_tf32,
-            # `report` calls this inside `on_main`, where world_size() is 1.
-            "processes": int(os.environ.get("WORLD_SIZE", 1)),
-            "threads": torch.get_num_threads()}
+    return {"commit": commit, "python": platform.python_version(), "torch": torch.__version__,
+            "device": name, "tf32_in_convolutions": torch.backends.cudnn.allow_tf32,
+            "processes": world_size(), "threads": torch.get_num_threads()}
 
 
 def device_memory(device):
@@ -1424,20 +1246,26 @@ def device_memory(device):
 def prediction_columns(dataset, log_probs, classes=()):
     """The columns of predictions.csv for a set: what each example is, and what is predicted.
 
-    dataset: a set of data.py; log_probs [N, K], or [M, N, K] of an ensemble; classes: the names of
-    the K classes. File or index; label if known; predicted class; confidence; total, aleatoric and
-    epistemic uncertainty in nats (of a single network, the epistemic one is 0).
+    dataset: a set of data.py; log_probs {method: [M, N, K]} of M members or samples (1 of a single
+    network), the script's main method first; classes: the names of the K classes. After file (or
+    index) and label (if known) come, for each method, predicted class, confidence, and total,
+    aleatoric and epistemic uncertainty in nats; the names of all but the first method's columns
+    end with the method. A single network has no epistemic uncertainty: its column is empty.
     """
-    log_probs = torch.as_tensor(log_probs).double()
-    if log_probs.ndim == 2:
-        log_probs = log_probs[None]
-    confidence, predicted = log_probs.exp().mean(0).max(1)
-    uncertainty = ensemble_uncertainty(log_probs)
     columns = example_columns(dataset, classes)
-    columns["predicted"] = class_names(predicted, classes)
-    columns["confidence"] = confidence
-    for name in ("total", "aleatoric", "epistemic"):
-        columns[name] = uncertainty[name]
+    ending = ""
+    for method, members in log_probs.items():
+        if columns.keys() - {"file", "index", "label"}:
+            ending = f"_{method}"
+        members = members.double()
+        confidence, predicted = members.exp().mean(0).max(1)
+        columns[f"predicted{ending}"] = class_names(predicted, classes)
+        columns[f"confidence{ending}"] = confidence
+        uncertainty = ensemble_uncertainty(members)
+        if len(members) == 1:
+            uncertainty["epistemic"] = [None for _ in predicted]
+        for name, values in uncertainty.items():
+            columns[f"{name}{ending}"] = values
     return columns
 
 
@@ -1474,87 +1302,90 @@ KEYS = ("run", "method", "set", "against", "n")  # of a row; all else but the se
 
 def pool(rows, metrics):
     """Average the rows that differ only in their seed: a list of {column: text}."""
-    groups = {}  # {key: {seed: row}}
+    groups = {}  # {key: rows}
     for row in rows:
         key = tuple(row.get(name) for name in KEYS)
-        groups.setdefault(key, {})[row.get("seed")] = row
+        groups.setdefault(key, []).append(row)
     lines = []
-    for key, by_seed in groups.items():
-        group = list(by_seed.values())
+    for key, group in groups.items():
         line = dict(zip(KEYS, key))
-        line["seeds"] = len(group)
+        seeds = {row.get("seed") for row in group}
+        line["seeds"] = len(seeds)
+        if len(group) > len(seeds):
+            line["seeds"] = f"{len(seeds)} in {len(group)} runs"
         # Ensembles of different seeds that share members are not independent.
-        members = sum((row.get("members") or [] for row in group), [])
+        members = []
+        for row in group:
+            members += row.get("members") or []
         independent = len(set(members)) == len(members)
         for metric in metrics:
-            values = [row[metric] for row in group if row.get(metric) is not None]
-            line[metric] = pooled_text(values, independent)
+            line[metric] = pooled_text([row.get(metric) for row in group], independent)
         lines.append(line)
     return lines
 
 
 def pooled_text(values, independent=True):
-    """The mean and, where it is defined, the standard error of numbers: "0.912 ± 0.004"."""
-    if not values:
+    """The mean and, where it is defined, the standard error of numbers: "0.912 ± 0.004".
+
+    None stands for a number that is missing, infinite or not a number; the text then says how many
+    values it is made from: "0.912 ± 0.004 (2 of 3)". Texts and equal counts are shown as they are.
+    """
+    found = [value for value in values if value is not None]
+    if not found:
         return None
-    if not all(isinstance(value, (int, float)) for value in values):
-        return str(values[0])
-    if all(isinstance(value, int) and value == values[0] for value in values):
-        return str(values[0])  # a count
-    mean = float(np.mean(values))
-    digits = ".4f" if abs(mean) < 1000 else ".5g"
-    text = format(mean, digits)
-    if len(values) > 1 and independent:
-        text += f" ± {standard_error(values):{digits}}"
+    text = str(found[0])
+    is_text = not isinstance(found[0], (int, float))
+    is_count = isinstance(found[0], int) and all(value == found[0] for value in found)
+    if not is_text and not is_count:
+        mean = float(np.mean(found))
+        digits = ".4f" if abs(mean) < 1000 else ".5g"
+        text = format(mean, digits)
+        if len(found) > 1 and independent:
+            text += f" ± {standard_error(found):{digits}}"
+    if len(found) < len(values):
+        text += f" ({len(found)} of {len(values)})"
     return text
 
 
 def to_csv(rows):
-    """CSV text of rows {column: value}; None is an empty cell."""
+    """CSV text of rows {column: value}, numbers with six significant digits; None is empty."""
     text = io.StringIO()
-    columns = {name: None for row in rows for name in row}
-    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    columns = {}  # a dictionary, because it keeps the order
+    for row in rows:
+        columns |= row
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    for row in rows:
+        writer.writerow([six_digits(row.get(name)) for name in columns])
     return text.getvalue()
 
 
-def format_table(rows, form="text"):
-    """Rows {column: value} as a table in text or markdown, without empty columns."""
-    columns = [name for name in rows[0] if any(row[name] is not None for row in rows)]
-    lines = [columns]
-    for row in rows:
-        lines.append(["" if row[name] is None else str(row[name]) for name in columns])
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    lines.insert(1, ["-" * width for width in widths])
-    padded = [[cell.ljust(width) for cell, width in zip(line, widths)] for line in lines]
-    if form == "markdown":
-        return "\n".join("| " + " | ".join(line) + " |" for line in padded)
-    return "\n".join("  ".join(line).rstrip() for line in padded)
+def six_digits(value):
+    return f"{value:.6g}" if isinstance(value, float) else value
 
 
-def format_results(rows, metrics, form="text"):
+def format_table(rows):
+    """Rows {column: value} as lines of text, without empty columns."""
+    columns = []
+    for name in rows[0]:
+        cells = ["" if row[name] is None else str(row[name]) for row in rows]
+        if any(cells):
+            width = max(len(name), *map(len, cells))
+            rule = "".ljust(width, "-")
+            columns.append([cell.ljust(width) for cell in [name, rule] + cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns))
+
+
+def format_results(rows, metrics):
     """A table of the predictions on each set, then one of the comparisons of two sets."""
     single = [row for row in rows if not row.get("against")]
     pairs = [row for row in rows if row.get("against")]
-    tables = [format_table(pool(part, metrics), form) for part in (single, pairs) if part]
+    tables = [format_table(pool(part, metrics)) for part in (single, pairs) if part]
     return "\n\n".join(tables)
 
 
-def read_results(path):
-    """The content of the results.json of a run; None if the file has none."""
-    try:
-        content = as_json(json.loads(Path(path, "results.json").read_text()))  # NaN is None
-        pool(content["rows"], [])
-        return {"script": str(content["script"]), "config": dict(content["config"]),
-                "columns": [str(name) for name in content["columns"]], "rows": content["rows"]}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-
-
-# Options in which the runs of one table may differ without a word in its "run" column.
-NOT_SHOWN = ("seed", "runs", "name", "out_dir", "data_dir", "device", "workers", "compile", "eval",
-             "fresh", "plot", "predict")
+# Options in which the runs of one table may differ without a word.
+HIDDEN = tuple(name for name in NOT_IDENTITY if name != "data_dir")
 
 
 def run_label(content, contents):
@@ -1565,61 +1396,69 @@ def run_label(content, contents):
     words = []
     if any(other["script"] != content["script"] for other in contents):
         words.append(content["script"])
+    configs = [other["config"] for other in contents if other["script"] == content["script"]]
     for name, value in content["config"].items():
-        differs = any(other["config"].get(name) != value for other in contents
-                      if other["script"] == content["script"])
-        if differs and name not in NOT_SHOWN:
+        differs = any(config.get(name) != value for config in configs)
+        if differs and name not in ("seed",) + HIDDEN:
             words.append(f"{name}={value}")
     return " ".join(words) or None
 
 
-LONGEST_LABEL = 40  # characters in the "run" column
+def join_pairs(rows):
+    """The rows that compare two sets, each with the predictions on the first of them; the rest."""
+    predictions = {}
+    for row in rows:
+        if not row.get("against"):
+            predictions[row["run"], row["method"], row["set"], row["seed"]] = row
+    joined = []
+    alone = dict(predictions)
+    for row in rows:
+        key = (row["run"], row["method"], row["set"], row["seed"])
+        if row.get("against"):
+            joined.append({**predictions.get(key, {}), **row})
+            alone.pop(key, None)
+    return joined + list(alone.values())
 
 
-def print_legend(labels):
-    """If a label is too long for a column, number all and print what they mean: {label: name}."""
-    names = {label: label for label in labels}
-    if any(len(label or "") > LONGEST_LABEL for label in labels):
-        for number, label in enumerate(names, 1):
-            names[label] = f"run {number}"
-            print(f"run {number}: {label}")
-        print()
-    return names
+# What the rows of all scripts have; ms is the time of a prediction, bytes the size of the network.
+SHARED_COLUMNS = ("accuracy", "nll", "ece15", "auroc_total", "auroc_epistemic", "auroc_density",
+                  "ms", "bytes")
 
 
 def table(argv=None):
     """`python common.py table RUN ...`: tabulate the results of finished runs."""
-    parser = argparse.ArgumentParser(prog="common.py table", description=table.__doc__)
+    parser = argparse.ArgumentParser(prog="common.py table", description=table.__doc__,
+                                     epilog="Runs of several scripts make one table, with a row "
+                                     "for each method, set and OOD set.")
     parser.add_argument("runs", nargs="+", help="run directories")
     parser.add_argument("--metrics", nargs="+", help="columns [default: those that the runs print]")
     parser.add_argument("--sets", nargs="+", help="show only rows of these sets")
-    parser.add_argument("--format", choices=["text", "markdown"], default="text")
     args = parser.parse_args(argv)
     contents = []
-    for path in args.runs:
-        content = read_results(path)
-        if content is None:
-            print(f"skipped: {path} is not the directory of a finished run", file=sys.stderr)
-        else:
-            contents.append(content)
+    for directory in args.runs:
+        try:
+            contents.append(json.loads(Path(directory, "results.json").read_text()))
+        except (OSError, ValueError):
+            print(f"skipped: {directory} is not the directory of a finished run", file=sys.stderr)
     rows = []
-    columns = []
+    columns = {}  # a dictionary, because it keeps the order
     for content in contents:
+        # Runs with the same label differ only in their seeds: their rows are pooled.
         label = run_label(content, contents)
-        columns += content["columns"]
+        columns |= dict.fromkeys(content["columns"])
         for row in content["rows"]:
-            if not args.sets or row.get("set") in args.sets:
+            if not args.sets or row["set"] in args.sets:
                 rows.append({**row, "run": label})
+    known = {name for row in rows for name in row}
+    for name in args.metrics or []:
+        if name not in known:
+            raise UserError(f"--metrics {name}: not found in any row")
     if not rows:
         raise UserError("no rows to show: check the names of the runs and of --sets")
-    for name in args.metrics or []:
-        if not any(name in row for row in rows):
-            raise UserError(f"--metrics {name}: not found in any row")
-    # Runs with the same label share it: their rows are pooled.
-    names = print_legend([row["run"] for row in rows])
-    rows = [{**row, "run": names[row["run"]]} for row in rows]
-    metrics = args.metrics or list(dict.fromkeys(columns))
-    print(format_results(rows, metrics, args.format))
+    if len({content["script"] for content in contents}) > 1:
+        print(format_table(pool(join_pairs(rows), args.metrics or SHARED_COLUMNS)))
+    else:
+        print(format_results(rows, args.metrics or list(columns)))
 
 
 # ---- Pictures, and the start of a script --------------------------------------------------------
@@ -1646,6 +1485,41 @@ def colours(count):
     return colormaps["turbo"](np.linspace(0.05, 0.95, count))
 
 
+def draw_histories(histories):
+    """A figure of {checkpoint: a row for each epoch}: a panel for each number that was logged."""
+    names = {}  # a dictionary, because it keeps the order
+    for history in histories.values():
+        names |= dict.fromkeys(name for row in history for name in row)
+    metrics = [name for name in names if name not in ("epoch", "seconds", "lr")]
+    figure, axes = make_figure(1, len(metrics), figsize=(4 * len(metrics), 3), squeeze=False)
+    for panel, metric in zip(axes[0], metrics):
+        for colour, (name, history) in zip(colours(len(histories)), histories.items()):
+            rows = [row for row in history if metric in row]
+            epochs = [row["epoch"] for row in rows]
+            panel.plot(epochs, [row[metric] for row in rows], ".-", color=colour, label=name)
+        panel.set(xlabel="epoch", title=metric)
+    if len(histories) <= len(COLOURS):
+        axes[0, 0].legend(frameon=False)
+    return figure
+
+
+def as_user_error(error):
+    """The UserError that says what an exception means to the user; None for programming errors."""
+    if isinstance(error, UserError):
+        return error
+    # PyTorch's allocator of CPU memory raises a RuntimeError; the second text is Windows's.
+    text = str(error)
+    out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if out_of_memory or "can't allocate memory" in text or "not enough memory" in text:
+        return UserError("out of memory; use a smaller --batch-size or --width, --amp bf16, or a "
+                         "device with more memory")
+    # Errors of standard output name no file.
+    if isinstance(error, OSError) and error.filename is None:
+        if error.errno in (errno.EPIPE, errno.ENOSPC, errno.EBADF):
+            return UserError(f"cannot print ({error.strerror}); what was saved is kept")
+    return None
+
+
 def launch(main):
     """Run main(). A UserError is printed as one line, with exit status 2.
 
@@ -1665,7 +1539,6 @@ def launch(main):
     signal.signal(signal.SIGTERM, stop)
     try:
         main()
-        print(end="", flush=True)  # sys.stdout is None where it was closed
     except Exception as error:
         message = as_user_error(error)
         if message is None:
@@ -1693,5 +1566,8 @@ def _fail(message):
 
 if __name__ == "__main__":
     if sys.argv[1:2] != ["table"]:
-        _fail("usage: python common.py table RUN ... [--metrics ...] [--format ...]")
+        _fail("usage: python common.py table RUN ... [--metrics ...] [--sets ...]; python "
+              "common.py table --help says more")
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # table ... | head
     launch(lambda: table(sys.argv[2:]))

@@ -15,32 +15,34 @@ Baseline", CVPR 2023, arXiv:2102.11582. Algorithm 1 of the paper:
 Usage:
   python ddu.py                                         # dirty_glyphs, offline, two CPU cores
   torchrun --nproc_per_node 8 ddu.py --dataset cifar10  # the paper's WRN-28-10, 350 epochs
-  python ddu.py --eval --predict glyphs_letters         # evaluate again, predict another set
-  python ddu.py --features train.npz --score test.npz ood.npz    # on your own features
+  python ddu.py --dataset folder:images --model torchvision/resnet18   # your images and network
+  python ddu.py --features train.npz --score test.npz ood.npz          # your own features
 
-Expected (more in tests/RESULTS.md): `OMP_NUM_THREADS=1 python ddu.py --runs 3`, 100 seconds per
-  seed on a CPU core: AUROC of letters against digits and blends of digits 0.966 +- 0.001 by the
-  density, 0.688 +- 0.007 by the softmax entropy (mean +- standard error, n = 3).
+Expected (more in tests/RESULTS.md): to be measured.
 
-Differences from the published code (github.com/omegafragger/DDU, commit f597744):
-  - Densities include q(c) = n_c / N, as in the paper; the published evaluation leaves it out.
-  - Class log densities stay in float64. The published evaluation rounds them to float32, where
-    the posteriors of the Gaussians tie.
-  - The jitter is relative to the variance of the features. The published search looks for the
-    text of an error message that current PyTorch does not use (issues #4 and #8 there).
-  - The OOD threshold is a quantile of the validation densities; there it is chosen by eye.
-  - The temperature is the exact optimum, not the best of 100 grid points.
-  - Ambiguous-MNIST repeats each image ten times; here no image is in both the training and the
-    validation set. CIFAR-100 and SVHN are normalised by their own statistics, not by CIFAR-10's.
-  - Active learning ranks log densities (densities underflow to ties), needs no validation set,
-    knows the ambiguous examples from their labels, and sees each label in each epoch.
-  - The members of an ensemble are networks like the single one, trained on the same split; there,
-    they are plain networks on different splits.
-  - The last, smaller batch of an epoch is used; there, it is dropped. --shrinkage is new.
+Differences from the published code (github.com/omegafragger/DDU, commit f597744), "there":
+  - -sn and -mod are on by default (there, off). Milestones scale with --epochs (there, 150 and
+    250). dirty_mnist trains 100 epochs (there, 350) on Ambiguous-MNIST 1.0.0 (there, 0.6.0).
+  - Densities include q(c) = n_c / N, as in the paper; there, they do not.
+  - Class log densities stay in float64; there, float32, where the posteriors q(c|z) tie.
+  - The jitter is relative to the variance of the features. The search there looks for the text of
+    an error message that current PyTorch does not use (issues #4 and #8 there).
+  - The temperature is the exact optimum; there, the best of 100 values.
+  - Each image of Ambiguous-MNIST occurs ten times; here, never in training and validation both.
+  - CIFAR-100 and SVHN have their own statistics; there, and with --load, those of CIFAR-10.
+  - Members of an ensemble share a split, and processes the statistics of batch norm.
+  - Active learning ranks log densities (there, densities, which underflow to ties) in the whole
+    pool (there, 90 %). Ambiguous is what has several labels; there, an entropy above 1 nat.
+  - m1, m2 there are energy, total of a softmax; density, gmm_entropy of Gaussians; epistemic,
+    total of an ensemble. Decisions, --shrinkage and the acquisition `random` are new.
 """
 
 import argparse
 import math
+import re
+import sys
+import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,373 +57,9 @@ import common
 import data
 from common import UserError, at_least, between
 
-# ---- Arguments ----------------------------------------------------------------------------------
-
-# published code: figures 1 and 2 use ResNet-18 with spectral normalisation, without -mod
-MNIST = dict(model="resnet18", mod=False, ood=["fashion_mnist"])
-GLYPHS = dict(model="resnet18", mod=False, width=0.25, epochs=5, schedule="one_cycle",
-              ood=["glyphs_letters"])
-PRESETS = {
-    # The defaults of every preset, the paper's recipe: WRN-28-10 with spectral
-    # normalisation; the learning rate is divided by 10 after epochs 150 and 250.
-    "": dict(model="wide_resnet", sn=True, mod=True, coeff=3.0, opt="sgd", lr=0.1,
-             weight_decay=5e-4, batch_size=128, epochs=350, schedule="step", augment=False,
-             ood=["svhn"]),
-    "cifar10": dict(augment=True, ood=["svhn", "cifar100", "tiny_imagenet"]),
-    "cifar100": dict(augment=True, ood=["svhn", "tiny_imagenet"]),
-    "svhn": dict(ood=["cifar10", "cifar100"]),
-    "tiny_imagenet": dict(model="resnet50", augment=True),
-    # This network is pretrained, so there is no epoch of training.
-    "imagenet": dict(model="torchvision/resnet50", sn=False, mod=False, epochs=0, batch_size=256,
-                     ood=["imagenet_o"]),
-    "mnist": MNIST,
-    "fashion_mnist": dict(MNIST, ood=["mnist"]),
-    "dirty_mnist": dict(MNIST, epochs=100),
-    "glyphs": GLYPHS,
-    "dirty_glyphs": GLYPHS,
-    "numbers": GLYPHS,
-    # Your own images: a small network that trains on two CPU cores in minutes.
-    "folder": dict(model="resnet18", mod=False, width=0.25, epochs=20, batch_size=32, lr=0.01,
-                   schedule="one_cycle", augment=True, ood=[], shrinkage=True),
-}
-# published code: active learning uses one recipe for all data sets, a plain ResNet-18
-ACTIVE_LEARNING = dict(model="resnet18", sn=False, mod=False, opt="adam", lr=1e-3,
-                       weight_decay=5e-4, batch_size=64, epochs=20, schedule="constant",
-                       augment=False, ood=[], ensemble=5)
-# Unions of a clean and an ambiguous set: which rows of the test set each has.
-PARTS = {
-    "dirty_mnist": {"mnist": slice(10_000), "ambiguous_mnist": slice(10_000, None)},
-    "dirty_glyphs": {"glyphs": slice(2_000), "glyphs_ambiguous": slice(2_000, None)},
-}
-
-ACQUISITIONS = ("density", "entropy", "pe", "mi", "random")
-
-
-def parse_args(argv=None):
-    parser = common.Parser(__doc__, PRESETS, "dirty_glyphs",
-                           modes={"active_learning": ACTIVE_LEARNING})
-    flag = argparse.BooleanOptionalAction
-    add = parser.group("network").add_argument
-    add("--model", help="lenet, resnet18, resnet50, wide_resnet, vgg16, or torchvision/NAME for a "
-        "pretrained network, with NAME as in torchvision.models.get_model")
-    add("--weights", default="DEFAULT",
-        help="weights of torchvision/NAME: DEFAULT downloads them; or a file with a state dict")
-    add("-sn", "--sn", action=flag,
-        help="use soft spectral normalisation in every layer but the head")
-    add("--coeff", type=at_least(1e-6, float),
-        help="upper bound on the spectral norm of a layer (paper: 3)")
-    add("-mod", "--mod", action=flag,
-        help="use leaky ReLU, and average pooling instead of 1x1 convolutions in shortcuts")
-
-    add = parser.group("training").add_argument
-    add("--opt", choices=["sgd", "adam"],
-        help="optimiser; Adam needs a learning rate near 1e-3 (paper: SGD with momentum 0.9)")
-    add("--weight-decay", "--decay", type=at_least(0, float),
-        help="weight decay of all parameters (paper: 5e-4)")
-    add("--schedule", choices=["step", "one_cycle", "constant"],
-        help="'step' divides the learning rate by 10 after 3/7 and 5/7 of the epochs (paper); "
-        "'one_cycle' is better for short runs")
-    add("--augment", action=flag,
-        help="use random crops and flips (published code: only for CIFAR)")
-
-    add = parser.group("evaluation").add_argument
-    add("--ood", "--ood_dataset", nargs="*", metavar="NAME",
-        help="out-of-distribution sets; folder:PATH is a folder of images")
-    add("--shrinkage", action=flag, default=False,
-        help="shrink the covariances (Ledoit and Wolf), for few examples per class")
-    add("--density-quantile", type=between(0, 1), default=0.01,
-        help="an input is out-of-distribution if its log density is below this quantile of the "
-        "validation set's")
-    add("--entropy-threshold", type=at_least(0, float), default=0.35,
-        help="other inputs are ambiguous if their softmax entropy (--features: the entropy of "
-        "q(c|z)) is above this, in nats")
-    add("--ensemble", type=at_least(1), default=1, metavar="M",
-        help="number of networks; for more than one, the ensemble is also evaluated (paper: 5)")
-    add("--score", nargs="+", default=[], metavar="NPZ",
-        help="files to score with --features; the first one is in-distribution")
-    add("--active-learning", nargs="+", choices=ACQUISITIONS, metavar="NAME",
-        help="label a pool step by step, and compare acquisition functions: density, entropy, pe "
-        "and mi (predictive entropy and mutual information of an ensemble), random")
-
-    add = parser.group("method").add_argument
-    add("--features", metavar="NPZ", help="fit the Gaussians to your own features: a file with "
-        "'features' [N, D] and 'labels' [N], a tenth of which is held out")
-    add("--num-initial-samples", type=at_least(2), default=20,
-        help="active learning: number of labels at the start (published code: 20)")
-    add("--max-training-samples", type=at_least(2), default=300,
-        help="active learning: number of labels at the end (published code: 300)")
-    add("--acquisition-batch-size", type=at_least(1), default=5,
-        help="active learning: number of new labels in each step (published code: 5)")
-    args = parser.parse(argv)
-    check_options(args)
-    return args
-
-
-def check_options(args):
-    """Refuse options that contradict each other, or that would have no effect."""
-    if bool(args.features) != bool(args.score):
-        raise UserError("--features TRAIN.npz and --score FILE.npz ... must be used together")
-    if args.features:
-        unused = [name for name in args.identity if name not in ("features", "seed")]
-        unused += ["active_learning", "ensemble", "eval", "ood", "predict", "runs"]
-        common.refuse(args, unused, "with --features")
-        args.identity = ["features", "seed"]
-    if args.active_learning:
-        common.refuse(args, ["ood", "predict", "density_quantile", "entropy_threshold",
-                             "limit_train"], "with --active-learning")
-        if "density" not in args.active_learning:
-            common.refuse(args, ["shrinkage"], "without --active-learning density")
-        if not {"pe", "mi"} & set(args.active_learning):
-            common.refuse(args, ["ensemble"], "without --active-learning pe or mi")
-    else:
-        common.refuse(args, ["num_initial_samples", "max_training_samples",
-                             "acquisition_batch_size"], "without --active-learning")
-    if (args.features or args.active_learning) and common.world_size() > 1:
-        raise UserError("--features and --active-learning run in one process: start without "
-                        "torchrun")
-    if args.max_training_samples < args.num_initial_samples:
-        raise UserError(f"--max-training-samples {args.max_training_samples}: must be at least "
-                        f"--num-initial-samples {args.num_initial_samples}")
-    pretrained = args.model.startswith("torchvision/")
-    if not pretrained:
-        common.refuse(args, ["weights"], "without --model torchvision/NAME")
-    if pretrained or args.model == "lenet":
-        common.refuse(args, ["width"], f"with --model {args.model}")
-        if args.sn or args.mod:
-            raise UserError(f"--model {args.model} has neither spectral normalisation nor -mod; "
-                            "add --no-sn --no-mod")
-    if not args.sn:
-        common.refuse(args, ["coeff"], "without --sn")
-
-
-# ---- Model --------------------------------------------------------------------------------------
-
-
-class Network(nn.Module):
-    """A feature extractor and a linear head.
-
-    Returns logits [B, K] and features z [B, D] of images [B, C, H, W].
-    """
-
-    def __init__(self, extractor, head):
-        super().__init__()
-        self.extractor = extractor
-        self.head = head
-
-    def forward(self, x):
-        z = self.extractor(x)
-        return self.head(z), z
-
-
-class Residual(nn.Module):
-    """A residual block: after(body(x) + shortcut(x))."""
-
-    def __init__(self, body, shortcut, after=nn.Identity()):
-        super().__init__()
-        self.body = body
-        self.shortcut = shortcut
-        self.after = after
-
-    def forward(self, x):
-        return self.after(self.body(x) + self.shortcut(x))
-
-
-class PoolShortcut(nn.Module):
-    """The shortcut of -mod: average pooling, then channels of zeros."""
-
-    def __init__(self, stride, extra_channels):
-        super().__init__()
-        self.stride = stride
-        self.extra_channels = extra_channels
-
-    def forward(self, x):
-        if self.stride > 1:
-            # published code: images of odd size are subsampled, not averaged
-            kernel = 1 if x.shape[-1] % 2 else self.stride
-            x = F.avg_pool2d(x, kernel, self.stride)
-        return F.pad(x, (0, 0, 0, 0, 0, self.extra_channels))
-
-
-def activation(args):
-    return nn.LeakyReLU(0.01) if args.mod else nn.ReLU()
-
-
-def conv(c_in, c_out, kernel=3, stride=1):
-    return nn.Conv2d(c_in, c_out, kernel, stride, padding=kernel // 2, bias=False)
-
-
-def conv_bn_act(c_in, c_out, args, kernel=3, stride=1):
-    return [conv(c_in, c_out, kernel, stride), nn.BatchNorm2d(c_out), activation(args)]
-
-
-def make_shortcut(c_in, c_out, stride, args, batch_norm=False):
-    """Identity if the shape stays the same, else pooling (-mod) or a 1x1 convolution."""
-    if stride == 1 and c_in == c_out:
-        return nn.Identity()
-    if args.mod:
-        return PoolShortcut(stride, c_out - c_in)
-    # Subsample first: the strided 1x1 convolution of PyTorch 2.14 writes out of bounds on CPUs.
-    layers = nn.Sequential(nn.AvgPool2d(1, stride), conv(c_in, c_out, kernel=1))
-    if batch_norm:
-        layers.append(nn.BatchNorm2d(c_out))
-    return layers
-
-
-# Each of the following functions builds the feature extractor of one network, for
-# images of `shape` (C, H, W): it returns a list of layers and the number of features.
-
-
-def lenet(args, shape):
-    """LeNet-5, for grey images of 28x28 pixels."""
-    if tuple(shape) != (1, 28, 28):
-        raise UserError(f"--model lenet needs grey images of 28x28 pixels, not {tuple(shape)}")
-    layers = [nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2),
-              nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-              nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU()]
-    return layers, 84
-
-
-def vgg16(args, shape):
-    """VGG-16 with batch norm; on small images, the first of its five max pools is skipped."""
-    layers = []
-    c_in = shape[0]
-    for stage, (width, depth) in enumerate([(64, 2), (128, 2), (256, 3), (512, 3), (512, 3)]):
-        c_out = max(1, round(width * args.width))
-        for _ in range(depth):
-            layers += conv_bn_act(c_in, c_out, args)
-            c_in = c_out
-        if stage > 0 or shape[-1] >= 32:
-            layers.append(nn.MaxPool2d(2))
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return layers, c_in
-
-
-def resnet18(args, shape):
-    return resnet(args, shape, basic_block, expansion=1, depths=(2, 2, 2, 2))
-
-
-def resnet50(args, shape):
-    return resnet(args, shape, bottleneck_block, expansion=4, depths=(3, 4, 6, 3))
-
-
-def resnet(args, shape, block, expansion, depths):
-    """A ResNet with the stem for CIFAR: a 3x3 convolution of stride 1, no max pool."""
-    width = max(1, round(64 * args.width))  # channels of the stem, doubled in every stage
-    layers = conv_bn_act(shape[0], width, args)
-    c_in = width
-    for stage, depth in enumerate(depths):
-        c_out = expansion * width * 2**stage
-        for index in range(depth):
-            # Every stage but the first one starts by halving the resolution.
-            stride = 2 if stage > 0 and index == 0 else 1
-            body = nn.Sequential(*block(c_in, c_out, stride, args))
-            shortcut = make_shortcut(c_in, c_out, stride, args, batch_norm=True)
-            layers.append(Residual(body, shortcut, activation(args)))
-            c_in = c_out
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return layers, c_in
-
-
-def basic_block(c_in, c_out, stride, args):
-    first = conv_bn_act(c_in, c_out, args, stride=stride)
-    return first + [conv(c_out, c_out), nn.BatchNorm2d(c_out)]
-
-
-def bottleneck_block(c_in, c_out, stride, args):
-    c = c_out // 4
-    first = conv_bn_act(c_in, c, args, kernel=1)
-    second = conv_bn_act(c, c, args, stride=stride)
-    return first + second + [conv(c, c_out, kernel=1), nn.BatchNorm2d(c_out)]
-
-
-def wide_resnet(args, shape, depth=28):
-    """WRN-28-10, with batch norm and activation before each convolution."""
-    layers = [conv(shape[0], 16)]
-    c_in = 16
-    for stage in range(3):
-        c_out = max(1, round(160 * args.width)) * 2**stage
-        for index in range((depth - 4) // 6):
-            stride = 2 if stage > 0 and index == 0 else 1
-            body = nn.Sequential(
-                nn.BatchNorm2d(c_in), activation(args), conv(c_in, c_out, stride=stride),
-                nn.BatchNorm2d(c_out), activation(args), nn.Dropout(0.3), conv(c_out, c_out))
-            # The shortcut starts at the raw input, before batch norm and activation.
-            layers.append(Residual(body, make_shortcut(c_in, c_out, stride, args)))
-            c_in = c_out
-    layers += [nn.BatchNorm2d(c_in), activation(args), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return layers, c_in
-
-
-# To add a network, add its function here.
-NETWORKS = {"lenet": lenet, "resnet18": resnet18, "resnet50": resnet50, "wide_resnet": wide_resnet,
-            "vgg16": vgg16}
-
-
-def make_network(args, num_classes, shape):
-    """The network --model for images of `shape` (C, H, W), on its device."""
-    if args.model.startswith("torchvision/"):
-        net = torchvision_network(args, num_classes)
-    elif args.model in NETWORKS:
-        made = NETWORKS[args.model](args, shape)
-        layers, dim = common.check_layers(args.model, made, shape)
-        net = Network(nn.Sequential(*layers), nn.Linear(dim, num_classes))
-    else:
-        names = ", ".join(NETWORKS)
-        raise UserError(f"--model {args.model}: choose one of {names}, torchvision/NAME")
-
-    if args.model == "wide_resnet":
-        # published code: this initialisation, and a slow average of the batch statistics
-        for module in net.modules():
-            if isinstance(module, (nn.Conv2d, nn.Linear)):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, nn.BatchNorm2d):
-                module.momentum = 0.01
-        nn.init.zeros_(net.head.bias)
-    if args.sn:
-        try:
-            spectral_normalise(net.extractor, shape, args.coeff)
-        except (ValueError, RuntimeError) as error:
-            raise UserError(f"--model {args.model}: {common.one_line(error)}") from None
-    return net.to(args.device, memory_format=torch.channels_last)
-
-
-def torchvision_network(args, num_classes):
-    """A pretrained classifier, whose features are the inputs of its last linear layer."""
-    from torchvision import models
-
-    name = args.model.removeprefix("torchvision/")
-    state = None
-    weights = "DEFAULT"
-    if args.weights != "DEFAULT":
-        state = common.load_checkpoint(args.weights)
-        weights = None
-
-    def read():
-        try:
-            net = models.get_model(name, weights=weights, num_classes=num_classes)
-            if state is not None:
-                net.load_state_dict(state)
-            linear_layers = [n for n, layer in net.named_modules() if isinstance(layer, nn.Linear)]
-            return net, linear_layers[-1]
-        except Exception as error:  # unknown name, no download, no linear layer, other shapes
-            raise UserError(f"--model {args.model} --weights {args.weights}: "
-                            f"{common.one_line(error)}; give the name of a classifier of "
-                            f"torchvision for {num_classes} classes, and its weights") from None
-
-    net, last = common.on_each_machine(read)
-    head = net.get_submodule(last)
-    net.set_submodule(last, nn.Identity())
-    return Network(net, head)
-
-
 # ---- Method -------------------------------------------------------------------------------------
-# To copy this section, copy these imports, too:
-#   from typing import NamedTuple
-#   import torch
-#   import torch.nn.functional as F
-#   from torch import Tensor, nn
-#   from torch.distributions import MultivariateNormal
-#   from torch.nn.utils import parametrize
+# The paper, as functions of tensors. This section runs alone: paste it below the imports, of which
+# it needs those of typing and torch.
 
 
 class SoftSpectral(nn.Module):
@@ -611,17 +249,21 @@ def cholesky_with_jitter(covariance):
     # The rounding error of a pivot is at most about D eps times the diagonal element
     # (Higham, Accuracy and Stability of Numerical Algorithms, theorem 10.3).
     rounding = variance.shape[1] * torch.finfo(variance.dtype).eps
+    factors = torch.empty_like(covariance)
     for relative in JITTERS:
         jitter = relative * variance.mean()
         diagonal.copy_(variance + jitter)
-        factor, failed = torch.linalg.cholesky_ex(covariance)
-        # A pivot, the square of a diagonal element of the factor, is the variance of a
-        # feature given the ones before it. In a singular matrix it can be a rounding
-        # error instead of 0.
-        pivots = factor.diagonal(dim1=1, dim2=2).square()
-        singular = pivots <= rounding * diagonal
-        if not failed.any() and not singular.any():
-            return factor, jitter.item()
+        is_regular = []
+        # One class after another, because a batch would need another 8 K D^2 bytes.
+        for c, matrix in enumerate(covariance):
+            factors[c], failed = torch.linalg.cholesky_ex(matrix)
+            # A pivot, the square of a diagonal element of the factor, is the variance of a
+            # feature given the ones before it. In a singular matrix it can be a rounding
+            # error instead of 0.
+            pivots = factors[c].diagonal().square()
+            is_regular.append((failed == 0) & (pivots > rounding * matrix.diagonal()).all())
+        if torch.stack(is_regular).all():
+            return factors, jitter.item()
     raise ValueError("the covariance of a class is singular: its features are constant, exact "
                      "functions of each other, or too large")
 
@@ -635,6 +277,11 @@ def class_log_densities(gaussians, features):
         log_densities = gaussians.normal.log_prob(z[:, None])          # [256, K]
         blocks.append((log_densities + gaussians.log_prior).cpu())
     return torch.cat(blocks)
+
+
+def log_density(gaussians, features):
+    """Compute log q(z) = logsumexp_c [log q(z|c) + log q(c)] of features [N, D]: [N], float64."""
+    return class_log_densities(gaussians, features).logsumexp(1)
 
 
 def density_scores(log_densities):
@@ -652,16 +299,21 @@ def softmax_entropy(logits):
 
 
 def softmax_scores(logits, temperature=1.0):
-    """Scores [N] of softmax(logits [N, K] / temperature), float64; the entropy is in nats."""
+    """Scores [N] of softmax(logits z [N, K] / temperature), float64.
+
+    total     its entropy in nats, the total uncertainty of the prediction
+    max_prob  its largest probability
+    energy    logsumexp_c z_c
+    """
     logits = logits.double() / temperature
-    return {"entropy": softmax_entropy(logits), "max_prob": logits.softmax(1).amax(1),
+    return {"total": softmax_entropy(logits), "max_prob": logits.softmax(1).amax(1),
             "energy": logits.logsumexp(1)}
 
 
-# Large values of a score mean in-distribution ("id") or out-of-distribution ("ood"). The last two
-# are those of an ensemble: the entropy of its mean, and the mutual information.
-SCORES = {"density": "id", "gmm_entropy": "ood", "entropy": "ood", "max_prob": "id", "energy": "id",
-          "total": "ood", "epistemic": "ood"}
+# Large values of a score mean in-distribution ("id") or out-of-distribution ("ood"). The last one
+# is that of an ensemble, its mutual information.
+SCORES = {"density": "id", "gmm_entropy": "ood", "total": "ood", "max_prob": "id", "energy": "id",
+          "epistemic": "ood"}
 REGIONS = ("clean", "ambiguous", "ood")
 
 
@@ -673,6 +325,256 @@ def decide(density, entropy, density_threshold, entropy_threshold):
     return region
 
 
+# ---- Model --------------------------------------------------------------------------------------
+
+
+class Network(nn.Module):
+    """A feature extractor and a linear head.
+
+    Returns logits [B, K] and features z [B, D] of images [B, C, H, W].
+    """
+
+    def __init__(self, extractor, head):
+        super().__init__()
+        self.extractor = extractor
+        self.head = head
+
+    def forward(self, x):
+        z = self.extractor(x)
+        return self.head(z), z
+
+
+class Residual(nn.Module):
+    """A residual block: after(body(x) + shortcut(x))."""
+
+    def __init__(self, body, shortcut, after=nn.Identity()):
+        super().__init__()
+        self.body = body
+        self.shortcut = shortcut
+        self.after = after
+
+    def forward(self, x):
+        return self.after(self.body(x) + self.shortcut(x))
+
+
+class PoolShortcut(nn.Module):
+    """The shortcut of -mod: average pooling, then channels of zeros."""
+
+    def __init__(self, stride, extra_channels):
+        super().__init__()
+        self.stride = stride
+        self.extra_channels = extra_channels
+
+    def forward(self, x):
+        if self.stride > 1:
+            # published code: images of odd size are subsampled, not averaged
+            kernel = 1 if x.shape[-1] % 2 else self.stride
+            x = F.avg_pool2d(x, kernel, self.stride)
+        return F.pad(x, (0, 0, 0, 0, 0, self.extra_channels))
+
+
+def activation(args):
+    return nn.LeakyReLU(0.01) if args.mod else nn.ReLU()
+
+
+def conv(c_in, c_out, kernel=3, stride=1):
+    return nn.Conv2d(c_in, c_out, kernel, stride, padding=kernel // 2, bias=False)
+
+
+def conv_bn_act(c_in, c_out, args, kernel=3, stride=1):
+    return [conv(c_in, c_out, kernel, stride), nn.BatchNorm2d(c_out), activation(args)]
+
+
+def make_shortcut(c_in, c_out, stride, args, batch_norm=False):
+    """Identity if the shape stays the same, else pooling (-mod) or a 1x1 convolution."""
+    if stride == 1 and c_in == c_out:
+        return nn.Identity()
+    if args.mod:
+        return PoolShortcut(stride, c_out - c_in)
+    # Subsample first: the strided 1x1 convolution of PyTorch 2.14 writes out of bounds on CPUs.
+    layers = nn.Sequential(nn.AvgPool2d(1, stride), conv(c_in, c_out, kernel=1))
+    if batch_norm:
+        layers.append(nn.BatchNorm2d(c_out))
+    return layers
+
+
+# Each of the following functions builds the feature extractor of one network, for
+# images of `shape` (C, H, W): it returns a list of layers and the number of features.
+
+
+def lenet(args, shape):
+    """LeNet-5, for grey images of 28x28 pixels."""
+    layers = [nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2),
+              nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+              nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU()]
+    return layers, 84
+
+
+def vgg16(args, shape):
+    """VGG-16 with batch norm; on small images, the first of its five max pools is skipped."""
+    layers = []
+    c_in = shape[0]
+    for stage, (width, depth) in enumerate([(64, 2), (128, 2), (256, 3), (512, 3), (512, 3)]):
+        c_out = max(1, round(width * args.width))
+        for _ in range(depth):
+            layers += conv_bn_act(c_in, c_out, args)
+            c_in = c_out
+        if stage > 0 or shape[-1] >= 32:
+            layers.append(nn.MaxPool2d(2))
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return layers, c_in
+
+
+def resnet18(args, shape):
+    return resnet(args, shape, basic_block, expansion=1, depths=(2, 2, 2, 2))
+
+
+def resnet50(args, shape):
+    return resnet(args, shape, bottleneck_block, expansion=4, depths=(3, 4, 6, 3))
+
+
+def resnet(args, shape, block, expansion, depths):
+    """A ResNet with the stem for CIFAR: a 3x3 convolution of stride 1, no max pool."""
+    width = max(1, round(64 * args.width))  # channels of the stem, doubled in every stage
+    layers = conv_bn_act(shape[0], width, args)
+    c_in = width
+    for stage, depth in enumerate(depths):
+        c_out = expansion * width * 2**stage
+        for index in range(depth):
+            # Every stage but the first one starts by halving the resolution.
+            stride = 2 if stage > 0 and index == 0 else 1
+            body = nn.Sequential(*block(c_in, c_out, stride, args))
+            shortcut = make_shortcut(c_in, c_out, stride, args, batch_norm=True)
+            layers.append(Residual(body, shortcut, activation(args)))
+            c_in = c_out
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return layers, c_in
+
+
+def basic_block(c_in, c_out, stride, args):
+    first = conv_bn_act(c_in, c_out, args, stride=stride)
+    return first + [conv(c_out, c_out), nn.BatchNorm2d(c_out)]
+
+
+def bottleneck_block(c_in, c_out, stride, args):
+    c = c_out // 4
+    first = conv_bn_act(c_in, c, args, kernel=1)
+    second = conv_bn_act(c, c, args, stride=stride)
+    return first + second + [conv(c, c_out, kernel=1), nn.BatchNorm2d(c_out)]
+
+
+def wide_resnet(args, shape, depth=28):
+    """WRN-28-10, with batch norm and activation before each convolution."""
+    layers = [conv(shape[0], 16)]
+    c_in = 16
+    for stage in range(3):
+        c_out = max(1, round(160 * args.width)) * 2**stage
+        for index in range((depth - 4) // 6):
+            stride = 2 if stage > 0 and index == 0 else 1
+            body = nn.Sequential(
+                nn.BatchNorm2d(c_in), activation(args), conv(c_in, c_out, stride=stride),
+                nn.BatchNorm2d(c_out), activation(args), nn.Dropout(0.3), conv(c_out, c_out))
+            # The shortcut starts at the raw input, before batch norm and activation.
+            layers.append(Residual(body, make_shortcut(c_in, c_out, stride, args)))
+            c_in = c_out
+    layers += [nn.BatchNorm2d(c_in), activation(args), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return layers, c_in
+
+
+# To add a network, add its function here.
+NETWORKS = {"lenet": lenet, "resnet18": resnet18, "resnet50": resnet50, "wide_resnet": wide_resnet,
+            "vgg16": vgg16}
+
+
+def make_network(args, num_classes, shape):
+    """The network --model for images of `shape` (C, H, W), on its device."""
+    net = Network(*data.backbone_and_head(args, NETWORKS, num_classes, shape))
+    if args.model == "wide_resnet":
+        # published code: this initialisation, and a slow average of the batch statistics
+        for module in net.modules():
+            if isinstance(module, (nn.Conv2d, nn.Linear)):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, nn.BatchNorm2d):
+                module.momentum = 0.01
+        nn.init.zeros_(net.head.bias)
+    if args.sn:
+        try:
+            spectral_normalise(net.extractor, shape, args.coeff)
+        except (ValueError, RuntimeError) as error:
+            raise UserError(f"--model {args.model}: {common.one_line(error)}") from None
+    return net.to(args.device, memory_format=torch.channels_last)
+
+
+# The layers of the published networks under their names here: all but residual blocks, ...
+PUBLISHED_LAYERS = {
+    "lenet": {"conv1": "extractor.0", "conv2": "extractor.3", "fc1": "extractor.7",
+              "fc2": "extractor.9", "fc3": "head"},
+    "resnet18": {"conv1": "extractor.0", "bn1": "extractor.1", "fc": "head"},
+    "resnet50": {"conv1": "extractor.0", "bn1": "extractor.1", "fc": "head"},
+    "wide_resnet": {"conv1": "extractor.0", "bn1": "extractor.13", "linear": "head"},
+    "vgg16": {"classifier": "head"} | {f"features.{i}": f"extractor.{i}" for i in range(44)},
+}
+# ... the layers of a residual block, ...
+RESNET_BLOCK = {"conv1": "body.0", "bn1": "body.1", "conv2": "body.3", "bn2": "body.4",
+                "conv3": "body.6", "bn3": "body.7", "shortcut.0": "shortcut.1",
+                "shortcut.1": "shortcut.2"}
+WIDE_BLOCK = {"bn1": "body.0", "conv1": "body.2", "bn2": "body.3", "conv2": "body.6",
+              "shortcut": "shortcut.1"}
+# ... the place of the first block, and the number of blocks in each stage.
+PUBLISHED_BLOCKS = {"resnet18": (RESNET_BLOCK, 3, (2, 2, 2, 2)),
+                    "resnet50": (RESNET_BLOCK, 3, (3, 4, 6, 3)),
+                    "wide_resnet": (WIDE_BLOCK, 1, (4, 4, 4))}
+
+
+PUBLISHED_NAME = r"(_sn_(?P<coeff>[0-9.e-]+))?(?P<mod>_mod)?_(?P<seed>\d+)_\d+\.model$"
+
+
+def published_options(path):
+    """{option: value} of the published network in a file, from its name and its tensors' names."""
+    names = data.read_state_dict(path).keys()
+    found = {"sn": any(name.endswith(".weight_orig") for name in names)}
+    name = re.search(PUBLISHED_NAME, str(path))
+    if name is None:
+        common.print_on_main(f"{path} does not tell --coeff, -mod and --seed: give them as trained")
+        return found
+    if name["coeff"]:
+        found["coeff"] = float(name["coeff"])
+    # The seed splits off the validation images.
+    return found | {"mod": name["mod"] is not None, "seed": int(name["seed"])}
+
+
+def load_published(path, net, model):
+    """Give `net` the weights of a network that the published code has saved."""
+    layers = dict(PUBLISHED_LAYERS[model])
+    if model in PUBLISHED_BLOCKS:
+        block_layers, place, depths = PUBLISHED_BLOCKS[model]
+        for stage, depth in enumerate(depths, start=1):
+            for block in range(depth):
+                for theirs, ours in block_layers.items():
+                    layers[f"layer{stage}.{block}.{theirs}"] = f"extractor.{place}.{ours}"
+                place += 1
+    shapes = {name: tensor.shape for name, tensor in net.state_dict().items()}
+    state = {}
+    for published, tensor in data.read_state_dict(path).items():
+        layer, _, kind = published.rpartition(".")
+        ours = layers.get(layer, layer)
+        if kind == "weight_orig":
+            kind = "parametrizations.weight.original"
+        elif kind in ("weight_u", "weight_v"):
+            kind = f"parametrizations.weight.0.{kind[-1]}"
+            # published code: an image is a vector
+            shape = shapes.get(f"{ours}.{kind}", tensor.shape)
+            if shape.numel() == tensor.numel():
+                tensor = tensor.view(shape)
+        if kind != "weight_sigma":  # a log, which is never read
+            state[f"{ours}.{kind}"] = tensor
+    try:
+        net.load_state_dict(state)
+    except RuntimeError as error:
+        raise UserError(f"{path} does not fit --model {model} with these images, --width, --sn "
+                        f"and --mod: {common.one_line(error)}") from None
+
+
 # ---- Training -----------------------------------------------------------------------------------
 
 
@@ -681,9 +583,11 @@ def learning_rate(step, steps_per_epoch, args):
     if args.schedule == "constant":
         return args.lr
     if args.schedule == "step":
+        # paper: epochs 150 and 250 of 350
+        milestones = args.milestones or [3 / 7 * args.epochs, 5 / 7 * args.epochs]
         lr = args.lr
-        for milestone in (150 / 350, 250 / 350):  # paper: epochs 150 and 250 of 350
-            if step // steps_per_epoch >= max(1, round(args.epochs * milestone)):
+        for milestone in milestones:
+            if step // steps_per_epoch >= max(1, round(milestone)):
                 lr *= 0.1
         return lr
     # one_cycle: a linear warm-up in the first fifth of the steps, then linearly to zero
@@ -701,31 +605,31 @@ def make_optimiser(net, args):
     return torch.optim.SGD(net.parameters(), momentum=0.9, **options)
 
 
-def train(net, train_set, args, seed, run, name=None):
-    """Step 1: minimise the cross entropy.
-
-    With the `name` of a checkpoint, training resumes from its last completed epoch.
-    """
+def train(net, train_set, args, seed, run=None, name=None):
+    """Step 1: minimise the cross entropy; with a run, save and resume the checkpoint `name`."""
     optimiser = make_optimiser(net, args)
     # The order and the augmentation of the images depend only on the seed and the epoch.
     augment = "crop_flip" if args.augment else "none"
     loader = data.Loader(train_set, args.batch_size, args.device, seed=seed, shuffle=True,
-                         augment=augment, workers=args.workers, channels_last=True)
-    steps = run.steps_per_epoch(loader)
+                         limit_steps=args.limit_steps, augment=augment, workers=args.workers,
+                         channels_last=True)
     model = common.data_parallel(net, args.device)  # DDP, with batch norm over all processes
     if args.compile:
         model = torch.compile(model)
-
-    # Checkpoints contain the network and the optimiser. The loop starts at the first
-    # epoch that is left, and `run.end_epoch` saves and logs.
-    for epoch in run.epochs(args.epochs, name, train_set, net=net, optimiser=optimiser):
+    history = []  # a row for each completed epoch
+    if run is not None:
+        # A checkpoint of other training images or pretrained weights is refused.
+        made_from = data.origin(train_set, args)
+        history = run.resume(name, args.epochs, made_from, net=net, optimiser=optimiser)
+    for epoch in range(len(history), args.epochs):
+        start = time.perf_counter()
         # Every epoch is seeded, so that a resumed run draws the same dropout masks.
         common.seed_all(seed, epoch, common.rank())
         model.train()
         totals = torch.zeros(3, device=args.device)  # loss, correct predictions, examples
-        for step, batch in run.steps(loader, epoch):
+        for step, batch in enumerate(common.progress(loader, epoch)):
             # A function of the step: a resumed run needs no state of a scheduler.
-            lr = learning_rate(epoch * steps + step, steps, args)
+            lr = learning_rate(epoch * len(loader) + step, len(loader), args)
             for group in optimiser.param_groups:
                 group["lr"] = lr
             with common.autocast(args):
@@ -742,7 +646,12 @@ def train(net, train_set, args, seed, run, name=None):
             totals[1] += (logits.argmax(1) == batch.labels).sum()
             totals[2] += len(logits)
         loss, correct, examples = common.all_reduce(totals).tolist()
-        run.end_epoch(loss / examples, accuracy=correct / examples, lr=lr, examples=examples)
+        history.append({"epoch": epoch + 1, "loss": loss / examples, "accuracy": correct / examples,
+                        "lr": lr, "seconds": time.perf_counter() - start})
+        if run is not None:
+            run.save(name, history, made_from, net=net, optimiser=optimiser)
+        elif not common.all_finite([history, net.state_dict()]):
+            raise UserError(f"training diverged in epoch {epoch + 1}: use a lower --lr")
 
 
 def train_member(train_set, args, run, seed, member):
@@ -759,6 +668,12 @@ def train_member(train_set, args, run, seed, member):
 
 # ---- Evaluation ---------------------------------------------------------------------------------
 
+# Unions of a clean and an ambiguous set: which rows of the test set each has.
+PARTS = {
+    "dirty_mnist": {"mnist": slice(10_000), "ambiguous_mnist": slice(10_000, None)},
+    "dirty_glyphs": {"glyphs": slice(2_000), "glyphs_ambiguous": slice(2_000, None)},
+}
+
 
 class Outputs(NamedTuple):
     """The outputs of a network for one set, in the order of the set, on the CPU."""
@@ -766,15 +681,17 @@ class Outputs(NamedTuple):
     logits: Tensor    # [N, K] float32
     features: Tensor  # [N, D] float32
     labels: Tensor    # [N]
+    ms: float         # time of the pass over the set, in milliseconds per example
 
 
 class Fitted(NamedTuple):
     """What steps 2 and 3 fit to the outputs of one network."""
 
     gaussians: Gaussians
-    val_density: Tensor  # [N_val]  log densities of the validation set, ascending
-    threshold: float     # an input is OOD if its log density is lower
-    temperature: float   # of the softmax, chosen on the validation set
+    val_density: Tensor       # [N_val]  log densities of the validation set, ascending
+    density_threshold: float  # an input is OOD if its log density is lower
+    entropy_threshold: float  # another one is ambiguous if its entropy is higher, in nats
+    temperature: float        # of the softmax, chosen on the validation set
 
 
 @torch.no_grad()
@@ -783,6 +700,7 @@ def forward(net, dataset, args):
     net.eval()
     loader = data.Loader(dataset, max(512, args.batch_size), args.device, workers=args.workers,
                          channels_last=True)
+    start = time.perf_counter()
     batches = []
     for batch in loader.epoch():
         with common.autocast(args):
@@ -792,7 +710,8 @@ def forward(net, dataset, args):
     columns = common.gather_rows(batches)
     if not columns:
         return None
-    return Outputs(columns["logits"], columns["features"], dataset.labels)
+    ms = 1000 * (time.perf_counter() - start) / len(dataset)
+    return Outputs(columns["logits"], columns["features"], dataset.labels, ms)
 
 
 def forward_all(net, sets, args):
@@ -805,18 +724,31 @@ def forward_all(net, sets, args):
                      forward(net, sets.test, args), ood, predict)
 
 
+def gaussian_bytes(gaussians):
+    tensors = [gaussians.normal.loc, gaussians.normal.scale_tril, gaussians.log_prior]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
 def fit_outputs(outputs, num_classes, args):
-    """Step 2, and the threshold and the temperature, which the validation set determines."""
+    """Step 2, and the thresholds and the temperature, which the validation set determines."""
     gaussians = fit(outputs.train.features, outputs.train.labels, num_classes, args)
-    val_density = validation_densities(gaussians, outputs.val.features, args)
-    threshold = val_density.quantile(args.density_quantile).item()
-    temperature = common.fit_temperature(outputs.val.logits, outputs.val.labels)
-    if temperature in common.TEMPERATURES:
-        reason = "the network makes no error on the validation set"
-        if temperature > 1:
-            reason = "the network is no better than guessing"
-        print(f"note: the temperature {temperature:g} is a limit of the search: {reason}")
-    return Fitted(gaussians, val_density, threshold, temperature)
+    val_density = log_density(gaussians, outputs.val.features).sort().values
+    val_entropy = softmax_entropy(outputs.val.logits.double())
+    return Fitted(gaussians, val_density, *thresholds(val_density, val_entropy, args),
+                  fit_temperature(outputs.val))
+
+
+def fit_temperature(outputs):
+    return common.fit_temperature(outputs.logits, outputs.labels)
+
+
+def thresholds(val_density, val_entropy, args):
+    """Below which log density an input is OOD, and above which entropy it is ambiguous."""
+    density_threshold = val_density.quantile(args.density_quantile).item()
+    entropy_threshold = args.entropy_threshold
+    if entropy_threshold is None:
+        entropy_threshold = val_entropy.quantile(args.entropy_quantile).item()
+    return density_threshold, entropy_threshold
 
 
 def fit(features, labels, num_classes, args):
@@ -835,19 +767,9 @@ def fit(features, labels, num_classes, args):
     return gaussians
 
 
-def validation_densities(gaussians, features, args):
-    """The log densities of the validation set, ascending, with a note where they are few."""
-    log_densities = class_log_densities(gaussians, features)
-    if len(features) < 1 / max(args.density_quantile, 1e-9):
-        print(f"note: the {args.density_quantile:.3g} quantile of {len(features)} validation "
-              "examples is about their minimum, a rough threshold for OOD inputs")
-    return density_scores(log_densities)["density"].sort().values
-
-
-def density_columns(density, entropies, val_density, args):
+def density_columns(density, entropies, val_density, density_threshold, entropy_threshold):
     """Log density, its percentile in the validation set, and the decision, for each input [N]."""
-    threshold = val_density.quantile(args.density_quantile)
-    region = decide(density, entropies, threshold, args.entropy_threshold)
+    region = decide(density, entropies, density_threshold, entropy_threshold)
     # The share of the validation set with a lower density: 0 is far out.
     below = torch.searchsorted(val_density, density).double()
     percentile = 100 * below / len(val_density)
@@ -870,51 +792,72 @@ def by_set(outputs, names):
 
     names: of the test set, then of its parts, if it has them
     """
-    found = {names[0]: outputs.test}
+    test = outputs.test
+    found = {names[0]: test}
     for part in names[1:]:
         rows = PARTS[names[0]][part]
-        found[part] = Outputs(*[column[rows] for column in outputs.test])
+        found[part] = Outputs(test.logits[rows], test.features[rows], test.labels[rows], test.ms)
     return found | outputs.ood
 
 
-def network_rows(names, outputs, scores, fitted, args, seed):
+def network_rows(names, outputs, scores, fitted, seed):
     """The rows of one network, from {set: Outputs} and {set: {score: [N]}}."""
     rows = result_rows("DDU", seed, names, outputs, scores)
     for row in rows:
         if "against" not in row:
             out = outputs[row["set"]]
-            metrics = prediction_metrics(out.logits.double() / fitted.temperature, out.labels)
-            row |= {f"{metric}_scaled": value for metric, value in metrics.items()}
+            row |= scaled_metrics(out.logits.double() / fitted.temperature, out.labels)
         # The fractions of the three regions, in the OOD set if the row has one.
         of_set = scores[row.get("against", row["set"])]
-        region = decide(of_set["density"], of_set["entropy"], fitted.threshold,
-                        args.entropy_threshold)
+        region = decide(of_set["density"], of_set["total"], fitted.density_threshold,
+                        fitted.entropy_threshold)
         fractions = region.bincount(minlength=3) / len(region)
         row |= {f"fraction_{name}": fraction for name, fraction in zip(REGIONS, fractions)}
-        row["temperature"] = fitted.temperature
-        row["density_threshold"] = fitted.threshold
-        row["jitter"] = fitted.gaussians.jitter
+        row |= {"temperature": fitted.temperature, "jitter": fitted.gaussians.jitter,
+                "density_threshold": fitted.density_threshold,
+                "entropy_threshold": fitted.entropy_threshold}
     return rows
 
 
-def ensemble_rows(names, members, seed):
-    """The rows of an ensemble, from {set: Outputs} of each network; it averages probabilities."""
+def ensemble_rows(names, members, temperatures, seed):
+    """The rows of an ensemble, from {set: Outputs} of each network; it averages probabilities.
+
+    temperatures: of each network. Scores and metrics that end with "_scaled" are those of the mean
+    of the probabilities at these.
+    """
     outputs = {}
     scores = {}
+    scaled_logits = {}
     for name in members[0]:
         of_set = [of_network[name] for of_network in members]
-        each = stack_log_probs(of_set)                                 # [M, N, K]
-        log_probs = each.logsumexp(0) - math.log(len(members))         # [N, K]  log mean_m p_m
+        plain = ensemble_scores(of_set, [1.0 for _ in members])
+        scaled = ensemble_scores(of_set, temperatures)
         # Logarithms of probabilities are logits: softmax gives the probabilities back.
-        outputs[name] = of_set[0]._replace(logits=log_probs)
-        parts = common.ensemble_uncertainty(each)
-        scores[name] = {"total": parts["total"], "epistemic": parts["epistemic"]}
-    return result_rows(f"ensemble of {len(members)}", seed, names, outputs, scores)
+        outputs[name] = of_set[0]._replace(logits=plain.pop("log_probs"))
+        scaled_logits[name] = scaled.pop("log_probs")
+        scores[name] = plain | {f"{score}_scaled": values for score, values in scaled.items()}
+    rows = result_rows(f"ensemble of {len(members)}", seed, names, outputs, scores)
+    for row in rows:
+        if "against" not in row:
+            row |= scaled_metrics(scaled_logits[row["set"]], outputs[row["set"]].labels)
+    return rows
 
 
-def stack_log_probs(outputs):
+def ensemble_scores(outputs, temperatures):
+    """The mean prediction "log_probs" [N, K] of M networks, and its uncertainties [N] in nats."""
+    each = stack_log_probs(outputs, temperatures)                      # [M, N, K]
+    log_probs = each.logsumexp(0) - math.log(len(outputs))             # [N, K]  log mean_m p_m
+    parts = common.ensemble_uncertainty(each)
+    return {"log_probs": log_probs, "total": parts["total"], "epistemic": parts["epistemic"]}
+
+
+def stack_log_probs(outputs, temperatures=None):
     """Log probabilities [M, N, K], float64, from the Outputs of M networks for one set."""
-    return torch.stack([of_network.logits.double().log_softmax(1) for of_network in outputs])
+    each = []
+    for member, of_network in enumerate(outputs):
+        temperature = 1.0 if temperatures is None else temperatures[member]
+        each.append((of_network.logits.double() / temperature).log_softmax(1))
+    return torch.stack(each)
 
 
 def result_rows(method, seed, names, outputs, scores):
@@ -953,6 +896,11 @@ def prediction_metrics(logits, labels):
             "brier": common.brier(probs, labels), "ece15": common.ece(probs, labels)}
 
 
+def scaled_metrics(logits, labels):
+    metrics = prediction_metrics(logits, labels)
+    return {f"{metric}_scaled": value for metric, value in metrics.items()}
+
+
 def detection_metrics(inside, outside):
     """AUROC, AUPR-in, AUPR-out and FPR at 95 % TPR of every score, given {score: [N]}."""
     metrics = {}
@@ -964,51 +912,479 @@ def detection_metrics(inside, outside):
     return metrics
 
 
-def write_predictions(members, fitted, sets, args, run):
-    """--predict: predictions.csv, with the log density of the first network and the decision.
-
-    The epistemic uncertainty is, of a single network, 1 - density_percentile / 100; of an ensemble,
-    the mutual information in nats.
-    """
+def write_predictions(members, fitted, sets, run):
+    """--predict: predictions.csv, with the log density of the first network and the decision."""
     outputs = [of_network.predict for of_network in members]
-    columns = common.prediction_columns(sets.predict, stack_log_probs(outputs), sets.train.classes)
+    log_probs = {"ddu": stack_log_probs(outputs)}
+    columns = common.prediction_columns(sets.predict, log_probs, sets.train.classes)
     scores = all_scores(outputs[0], fitted)
-    columns |= density_columns(scores["density"], scores["entropy"], fitted.val_density, args)
-    if len(members) == 1:
-        columns["epistemic"] = 1 - columns["density_percentile"] / 100
+    columns |= density_columns(scores["density"], scores["total"], fitted.val_density,
+                               fitted.density_threshold, fitted.entropy_threshold)
     run.write_csv("predictions.csv", columns)
 
 
 # ---- Plots --------------------------------------------------------------------------------------
 
 
-def plot_uncertainty(names, scores, fitted, args, run):
+def plot_uncertainty(names, scores, fitted, run):
     """Figures 1 and 2 of the paper for the sets `names`: entropy, density, and both."""
     # OOD densities may be very low; they are clipped to the left edge of the picture.
-    highest = max(scores[names[0]]["density"].max().item(), fitted.threshold)
-    lowest = fitted.threshold - 1.5 * (highest - fitted.threshold)
-    most = max(scores[name]["entropy"].max().item() for name in names)
+    highest = max(scores[names[0]]["density"].max().item(), fitted.density_threshold)
+    lowest = fitted.density_threshold - 1.5 * (highest - fitted.density_threshold)
+    most = max(scores[name]["total"].max().item() for name in names)
 
     figure, (left, middle, right) = common.make_figure(1, 3, figsize=(13, 3.8))
     for name, colour in zip(names, common.colours(len(names))):
         style = dict(color=colour, alpha=0.6, label=name.replace("_", " "))
-        entropies = scores[name]["entropy"].numpy()
+        entropies = scores[name]["total"].numpy()
         densities = scores[name]["density"].clamp(lowest, highest).numpy()
         fraction = np.full(len(entropies), 1 / len(entropies))
         left.hist(entropies, 40, range=(0, most), weights=fraction, **style)
         middle.hist(densities, 60, range=(lowest, highest), weights=fraction, **style)
-        some = np.linspace(0, len(entropies) - 1, 1500).astype(int)
-        right.plot(densities[some], entropies[some], ".", ms=2.5, **style)
+        shown = np.linspace(0, len(entropies) - 1, 1500).astype(int)
+        right.plot(densities[shown], entropies[shown], ".", ms=2.5, **style)
     # `decide` cuts the plane along these lines.
-    middle.axvline(fitted.threshold, color="black", ls="--", lw=1)
-    right.axvline(fitted.threshold, color="black", ls="--", lw=1)
-    right.axhline(args.entropy_threshold, color="black", ls="--", lw=1)
+    middle.axvline(fitted.density_threshold, color="black", ls="--", lw=1)
+    right.axvline(fitted.density_threshold, color="black", ls="--", lw=1)
+    right.axhline(fitted.entropy_threshold, color="black", ls="--", lw=1)
     left.set(xlabel="softmax entropy (nats)", ylabel="fraction of the set", yscale="log")
     middle.set(xlabel="log density (lower ones at the left edge)", ylabel="fraction of the set")
     right.set(xlabel="log density", ylabel="softmax entropy (nats)",
               title="OOD on the left, ambiguous above")
     left.legend(frameon=False)
     run.save_figure(figure, "uncertainty.png")
+
+
+def plot_reliability(outputs, temperature, run):
+    """Accuracy against confidence on the test set, before and after temperature scaling."""
+    figure, axis = common.make_figure(1, 1, figsize=(4, 3.8))
+    axis.plot([0, 1], [0, 1], color="black", ls="--", lw=1)
+    for colour, label, value in zip(common.COLOURS, ["as trained", "scaled"], [1.0, temperature]):
+        probs = (outputs.logits.double() / value).softmax(1)
+        confidence, predicted = probs.max(1)
+        bars = common.reliability(confidence, predicted == outputs.labels)
+        filled = bars.counts > 0
+        error = common.ece(probs, outputs.labels)
+        axis.plot(bars.confidence[filled], bars.accuracy[filled], ".-", color=colour,
+                  label=f"{label} (temperature {value:.2f}): ECE {error:.3f}")
+    axis.set(xlabel="mean confidence of a bin", ylabel="accuracy of the bin")
+    axis.legend(frameon=False)
+    run.save_figure(figure, "reliability.png")
+
+
+def plot_active_learning(sizes, accuracies, shares, run):
+    """Test accuracy and share of ambiguous examples against labels: {acquisition: [runs, steps]}.
+
+    A line is the mean over the runs, and its band one standard error.
+    """
+    panels = {"test accuracy": accuracies}
+    if any(np.any(share) for share in shares.values()):
+        panels["ambiguous share of the labelled examples"] = shares
+    figure, axes = common.make_figure(1, len(panels), figsize=(5.5 * len(panels), 3.8),
+                                      squeeze=False)
+    for axis, (title, curves) in zip(axes[0], panels.items()):
+        for colour, (acquisition, values) in zip(common.colours(len(curves)), curves.items()):
+            values = np.array(values)                                  # [runs, steps]
+            mean = values.mean(0)
+            axis.plot(sizes, mean, color=colour, label=acquisition)
+            if len(values) > 1:
+                error = values.std(0, ddof=1) / math.sqrt(len(values))
+                axis.fill_between(sizes, mean - error, mean + error, color=colour, alpha=0.2, lw=0)
+        axis.set(xlabel="labels", title=title)
+    axes[0, 0].legend(frameon=False)
+    run.save_figure(figure, "active_learning.png")
+
+
+# ---- Own features -------------------------------------------------------------------------------
+
+
+def run_features(args):
+    """--features: fit and score features that were computed elsewhere, without a network."""
+    train = data.read_features(args.features, labelled=True)
+    dim = train.values.shape[1]
+    files = {}
+    for path in args.score:
+        if Path(path).stem in files:
+            raise UserError(f"--score: two files are called {Path(path).stem}; rename one")
+        files[Path(path).stem] = data.read_features(path, dim)
+    gaussians, val = fit_features(train, args)
+    val_log_densities = class_log_densities(gaussians, val)
+    val_scores = density_scores(val_log_densities)
+    val_density = val_scores["density"].sort().values
+    # Without a softmax, the entropy of q(c|z) tells ambiguous inputs from clean ones.
+    cuts = thresholds(val_density, val_scores["gmm_entropy"], args)
+
+    # Nothing is trained here: other options need no other directory.
+    others = [option for option in vars(args) if option not in ("features", "seed")]
+    run = common.Run(args, "ddu", f"features-{Path(args.features).stem}-seed{args.seed}", others)
+    rows = []
+    first = next(iter(files))
+    for name, features in files.items():
+        log_densities = class_log_densities(gaussians, features.values)
+        scores = density_scores(log_densities)
+        confidence, predicted = log_densities.softmax(1).max(1)        # of q(c|z)
+        columns = common.example_columns(features, train.classes)
+        columns["predicted"] = common.class_names(predicted, train.classes)
+        columns["confidence"] = confidence
+        columns["gmm_entropy"] = scores["gmm_entropy"]
+        columns |= density_columns(scores["density"], scores["gmm_entropy"], val_density, *cuts)
+        run.write_csv(f"scores_{name}.csv", columns)
+
+        row = {"method": "DDU", "seed": args.seed, "set": first, "n": len(files[first]),
+               "jitter": gaussians.jitter,
+               "fraction_ood": columns["decision"].count("ood") / len(features)}
+        if name == first:
+            inside = scores
+        else:
+            row["against"] = name
+            row |= detection_metrics(inside, scores)
+        rows.append(row)
+    return run.report(rows, ["fraction_ood", "auroc_density", "auroc_gmm_entropy"])
+
+
+def fit_features(train, args):
+    """The Gaussians of own features, and the features [N_val, D] that determine thresholds.
+
+    These are those of --validation, or a tenth of the training features, which is held out.
+    """
+    features = train.values
+    labels = train.labels
+    if args.validation:
+        val = data.read_features(args.validation, features.shape[1]).values
+    else:
+        rows, val_rows = data.train_val_split(len(labels), args.seed)
+        if len(val_rows) == 0:
+            raise UserError(f"{args.features} has {len(labels)} examples; at least 10 are needed "
+                            "to hold a tenth out, or give --validation FILE.npz")
+        val = features[val_rows]
+        features = features[rows]
+        labels = labels[rows]
+    num_classes = int(train.labels.max()) + 1
+    gaussians = fit(features, labels, num_classes, args)
+    if gaussians.jitter > 0 and "shrinkage" not in args.given:
+        print("note: the covariances are shrunk (--shrinkage); --no-shrinkage keeps them")
+        args = common.with_options(args, shrinkage=True)
+        gaussians = fit(features, labels, num_classes, args)
+    return gaussians, val
+
+
+# ---- Active learning ----------------------------------------------------------------------------
+
+
+class Pool(NamedTuple):
+    """What active learning starts from."""
+
+    images: data.ImageSet  # P examples, whose labels are hidden until they are asked for
+    start: Tensor          # rows that are labelled first
+    ambiguous: Tensor      # [P] bool
+    test: data.ImageSet
+
+
+def active_learning_pool(args):
+    """The pool of all runs; of dirty_mnist and dirty_glyphs it holds few clean examples."""
+    generator = torch.Generator().manual_seed(args.seed)
+    names = list(PARTS.get(args.dataset, [args.dataset]))
+    images = data.load(names[0], "train", args.data_dir, seed=args.seed, val_fraction=0,
+                       image_size=args.image_size)
+    test = data.load(names[0], "test", args.data_dir, image_size=args.image_size)
+    ambiguous = torch.zeros(len(images), dtype=torch.bool)
+    if len(names) > 1:
+        # published code: --subsample clean examples, drawn with repetition, and all ambiguous ones
+        rows = torch.randint(len(images), (args.subsample,), generator=generator)
+        clean = images.select(rows)
+        other = data.load(names[1], "train", args.data_dir, seed=args.seed, val_fraction=0)
+        images = data.concat("ambiguous_pool", clean, data.match(other, clean))
+        ambiguous = images.label_probs.amax(1) < 1
+
+    # The same number of labels in each class, and at least two, which a covariance needs.
+    per_class, rest = divmod(args.num_initial_samples, images.num_classes)
+    if rest or per_class < 2:
+        raise UserError(f"--num-initial-samples {args.num_initial_samples}: must be a multiple of "
+                        f"the {images.num_classes} classes, with at least two examples of each")
+    if args.max_training_samples > len(images):
+        raise UserError(f"--max-training-samples {args.max_training_samples}: the pool has only "
+                        f"{len(images)} examples")
+    order = torch.randperm(len(images), generator=generator)
+    start = []
+    for c in range(images.num_classes):
+        rows = order[images.labels[order] == c]
+        if len(rows) < per_class:
+            raise UserError(f"--num-initial-samples {args.num_initial_samples}: class {c} has only "
+                            f"{len(rows)} examples in the pool")
+        start.append(rows[:per_class])
+    return Pool(images, torch.cat(start), ambiguous, data.match(test, images))
+
+
+def acquisition_step(pool, labelled, acquisition, seed, args):
+    """Train networks from scratch on the labelled rows of the pool, and choose the next rows.
+
+    Returns {"accuracy": of the networks on the test set, "chosen": rows of the pool}.
+    """
+    if args.eval:
+        raise UserError(f"{acquisition} has only {len(labelled)} labels; finish this run first "
+                        "(the same command without --eval)")
+    if args.sn is None:
+        # published commands: -sn -mod for the density, and neither for the others
+        is_density = acquisition == "density"
+        args = common.with_options(args, sn=is_density, mod=is_density)
+    # published code: an epoch has 5056 examples, each labelled one nearly equally often
+    draws = torch.arange(max(5056, len(labelled)))
+    train_set = pool.images.select(labelled[draws % len(labelled)])
+    nets = []
+    for member in range(args.ensemble if acquisition in ("pe", "mi") else 1):
+        member_seed = common.derive_seed(seed, len(labelled), member)
+        common.seed_all(member_seed)
+        net = make_network(args, pool.images.num_classes, pool.images.shape)
+        train(net, train_set, args, member_seed)
+        nets.append(net)
+    test_log_probs = stack_log_probs([forward(net, pool.test, args) for net in nets])
+    accuracy = common.accuracy(test_log_probs.exp().mean(0), pool.test.labels)
+    print(f"{acquisition}: {len(labelled)} labels, test accuracy {accuracy:.4f}", flush=True)
+
+    # The rows with the highest scores are labelled, among those without a label.
+    score = acquisition_score(nets, pool, labelled, acquisition, args)
+    score[labelled] = -math.inf
+    ranking = score.sort(descending=True, stable=True).indices
+    return {"accuracy": accuracy, "chosen": ranking[:args.acquisition_batch_size]}
+
+
+def acquisition_score(nets, pool, labelled, acquisition, args):
+    """Scores [P] of the pool."""
+    if acquisition == "random":
+        return torch.rand(len(pool.images))
+    outputs = [forward(net, pool.images, args) for net in nets]
+    if acquisition == "density":
+        z = outputs[0].features
+        gaussians = fit(z[labelled], pool.images.labels[labelled], pool.images.num_classes, args)
+        return -log_density(gaussians, z)
+    parts = common.ensemble_uncertainty(stack_log_probs(outputs))
+    if acquisition == "mi":
+        return parts["epistemic"]
+    # pe, or for a single network the entropy of its softmax
+    return parts["total"]
+
+
+def label_step_by_step(acquisition, pool, sizes, seed, args, run):
+    """One run of active learning, whose steps are saved.
+
+    Returns, at the `sizes`, the test accuracies and the shares of ambiguous labelled examples.
+    """
+    labelled = pool.start
+    digest = data.digest(pool.images)
+    accuracies = []
+    shares = []
+    for size in sizes:
+        shares.append(pool.ambiguous[labelled].double().mean().item())
+        step = partial(acquisition_step, pool, labelled, acquisition, seed, args)
+        name = f"{acquisition}-seed{seed}-{size}"
+        state = run.load_or_compute(name, {"labelled": labelled, "pool": digest}, step)
+        accuracies.append(state["accuracy"])
+        labelled = torch.cat([labelled, state["chosen"]])[:sizes[-1]]
+    return accuracies, shares
+
+
+def run_active_learning(args):
+    """--active-learning: compare acquisition functions on one pool and first set of labels."""
+    pool = active_learning_pool(args)
+    check_network(pool.images, args)
+    # Here the options of the evaluation, too, change what is labelled.
+    run = common.Run(args, "ddu", run_name(args), evaluation_options=["active_learning"])
+    last = args.max_training_samples
+    sizes = list(range(args.num_initial_samples, last, args.acquisition_batch_size)) + [last]
+    rows = []
+    accuracies = {acquisition: [] for acquisition in args.active_learning}
+    shares = {acquisition: [] for acquisition in args.active_learning}
+    for seed in range(args.seed, args.seed + args.runs):
+        for acquisition in args.active_learning:
+            found, ambiguous = label_step_by_step(acquisition, pool, sizes, seed, args, run)
+            accuracies[acquisition].append(found)
+            shares[acquisition].append(ambiguous)
+            rows.append({"method": acquisition, "seed": seed, "set": pool.test.name,
+                         "n": len(pool.test), "labels": last, "accuracy": found[-1],
+                         "accuracy_mean": np.mean(found), "ambiguous_share": ambiguous[-1]})
+    if args.plot:
+        plot_active_learning(sizes, accuracies, shares, run)
+    columns = ["labels", "accuracy", "accuracy_mean", "ambiguous_share"]
+    return run.report(rows, columns, sizes=sizes, accuracies=accuracies, ambiguous_shares=shares)
+
+
+# ---- Options ------------------------------------------------------------------------------------
+
+# A data set alone selects the paper's recipe for it: what its preset does not say is the default
+# of `parse_args`, a WRN-28-10 with spectral normalisation.
+# published code: figures 1 and 2 use ResNet-18 with spectral normalisation, without -mod
+MNIST = dict(model="resnet18", mod=False, ood=["fashion_mnist"])
+GLYPHS = dict(model="resnet18", mod=False, width=0.25, epochs=5, schedule="one_cycle",
+              ood=["glyphs_letters"])
+PRESETS = {
+    "cifar10": dict(augment=True, ood=["svhn", "cifar100", "tiny_imagenet"]),
+    "cifar100": dict(augment=True, ood=["svhn", "tiny_imagenet"]),
+    "svhn": dict(ood=["cifar10", "cifar100"]),
+    "tiny_imagenet": dict(model="resnet50", augment=True),
+    # This network is pretrained, so there is no epoch of training.
+    "imagenet": dict(model="torchvision/resnet50", sn=False, mod=False, epochs=0, batch_size=256,
+                     ood=["imagenet_o"]),
+    "mnist": MNIST,
+    "fashion_mnist": dict(MNIST, ood=["mnist"]),
+    "dirty_mnist": dict(MNIST, epochs=100),
+    "glyphs": GLYPHS,
+    "dirty_glyphs": GLYPHS,
+    "numbers": GLYPHS,
+    # Your own images: a small network that trains on two CPU cores in minutes.
+    "folder": dict(model="resnet18", mod=False, width=0.25, epochs=20, batch_size=32, lr=0.01,
+                   schedule="one_cycle", augment=True, ood=[], shrinkage=True,
+                   entropy_threshold=None),
+    # Your own network: a few careful epochs, or its last layer alone.
+    "pretrained": dict(sn=False, mod=False, width=1.0, epochs=5, batch_size=32, lr=0.01,
+                       schedule="one_cycle", augment=True, shrinkage=True, entropy_threshold=None),
+    "frozen": dict(epochs=50, batch_size=64, lr=0.1, augment=False),
+}
+# published code: active learning uses one recipe for all data sets, a ResNet-18
+ACTIVE_LEARNING = dict(model="resnet18", sn=None, mod=None, opt="adam", lr=1e-3,
+                       weight_decay=5e-4, batch_size=64, epochs=20, schedule="constant",
+                       augment=False, ood=[], ensemble=5)
+ACQUISITIONS = ("density", "entropy", "pe", "mi", "random")
+# These only change what is computed from trained networks, so they do not identify a run.
+EVALUATION_OPTIONS = ("ood", "shrinkage", "density_quantile", "entropy_quantile",
+                      "entropy_threshold", "ensemble", "score", "validation", "active_learning")
+USED_BY_FEATURES = ("features", "score", "validation", "seed", "shrinkage", "density_quantile",
+                    "entropy_quantile", "entropy_threshold", "data_dir", "out_dir", "name",
+                    "device", "fresh")
+# Words of the published commands, and what to type instead.
+PUBLISHED_WORDS = {
+    "dirty-mnist": "dirty_mnist",
+    "--dataset-root": "--data-dir",
+    "--model-type": "nothing: all scores are computed, and those of an ensemble with --ensemble M",
+    "--load-path": "--load FILE.model ..., or --eval for a run of this script",
+    "--al-type": "--active-learning density (gmm), entropy (softmax), pe (ensemble)",
+    "-mi": "--active-learning mi",
+    "-ambiguous": "--dataset dirty_mnist",
+    "--nesterov": "nothing: SGD without Nesterov's momentum, as the published default",
+    "--mom": "nothing: the momentum is 0.9, as the published default",
+    "--first-milestone": "--milestones FIRST SECOND",
+    "--second-milestone": "--milestones FIRST SECOND",
+}
+
+
+def parse_args(argv=None):
+    for word in argv or sys.argv:
+        name = word.split("=")[0]
+        if name in PUBLISHED_WORDS:
+            raise UserError(f"{name}: of the published code; here it is {PUBLISHED_WORDS[name]}")
+    parser = common.Parser("ddu", __doc__, PRESETS, NETWORKS, dataset="dirty_glyphs",
+                           model="wide_resnet", epochs=350, batch_size=128, lr=0.1)
+    flag = argparse.BooleanOptionalAction
+    add = parser.add_argument_group("ddu.py").add_argument
+    add("-sn", "--sn", action=flag, default=True,
+        help="use soft spectral normalisation in every layer but the head")
+    add("--coeff", type=at_least(1e-6, float), default=3.0,
+        help="upper bound on the spectral norm of a layer (paper: 3)")
+    add("-mod", "--mod", action=flag, default=True,
+        help="use leaky ReLU, and average pooling instead of 1x1 convolutions in shortcuts")
+    add("--opt", choices=["sgd", "adam"], default="sgd",
+        help="optimiser; Adam needs a learning rate near 1e-3 (paper: SGD with momentum 0.9)")
+    add("--weight-decay", "--decay", type=at_least(0, float), default=5e-4,
+        help="weight decay of all parameters (paper: 5e-4)")
+    add("--schedule", choices=["step", "one_cycle", "constant"], default="step",
+        help="'step' divides the learning rate by 10 at the milestones; 'one_cycle' is better for "
+        "short runs")
+    add("--milestones", type=at_least(1), nargs=2, metavar="EPOCH",
+        help="epochs of --schedule step, otherwise 3/7 and 5/7 of all (paper: 150 and 250 of 350)")
+    add("--augment", action=flag, default=False,
+        help="use random crops and flips (published code: only for CIFAR)")
+    add("--ood", "--ood_dataset", nargs="*", metavar="NAME", default=["svhn"],
+        help="out-of-distribution sets; folder:PATH is a folder of images")
+    add("--shrinkage", action=flag, default=False,
+        help="shrink the covariances (Ledoit and Wolf), for few examples per class")
+    add("--density-quantile", type=between(0, 1), default=0.01,
+        help="an input is out-of-distribution if its log density is below this quantile of the "
+        "validation set's")
+    add("--entropy-threshold", type=at_least(0, float), default=0.35,
+        help="other inputs are ambiguous if their softmax entropy (--features: the entropy of "
+        "q(c|z)) is above this, in nats; your own data: above --entropy-quantile")
+    add("--entropy-quantile", type=between(0, 1), default=0.95,
+        help="quantile of the validation set's entropies that is the threshold for your own data")
+    add("--ensemble", type=at_least(1), default=1, metavar="M",
+        help="number of networks; for more than one, the ensemble is also evaluated (paper: 5)")
+    add("--load", nargs="+", metavar="FILE",
+        help="evaluate networks that the published code has trained; several are an ensemble")
+    add("--features", metavar="NPZ", help="fit the Gaussians to your own features: a file with "
+        "'features' [N, D] and 'labels' [N]")
+    add("--score", nargs="+", default=[], metavar="NPZ",
+        help="files to score with --features; the first one is in-distribution")
+    add("--validation", metavar="NPZ", help="features that determine the thresholds of --features, "
+        "otherwise a tenth of them, which is held out")
+    add("--active-learning", nargs="+", choices=ACQUISITIONS, metavar="NAME",
+        help="label a pool step by step, and compare acquisition functions: density, entropy, pe "
+        "and mi (predictive entropy and mutual information of an ensemble), random")
+    add("--num-initial-samples", type=at_least(2), default=20,
+        help="active learning: number of labels at the start (published code: 20)")
+    add("--max-training-samples", type=at_least(2), default=300,
+        help="active learning: number of labels at the end (published code: 300)")
+    add("--acquisition-batch-size", type=at_least(1), default=5,
+        help="active learning: number of new labels in each step (published code: 5)")
+    add("--subsample", type=at_least(1), default=1000,
+        help="active learning: number of clean examples in a pool that also has ambiguous ones "
+        "(published code: 1000)")
+    args = parser.parse(argv)
+    if args.load:
+        args.ensemble = len(args.load)
+        for name, value in published_options(args.load[0]).items():
+            if name not in args.given:
+                setattr(args, name, value)
+    if args.active_learning:
+        for name, value in ACTIVE_LEARNING.items():
+            if name not in args.given:
+                setattr(args, name, value)
+    if args.features and "entropy_threshold" not in args.given:
+        args.entropy_threshold = None
+    check_options(args)
+    return args
+
+
+def check_options(args):
+    """Refuse options that contradict each other, or that would have no effect."""
+    if bool(args.features) != bool(args.score):
+        raise UserError("--features TRAIN.npz and --score FILE.npz ... must be used together")
+    if (args.features or args.active_learning) and common.world_size() > 1:
+        raise UserError("--features and --active-learning run in one process: start without "
+                        "torchrun")
+    if args.max_training_samples < args.num_initial_samples:
+        raise UserError(f"--max-training-samples {args.max_training_samples}: must be at least "
+                        f"--num-initial-samples {args.num_initial_samples}")
+    pretrained = args.model.startswith("torchvision/")
+    if (pretrained or args.model == "lenet") and (args.sn or args.mod):
+        raise UserError(f"--model {args.model} has neither spectral normalisation nor -mod; "
+                        "add --no-sn --no-mod")
+    if args.load and args.model not in PUBLISHED_LAYERS:
+        raise UserError(f"--load: choose --model {', '.join(PUBLISHED_LAYERS)}")
+
+    acquisitions = args.active_learning or []
+    has_threshold = args.entropy_threshold is not None
+    no_effect = [
+        (args.features, args.given - set(USED_BY_FEATURES), "with --features"),
+        (not args.features, ["validation"], "without --features"),
+        (not acquisitions, ["num_initial_samples", "max_training_samples",
+                            "acquisition_batch_size", "subsample"], "without --active-learning"),
+        (acquisitions, ["ood", "predict", "limit_train", "load", "freeze", "density_quantile",
+                        "entropy_threshold", "entropy_quantile"], "with --active-learning"),
+        (acquisitions and "density" not in acquisitions, ["shrinkage"],
+         "without --active-learning density"),
+        (acquisitions and not {"pe", "mi"} & set(acquisitions), ["ensemble"],
+         "without --active-learning pe or mi"),
+        (args.dataset not in PARTS, ["subsample"], "where the pool has no ambiguous examples"),
+        (args.load, ["epochs", "lr", "opt", "weight_decay", "schedule", "augment", "limit_steps",
+                     "limit_train", "ensemble", "runs", "eval"], "with --load"),
+        (args.schedule != "step", ["milestones"], f"with --schedule {args.schedule}"),
+        (has_threshold, ["entropy_quantile"], "with --entropy-threshold"),
+        (not pretrained, ["weights", "freeze"], "without --model torchvision/NAME"),
+        (args.freeze, ["augment"], "with --freeze"),
+        (pretrained or args.model == "lenet", ["width"], f"with --model {args.model}"),
+        (args.sn is False, ["coeff"], "without --sn"),
+    ]
+    for applies, names, reason in no_effect:
+        if applies:
+            common.refuse(args, names, reason)
 
 
 # ---- Main ---------------------------------------------------------------------------------------
@@ -1019,9 +1395,28 @@ def load_sets(args, seed):
     for name in args.ood:
         if data.set_name(name) in PARTS.get(args.dataset, {}):
             raise UserError(f"--ood {name}: {args.dataset} has a part of this name; rename the set")
-    return data.load_sets(args.dataset, args.data_dir, seed=seed, image_size=args.image_size,
-                          limit_train=args.limit_train, ood=args.ood,
-                          ood_required="ood" in args.explicit, predict=args.predict)
+    statistics = None
+    if args.load and args.dataset in ("cifar100", "svhn"):
+        # published code: the statistics of CIFAR-10
+        cifar10 = data.SOURCES["cifar10"]
+        statistics = (cifar10.mean, cifar10.std)
+    # A network that is not trained here has been trained elsewhere, probably on all training
+    # images: a temperature and thresholds from a part of these would be too optimistic.
+    is_trained = args.epochs > 0 or args.load or args.dataset in PARTS
+    sets = data.load_sets(args.dataset, args.data_dir, seed=seed, image_size=args.image_size,
+                          val_fraction=0.1 if is_trained else 0, limit_train=args.limit_train,
+                          statistics=statistics, ood=args.ood, ood_required="ood" in args.given,
+                          predict=args.predict,
+                          preparation=data.preparation_of(args.model, args.weights,
+                                                          args.image_size))
+    if sets.val is None:
+        test, val = data.train_val_split(len(sets.test), seed)
+        sets = sets._replace(val=sets.test.select(val), test=sets.test.select(test))
+        common.print_on_main("the thresholds and the temperature come from a tenth of the test "
+                             "set, which is not evaluated, because the network is not trained here")
+    if args.freeze:
+        sets = data.frozen_features(sets, args)
+    return sets
 
 
 def check_network(train_set, args):
@@ -1050,204 +1445,50 @@ def check_network(train_set, args):
 
 def run_name(args):
     """The name of the run directory."""
-    name = [data.set_name(args.dataset), args.model]
-    if args.sn:
-        name.append(f"sn{args.coeff:g}")
-    if args.mod:
-        name.append("mod")
-    if args.width != 1:
-        name.append(f"w{args.width:g}")
-    if args.active_learning:
-        name.append("al")
-    return common.join_name(*name, f"seed{args.seed}")
+    sn = f"sn{args.coeff:g}" if args.sn else None
+    mod = "mod" if args.mod else None
+    width = f"w{args.width:g}" if args.width != 1 else None
+    frozen = "frozen" if args.freeze else None
+    al = "al" if args.active_learning else None
+    loaded = Path(args.load[0]).stem if args.load else None
+    name = data.set_name(args.dataset)
+    return common.join_name(name, args.model, sn, mod, width, frozen, al, loaded,
+                            f"seed{args.seed}")
 
 
-def run_features(args):
-    """--features: fit and score features that were computed elsewhere; a tenth is held out."""
-    run = common.Run(args, "ddu", f"features-{Path(args.features).stem}-seed{args.seed}")
-    features, labels = data.read_labelled_features(args.features)
-    files = {}
-    for path in args.score:
-        if Path(path).stem in files:
-            raise UserError(f"--score: two files are called {Path(path).stem}; rename one")
-        files[Path(path).stem] = data.read_features(path, features.shape[1])
-    train, val = data.train_val_split(len(labels), args.seed)
-    if len(val) == 0:
-        raise UserError(f"{args.features} has {len(labels)} examples; at least 10 are needed to "
-                        "hold a tenth out")
-    gaussians = fit(features[train], labels[train], int(labels.max()) + 1, args)
-    val_density = validation_densities(gaussians, features[val], args)
+def evaluate(members, sets, network_bytes, seed, args, run):
+    """Steps 2 and 3: the rows of one seed, and the files of the first seed.
 
-    rows = []
-    first = next(iter(files))
-    for name, z in files.items():
-        log_densities = class_log_densities(gaussians, z)
-        scores = density_scores(log_densities)
-        confidence, predicted = log_densities.softmax(1).max(1)        # of q(c|z)
-        columns = {"index": list(range(len(z))), "predicted": predicted, "confidence": confidence}
-        # Without a softmax, the entropy of q(c|z) tells ambiguous inputs from clean ones.
-        columns["gmm_entropy"] = scores["gmm_entropy"]
-        columns |= density_columns(scores["density"], scores["gmm_entropy"], val_density, args)
-        run.write_csv(f"scores_{name}.csv", columns)
-
-        row = {"method": "DDU", "seed": args.seed, "set": first, "n": len(files[first]),
-               "jitter": gaussians.jitter,
-               "fraction_ood": columns["decision"].count("ood") / len(z)}
-        if name == first:
-            inside = scores
-        else:
-            row["against"] = name
-            row |= detection_metrics(inside, scores)
-        rows.append(row)
-    return run.report(rows, ["fraction_ood", "auroc_density", "auroc_gmm_entropy"])
-
-
-class Pool(NamedTuple):
-    """What active learning starts from."""
-
-    images: data.ImageSet  # P examples, whose labels are hidden until they are asked for
-    start: Tensor          # rows that are labelled first
-    ambiguous: Tensor      # [P] bool
-    test: data.ImageSet
-
-
-def active_learning_pool(args, seed):
-    """The pool of one run; of dirty_mnist and dirty_glyphs it holds few clean examples."""
-    generator = torch.Generator().manual_seed(seed)
-    names = list(PARTS.get(args.dataset, [args.dataset]))
-    images = data.load(names[0], "train", args.data_dir, seed=seed, val_fraction=0,
-                       image_size=args.image_size)
-    test = data.load(names[0], "test", args.data_dir, image_size=args.image_size)
-    ambiguous = torch.zeros(len(images), dtype=torch.bool)
-    if len(names) > 1:
-        # published code: 1000 clean examples, and all ambiguous ones
-        clean = images.select(torch.randint(len(images), (1000,), generator=generator))
-        other = data.load(names[1], "train", args.data_dir, seed=seed, val_fraction=0)
-        images = data.concat("ambiguous_pool", clean, data.match(other, clean))
-        ambiguous = images.label_probs.amax(1) < 1
-
-    # The same number of labels in each class, and at least two, which a covariance needs.
-    per_class, rest = divmod(args.num_initial_samples, images.num_classes)
-    if rest or per_class < 2:
-        raise UserError(f"--num-initial-samples {args.num_initial_samples}: must be a multiple of "
-                        f"the {images.num_classes} classes, with at least two examples of each")
-    if args.max_training_samples > len(images):
-        raise UserError(f"--max-training-samples {args.max_training_samples}: the pool has only "
-                        f"{len(images)} examples")
-    order = torch.randperm(len(images), generator=generator)
-    start = []
-    for c in range(images.num_classes):
-        rows = order[images.labels[order] == c]
-        if len(rows) < per_class:
-            raise UserError(f"--num-initial-samples {args.num_initial_samples}: class {c} has only "
-                            f"{len(rows)} examples in the pool")
-        start.append(rows[:per_class])
-    return Pool(images, torch.cat(start), ambiguous, data.match(test, images))
-
-
-def acquisition_step(pool, labelled, acquisition, seed, args, run):
-    """Train networks from scratch on the labelled rows of the pool.
-
-    Returns their test accuracy and scores [P] of the pool: high ones are labelled next.
-    """
-    # published code: an epoch has 5056 examples, drawn at random. Here, each labelled
-    # example occurs nearly equally often.
-    draws = torch.arange(max(5056, len(labelled)))
-    train_set = pool.images.select(labelled[draws % len(labelled)])
-    nets = []
-    for member in range(args.ensemble if acquisition in ("pe", "mi") else 1):
-        member_seed = common.derive_seed(seed, len(labelled), member)
-        common.seed_all(member_seed)
-        net = make_network(args, pool.images.num_classes, pool.images.shape)
-        train(net, train_set, args, member_seed, run)
-        nets.append(net)
-
-    test_log_probs = stack_log_probs([forward(net, pool.test, args) for net in nets])
-    accuracy = common.accuracy(test_log_probs.exp().mean(0), pool.test.labels)
-    if acquisition == "random":
-        return accuracy, torch.rand(len(pool.images))
-    outputs = [forward(net, pool.images, args) for net in nets]
-    if acquisition == "density":
-        z = outputs[0].features
-        gaussians = fit(z[labelled], pool.images.labels[labelled], pool.images.num_classes, args)
-        return accuracy, -density_scores(class_log_densities(gaussians, z))["density"]
-    parts = common.ensemble_uncertainty(stack_log_probs(outputs))
-    if acquisition == "mi":
-        return accuracy, parts["epistemic"]
-    # pe, or for a single network the entropy of its softmax
-    return accuracy, parts["total"]
-
-
-def label_step_by_step(acquisition, pool, sizes, seed, args, run):
-    """One run of active learning; it resumes from the last completed step.
-
-    Returns the labelled rows in their order, and the test accuracies at the `sizes`.
-    """
-    name = f"{acquisition}-seed{seed}"
-    state = run.load(name) or {"labelled": pool.start, "accuracies": []}
-    labelled = state["labelled"]
-    accuracies = state["accuracies"]
-    for size in sizes[len(accuracies):]:
-        if args.eval:
-            raise UserError(f"{name} has {size} labels; finish it without --eval first")
-        accuracy, score = acquisition_step(pool, labelled, acquisition, seed, args, run)
-        accuracies.append(accuracy)
-        # Label the rows with the highest scores among those without a label.
-        score[labelled] = -math.inf
-        ranking = score.sort(descending=True, stable=True).indices
-        new = ranking[:args.acquisition_batch_size]
-        labelled = torch.cat([labelled, new])[:sizes[-1]]
-        run.save(name, labelled=labelled, accuracies=accuracies)
-        print(f"{name}: {size} labels, test accuracy {accuracy:.4f}", flush=True)
-    return labelled, accuracies
-
-
-def run_active_learning(args):
-    """--active-learning: compare acquisition functions on the same pools."""
-    # These options, too, change what is labelled.
-    identity = args.identity + ["ensemble", "shrinkage"]
-    run = common.Run(args, "ddu", run_name(args), identity)
-    last = args.max_training_samples
-    sizes = list(range(args.num_initial_samples, last, args.acquisition_batch_size)) + [last]
-    rows = []
-    curves = {acquisition: [] for acquisition in args.active_learning}
-    for seed in range(args.seed, args.seed + args.runs):
-        pool = active_learning_pool(args, seed)
-        check_network(pool.images, args)
-        for acquisition in curves:
-            labelled, accuracies = label_step_by_step(acquisition, pool, sizes, seed, args, run)
-            curves[acquisition].append(accuracies)
-            rows.append({"method": acquisition, "seed": seed, "set": pool.test.name,
-                         "n": len(pool.test), "labels": last, "accuracy": accuracies[-1],
-                         "accuracy_mean": np.mean(accuracies),
-                         "ambiguous_share": pool.ambiguous[labelled].double().mean()})
-    columns = ["labels", "accuracy", "accuracy_mean", "ambiguous_share"]
-    return run.report(rows, columns, curves=curves, sizes=sizes)
-
-
-# The columns of the table that is printed; results.csv has all of them.
-COLUMNS = ["accuracy", "nll", "ece15", "ece15_scaled", "fraction_ood", "auroc_density",
-           "auroc_entropy", "auroc_total", "auroc_epistemic"]
-
-
-def evaluate(members, sets, seed, args, run):
-    """Steps 2 and 3 on the main process: the rows of one seed, and the files of the first seed.
-
-    members: for each network a data.Sets of Outputs
+    members: for each network a data.Sets of Outputs, which only the main process has
     """
     fitted = fit_outputs(members[0], sets.train.num_classes, args)
     names = [sets.test.name] + list(PARTS.get(args.dataset, []))
     outputs = [by_set(of_network, names) for of_network in members]
+    start = time.perf_counter()
     scores = {name: all_scores(out, fitted) for name, out in outputs[0].items()}
-    rows = network_rows(names, outputs[0], scores, fitted, args, seed)
+    scored = sum(len(out.labels) for out in outputs[0].values())
+    ms = outputs[0][names[0]].ms + 1000 * (time.perf_counter() - start) / scored
+    rows = network_rows(names, outputs[0], scores, fitted, seed)
+    cost = {"ms": ms, "bytes": network_bytes + gaussian_bytes(fitted.gaussians)}
+    rows = [row | cost for row in rows]
     if len(members) > 1:
-        rows += ensemble_rows(names, outputs, seed)
+        temperatures = [fit_temperature(of_network.val) for of_network in members]
+        of_ensemble = ensemble_rows(names, outputs, temperatures, seed)
+        ms = sum(of_network[names[0]].ms for of_network in outputs)
+        cost = {"ms": ms, "bytes": len(members) * network_bytes}
+        rows += [row | cost for row in of_ensemble]
     if seed == args.seed and args.predict:
-        write_predictions(members, fitted, sets, args, run)
+        write_predictions(members, fitted, sets, run)
     if seed == args.seed and args.plot:
         # The parts of the test set if it has any, else the test set.
-        plot_uncertainty(names[-2:] + list(sets.ood), scores, fitted, args, run)
+        plot_uncertainty(names[-2:] + list(sets.ood), scores, fitted, run)
+        plot_reliability(members[0].test, fitted.temperature, run)
     return rows
+
+
+# The columns of the table that is printed; results.csv has all of them.
+COLUMNS = ["accuracy", "nll", "ece15", "ece15_scaled", "fraction_ood", "auroc_density",
+           "auroc_total", "auroc_epistemic"]
 
 
 def main(argv=None):
@@ -1258,18 +1499,25 @@ def main(argv=None):
     if args.active_learning:
         return run_active_learning(args)
 
-    # Nothing is written before the first checkpoint: a refused start leaves nothing.
-    run = common.Run(args, "ddu", run_name(args))
+    # The run directory is made after all checks: a command that is refused leaves nothing.
+    sets = load_sets(args, args.seed)
+    check_network(sets.train, args)
+    run = common.Run(args, "ddu", run_name(args), EVALUATION_OPTIONS)
     rows = []
     for seed in range(args.seed, args.seed + args.runs):
-        sets = load_sets(args, seed)
-        check_network(sets.train, args)
+        if seed > args.seed:
+            sets = load_sets(args, seed)  # another validation set
         # Algorithm 1: train a network, fit the Gaussians to its features, score all sets.
         members = []
         for member in range(args.ensemble):
-            net = train_member(sets.train, args, run, seed, member)
+            if args.load:
+                net = make_network(args, sets.train.num_classes, sets.train.shape)
+                load_published(args.load[member], net, args.model)
+            else:
+                net = train_member(sets.train, args, run, seed, member)
             members.append(forward_all(net, sets, args))
-        rows += common.on_main(evaluate, members, sets, seed, args, run)
+        network_bytes = sum(tensor.nbytes for tensor in net.state_dict().values())
+        rows += common.on_main(evaluate, members, sets, network_bytes, seed, args, run)
     return run.report(rows, COLUMNS)
 
 
