@@ -46,6 +46,9 @@ Differences from the published code (github.com/yandex-research/proxy-dirichlet-
 
 import argparse
 import hashlib
+
+import argparse
+import hashlib
 import itertools
 import math
 import re
@@ -65,299 +68,12 @@ import common
 import data
 from common import UserError, at_least, between
 
-# ---- Arguments ----------------------------------------------------------------------------------
+# ---- Method -------------------------------------------------------------------------------------
+# The paper, as functions of tensors. This section runs alone: paste it below the imports, of which
+# it needs those of typing and torch. B images, M members, K classes; z are a student's logits
+# [B, K]. All results are float64.
 
 LOSSES = ("forward_kl", "dirichlet_likelihood", "proxy", "rkl_proxy")
-# Not in the paper: its networks for small images, with the usual recipe.
-CIFAR = dict(model="resnet18", batch_size=128, lr=0.2, weight_decay=5e-4, shift="published")
-PRESETS = {
-    # What the other presets do not say. The published recipe: ResNet-50, SGD at 0.1 per 256
-    # images, on eight GPUs with 256 images each.
-    "": dict(model="resnet50", members=10, epochs=90, member_epochs=120, mimo_epochs=150, lr=0.1,
-             batch_size=2048, opt="sgd", weight_decay=1e-4, schedule="step", augment=True,
-             losses=["forward_kl", "rkl_proxy"], mimo=0, noise=0, ood=[], shift="none",
-             shift_examples=0),
-    "imagenet": dict(ood=["imagenet_o", "imagenet_a", "imagenet_r"], shift="published"),
-    "tiny_imagenet": dict(model="resnet18", batch_size=256, shift="published"),
-    "cifar10": dict(CIFAR, ood=["svhn", "cifar100"]),
-    "cifar100": dict(CIFAR, ood=["svhn"]),
-    # Without noise these images are too easy for an ensemble to disagree. With shorter training or
-    # weight decay, members are not sure of what they know, and their mean is under-confident.
-    "numbers": dict(model="convnet", width=0.25, members=5, epochs=16, member_epochs=12,
-                    mimo_epochs=16, batch_size=128, lr=6e-3, opt="adam", schedule="cosine",
-                    weight_decay=0.0, losses=list(LOSSES), augment=False, noise=3,
-                    shift="computed", shift_examples=40,
-                    ood=["numbers_letters", "numbers_ambiguous"]),
-    # Your own images: small networks that train on two CPU cores in minutes.
-    "folder": dict(model="convnet", width=0.5, members=5, epochs=40, member_epochs=40,
-                   mimo_epochs=40, batch_size=16, lr=0.016, opt="adam", schedule="cosine",
-                   weight_decay=0.0),
-}
-
-
-def parse_args(argv=None):
-    parser = common.Parser(__doc__, PRESETS, "numbers")
-    flag = argparse.BooleanOptionalAction
-    add = parser.group("data").add_argument
-    add("--noise", type=between(0, 5, int), metavar="SEVERITY",
-        help="severity of Gaussian noise on all images, training images included (paper: 0)")
-
-    add = parser.group("network").add_argument
-    add("--model",
-        help="network of members and students: convnet, resnet18 or resnet50 (paper: resnet50)")
-
-    add = parser.group("training").add_argument
-    add("--member-epochs", "--base-epochs", type=at_least(0),
-        help="number of epochs of a member; --epochs is that of a student (paper: 120 and 90)")
-    add("--mimo-epochs", type=at_least(0),
-        help="number of epochs of the MIMO network (published code: 150)")
-    add("--opt", choices=["sgd", "adam"],
-        help="optimiser (paper: SGD with Nesterov momentum 0.9)")
-    add("--weight-decay", "--weight_decay", "--wd", type=at_least(0, float),
-        help="weight decay; none for bn1 to bn3 of residual blocks (published code: "
-        "1e-4)")
-    add("--schedule", choices=["step", "cosine"],
-        help="'step' divides the learning rate by 10 after 30, 60 and 80 of 90 epochs "
-        "(paper); 'cosine' is better for short runs; the peak learning rate is --lr x "
-        "--batch-size / 256 (MIMO: twice that)")
-    add("--augment", action=flag, help="use random crops and flips (published code)")
-
-    add = parser.group("method").add_argument
-    add("--members", type=at_least(1), metavar="M",
-        help="number of networks in the ensemble; their seeds start at --seed (paper: 10)")
-    add("--ensemble-paths", "--ensemble_paths", nargs="+", default=[], metavar="FILE",
-        help="files of trained members: member-*.pt of other runs, torchvision's, or the "
-        "published Lightning checkpoints")
-    add("--losses", nargs="*", choices=LOSSES, metavar="LOSS",
-        help="train a student by each: forward_kl (EnD), dirichlet_likelihood (EnD2), "
-        "proxy (forward KL to the proxy), rkl_proxy (reverse KL, the paper's); give no "
-        "name to train no student")
-    add("--model-offset", "--model_offset", type=at_least(0, float), default=1.0,
-        help="m in the concentrations exp(z) + m of a student (paper: 1)")
-    add("--target-offset", "--target_offset", type=at_least(0, float), default=1.0,
-        help="t in the concentrations of the proxy, pi beta_0 + t for the forward KL and "
-        "pi (beta_0 + K t) + 1 for the reverse KL (published code: 1; the paper's "
-        "equation, of the reverse KL alone: 0)")
-    add("--mimo", type=at_least(0), metavar="E",
-        help="also train a MIMO network of E subnetworks (published code: 2); 0: no MIMO "
-        "network")
-
-    add = parser.group("evaluation").add_argument
-    add("--student-path", metavar="FILE",
-        help="with --eval: a trained student (student_*.pt, or a published checkpoint)")
-    add("--mimo-path", metavar="FILE",
-        help="with --eval: a trained MIMO network (mimo*.pt, or a published checkpoint)")
-    add("--ood", nargs="*", metavar="NAME",
-        help="out-of-distribution sets; folder:PATH is a folder of images")
-    add("--shift", choices=["none", "computed", "published"],
-        help="also evaluate the test set under corruptions: computed ones, or the "
-        "published files of CIFAR-C, TinyImageNet-C and ImageNet-C")
-    add("--shift-examples", type=at_least(0), metavar="N",
-        help="number of test images under each corruption, evenly spaced; 0: all")
-    args = parser.parse(argv)
-    # The order of the files does not matter.
-    args.ensemble_paths = sorted(args.ensemble_paths)
-    if args.student_path or args.mimo_path:
-        use_files_alone(args)
-    elif args.ensemble_paths:
-        common.refuse(args, ["members", "member_epochs"], "with --ensemble-paths")
-        args.members = len(args.ensemble_paths)
-    check_options(args)
-    return args
-
-
-def use_files_alone(args):
-    """Evaluate the file of a student or of a MIMO network, and train nothing."""
-    if not args.eval:
-        raise UserError("--student-path and --mimo-path: these are only evaluated; add --eval")
-    common.refuse(args, ["members", "losses", "mimo"], "with --student-path or --mimo-path")
-    args.members = len(args.ensemble_paths)
-    args.losses = []
-    args.mimo = 0
-
-
-def check_options(args):
-    """Refuse options that contradict each other, or that would have no effect."""
-    if args.losses and args.members < 2:
-        raise UserError(f"--members {args.members}: an ensemble has at least 2; to train one "
-                        "member alone, add --losses without a name")
-    if args.runs > 1 and files_of(args):
-        raise UserError("--runs: each run has other members, but files are given; remove this "
-                        "option")
-    if "proxy" in args.losses and args.target_offset == 0:
-        raise UserError("--target-offset 0: the loss 'proxy' overflows at concentrations of 0; "
-                        "use another --target-offset, or --losses without it")
-    if args.mimo == 1:
-        raise UserError("--mimo 1: a MIMO network has at least 2 subnetworks; 0: no network")
-    if args.device.type == "mps":
-        raise UserError("--device mps: the losses need float64, use --device cpu")
-    if not args.mimo:
-        common.refuse(args, ["mimo_epochs"], "without --mimo")
-    if not args.losses and not args.eval:
-        common.refuse(args, ["epochs", "model_offset", "target_offset"], "without --losses")
-    if args.shift == "none":
-        common.refuse(args, ["shift_examples"], "without --shift")
-
-
-def files_of(args):
-    """The files of networks that the options name."""
-    files = args.ensemble_paths + [args.student_path, args.mimo_path]
-    return [path for path in files if path]
-
-
-# ---- Model --------------------------------------------------------------------------------------
-
-
-class Head(nn.Linear):
-    """Logits in float32 even under --amp bf16: those of a student reach ln 8e9 = 23."""
-
-    def forward(self, x):
-        with torch.autocast(x.device.type, enabled=False):
-            return super().forward(x.to(self.weight.dtype))
-
-
-def conv(c_in, c_out, kernel=3, stride=1):
-    return nn.Conv2d(c_in, c_out, kernel, stride, padding=kernel // 2, bias=False)
-
-
-def make_shortcut(c_in, c_out, stride):
-    """The shortcut of a residual block: the identity, or a 1x1 convolution."""
-    if stride == 1 and c_in == c_out:
-        return nn.Sequential()
-    # Subsample first: the strided 1x1 convolution of PyTorch 2.14 writes out of bounds on CPUs.
-    layers = {"subsample": nn.AvgPool2d(1, stride), "0": conv(c_in, c_out, kernel=1),
-              "1": nn.BatchNorm2d(c_out)}
-    return nn.Sequential(OrderedDict(layers))
-
-
-# Layers have torchvision's names, so that its state dicts and the published checkpoints fit.
-
-
-class BasicBlock(nn.Module):
-    expansion = 1
-
-    def __init__(self, c_in, c, stride):
-        super().__init__()
-        self.conv1 = conv(c_in, c, stride=stride)
-        self.bn1 = nn.BatchNorm2d(c)
-        self.conv2 = conv(c, c)
-        self.bn2 = nn.BatchNorm2d(c)
-        self.downsample = make_shortcut(c_in, c, stride)
-        nn.init.zeros_(self.bn2.weight)  # published code: starts at zero
-
-    def forward(self, x):
-        h = F.relu(self.bn1(self.conv1(x)))
-        h = self.bn2(self.conv2(h))
-        return F.relu(h + self.downsample(x))
-
-
-class Bottleneck(nn.Module):
-    expansion = 4
-
-    def __init__(self, c_in, c, stride):
-        super().__init__()
-        self.conv1 = conv(c_in, c, kernel=1)
-        self.bn1 = nn.BatchNorm2d(c)
-        self.conv2 = conv(c, c, stride=stride)
-        self.bn2 = nn.BatchNorm2d(c)
-        self.conv3 = conv(c, 4 * c, kernel=1)
-        self.bn3 = nn.BatchNorm2d(4 * c)
-        self.downsample = make_shortcut(c_in, 4 * c, stride)
-        nn.init.zeros_(self.bn3.weight)  # published code: starts at zero
-
-    def forward(self, x):
-        h = F.relu(self.bn1(self.conv1(x)))
-        h = F.relu(self.bn2(self.conv2(h)))
-        h = self.bn3(self.conv3(h))
-        return F.relu(h + self.downsample(x))
-
-
-# Each of the following functions builds the feature extractor of one network, for images of `shape`
-# (C, H, W): it returns its layers, as a list or by name, and the number of features.
-
-
-def convnet(args, shape):
-    """Three convolutions, without global pooling: the position of a digit matters."""
-    c_in, height, width = shape
-    if min(height, width) < 8:
-        raise UserError(f"--model convnet: {shape} images are too small, it needs 8 x 8 pixels")
-    layers = {}
-    for stage in range(3):
-        c_out = max(1, round(32 * args.width)) * 2**stage
-        layers[f"stage{stage + 1}"] = nn.Sequential(conv(c_in, c_out), nn.BatchNorm2d(c_out),
-                                                    nn.ReLU(), nn.MaxPool2d(2))
-        c_in = c_out
-    layers["flatten"] = nn.Flatten()
-    return layers, c_in * (height // 8) * (width // 8)
-
-
-def resnet18(args, shape):
-    return resnet(args, shape, BasicBlock, depths=(2, 2, 2, 2))
-
-
-def resnet50(args, shape):
-    return resnet(args, shape, Bottleneck, depths=(3, 4, 6, 3))
-
-
-def resnet(args, shape, block, depths):
-    """A ResNet; images of more than 64 pixels per side get the stem for ImageNet."""
-    width = max(1, round(64 * args.width))  # channels of the stem, doubled in every stage
-    stem = conv(shape[0], width)
-    pool = nn.Identity()
-    if shape[-1] > 64:
-        stem = conv(shape[0], width, kernel=7, stride=2)
-        pool = nn.MaxPool2d(3, 2, 1)
-    layers = {"conv1": stem, "bn1": nn.BatchNorm2d(width), "relu": nn.ReLU(), "maxpool": pool}
-    c_in = width
-    for stage, depth in enumerate(depths):
-        blocks = []
-        for index in range(depth):
-            # Every stage but the first one starts by halving the resolution.
-            stride = 2 if stage > 0 and index == 0 else 1
-            blocks.append(block(c_in, width * 2**stage, stride))
-            c_in = block.expansion * width * 2**stage
-        layers[f"layer{stage + 1}"] = nn.Sequential(*blocks)
-    layers["avgpool"] = nn.AdaptiveAvgPool2d(1)
-    layers["flatten"] = nn.Flatten()
-    return layers, c_in
-
-
-# Your own network is one more entry, such a function by its name.
-NETWORKS = {"convnet": convnet, "resnet18": resnet18, "resnet50": resnet50}
-
-
-def make_network(args, num_classes, shape):
-    """The network --model for images of `shape` (C, H, W), on its device: logits [B, K]."""
-    if args.model not in NETWORKS:
-        raise UserError(f"--model {args.model}: choose one of {', '.join(NETWORKS)}")
-    made = NETWORKS[args.model](args, shape)
-    layers, dim = common.check_layers(args.model, made, shape)
-    if isinstance(layers, list):
-        layers = {str(number): layer for number, layer in enumerate(layers)}
-    layers["fc"] = Head(dim, num_classes)
-    net = nn.Sequential(OrderedDict(layers))
-    if args.model.startswith("resnet"):
-        # as torchvision's ResNets
-        for module in net.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-    return net.to(args.device, memory_format=torch.channels_last)
-
-
-def make_mimo(args, num_classes, shape, subnetworks):
-    """The network --model with the inputs and outputs of several subnetworks."""
-    channels, height, width = shape
-    net = make_network(args, subnetworks * num_classes, (subnetworks * channels, height, width))
-    return MIMO(net, subnetworks)
-
-
-# ---- Method -------------------------------------------------------------------------------------
-# To copy this section, copy these imports, too:
-#   from typing import NamedTuple
-#   import torch
-#   from torch import Tensor, nn
-# B images, M members, K classes; z are a student's logits [B, K]. All results are float64.
-
 EPS = 2.0**-23          # published code: keeps the precision of members that agree finite
 LARGEST_LOGIT = 30.0    # above ln((K - 1) / EPS) for every K up to a million
 
@@ -486,6 +202,17 @@ class ReverseKL(torch.autograd.Function):
         return grad[:, None] * gradient, None, None, None
 
 
+def distillation_loss(loss, logits, ensemble, model_offset=1.0, target_offset=1.0):
+    """The loss of each row of logits [B, K], by its name in LOSSES."""
+    if loss == "forward_kl":
+        return forward_kl_loss(logits, ensemble)
+    if loss == "dirichlet_likelihood":
+        return dirichlet_likelihood_loss(logits, ensemble, model_offset)
+    if loss == "proxy":
+        return proxy_loss(logits, ensemble, model_offset, target_offset)
+    return rkl_proxy_loss(logits, ensemble, model_offset, target_offset)
+
+
 # Uncertainties [B]; entropies and divergences are in nats; "epistemic" is the mutual information.
 MEASURES = ("one_minus_max", "total", "aleatoric", "epistemic", "epkl", "rmi")
 
@@ -591,6 +318,220 @@ def mimo_rows(n, subnetworks, generator, repetitions=MIMO_REPETITIONS, shared=0.
     return torch.stack(columns, 1)
 
 
+# ---- Model --------------------------------------------------------------------------------------
+
+
+class Network(nn.Module):
+    """A backbone and a linear head: logits [B, K] of images [B, C, H, W]."""
+
+    def __init__(self, backbone, fc):
+        super().__init__()
+        self.backbone = backbone
+        self.fc = fc
+
+    def forward(self, x):
+        features = self.backbone(x)
+        # Logits are float32 even under --amp bf16: those of a student reach ln 8e9 = 23.
+        with torch.autocast(x.device.type, enabled=False):
+            return self.fc(features.to(self.fc.weight.dtype))
+
+
+def conv(c_in, c_out, kernel=3, stride=1):
+    return nn.Conv2d(c_in, c_out, kernel, stride, padding=kernel // 2, bias=False)
+
+
+def make_shortcut(c_in, c_out, stride):
+    """The shortcut of a residual block: the identity, or a 1x1 convolution."""
+    if stride == 1 and c_in == c_out:
+        return nn.Sequential()
+    # Subsample first: the strided 1x1 convolution of PyTorch 2.14 writes out of bounds on CPUs.
+    layers = {"subsample": nn.AvgPool2d(1, stride), "0": conv(c_in, c_out, kernel=1),
+              "1": nn.BatchNorm2d(c_out)}
+    return nn.Sequential(OrderedDict(layers))
+
+
+# Layers have torchvision's names, so that its state dicts and the published checkpoints fit.
+
+
+class BasicBlock(nn.Module):
+    expansion = 1
+
+    def __init__(self, c_in, c, stride):
+        super().__init__()
+        self.conv1 = conv(c_in, c, stride=stride)
+        self.bn1 = nn.BatchNorm2d(c)
+        self.conv2 = conv(c, c)
+        self.bn2 = nn.BatchNorm2d(c)
+        self.downsample = make_shortcut(c_in, c, stride)
+        nn.init.zeros_(self.bn2.weight)  # published code: starts at zero
+
+    def forward(self, x):
+        h = F.relu(self.bn1(self.conv1(x)))
+        h = self.bn2(self.conv2(h))
+        return F.relu(h + self.downsample(x))
+
+
+class Bottleneck(nn.Module):
+    expansion = 4
+
+    def __init__(self, c_in, c, stride):
+        super().__init__()
+        self.conv1 = conv(c_in, c, kernel=1)
+        self.bn1 = nn.BatchNorm2d(c)
+        self.conv2 = conv(c, c, stride=stride)
+        self.bn2 = nn.BatchNorm2d(c)
+        self.conv3 = conv(c, 4 * c, kernel=1)
+        self.bn3 = nn.BatchNorm2d(4 * c)
+        self.downsample = make_shortcut(c_in, 4 * c, stride)
+        nn.init.zeros_(self.bn3.weight)  # published code: starts at zero
+
+    def forward(self, x):
+        h = F.relu(self.bn1(self.conv1(x)))
+        h = F.relu(self.bn2(self.conv2(h)))
+        h = self.bn3(self.conv3(h))
+        return F.relu(h + self.downsample(x))
+
+
+# Each of the following functions builds the feature extractor of one network, for images of `shape`
+# (C, H, W): it returns its layers, as a list or by name, and the number of features.
+
+
+def convnet(args, shape):
+    """Three convolutions, without global pooling: the position of a digit matters."""
+    c_in, height, width = shape
+    if min(height, width) < 8:
+        raise UserError(f"--model convnet: {shape} images are too small, it needs 8 x 8 pixels")
+    layers = {}
+    for stage in range(3):
+        c_out = max(1, round(32 * args.width)) * 2**stage
+        layers[f"stage{stage + 1}"] = nn.Sequential(conv(c_in, c_out), nn.BatchNorm2d(c_out),
+                                                    nn.ReLU(), nn.MaxPool2d(2))
+        c_in = c_out
+    layers["flatten"] = nn.Flatten()
+    return layers, c_in * (height // 8) * (width // 8)
+
+
+def resnet18(args, shape):
+    return resnet(args, shape, BasicBlock, depths=(2, 2, 2, 2))
+
+
+def resnet50(args, shape):
+    return resnet(args, shape, Bottleneck, depths=(3, 4, 6, 3))
+
+
+def resnet(args, shape, block, depths):
+    """A ResNet; images of more than 64 pixels per side get the stem for ImageNet."""
+    width = max(1, round(64 * args.width))  # channels of the stem, doubled in every stage
+    stem = conv(shape[0], width)
+    pool = nn.Identity()
+    if shape[-1] > 64:
+        stem = conv(shape[0], width, kernel=7, stride=2)
+        pool = nn.MaxPool2d(3, 2, 1)
+    layers = {"conv1": stem, "bn1": nn.BatchNorm2d(width), "relu": nn.ReLU(), "maxpool": pool}
+    c_in = width
+    for stage, depth in enumerate(depths):
+        blocks = []
+        for index in range(depth):
+            # Every stage but the first one starts by halving the resolution.
+            stride = 2 if stage > 0 and index == 0 else 1
+            blocks.append(block(c_in, width * 2**stage, stride))
+            c_in = block.expansion * width * 2**stage
+        layers[f"layer{stage + 1}"] = nn.Sequential(*blocks)
+    layers["avgpool"] = nn.AdaptiveAvgPool2d(1)
+    layers["flatten"] = nn.Flatten()
+    return layers, c_in
+
+
+# Your own network is one more entry, such a function by its name; it may also return a classifier.
+NETWORKS = {"convnet": convnet, "resnet18": resnet18, "resnet50": resnet50}
+
+
+def make_network(args, num_classes, shape):
+    """The network --model for images of `shape` (C, H, W), on its device: logits [B, K]."""
+    net = Network(*data.backbone_and_head(args, NETWORKS, num_classes, shape))
+    if args.model.startswith("resnet"):
+        # as torchvision's ResNets
+        for module in net.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return net.to(args.device, memory_format=torch.channels_last)
+
+
+def make_mimo(args, num_classes, shape, subnetworks):
+    """The network --model with the inputs and outputs of several subnetworks."""
+    channels, height, width = shape
+    net = make_network(args, subnetworks * num_classes, (subnetworks * channels, height, width))
+    return MIMO(net, subnetworks)
+
+
+# Lightning 1.5 keeps options in a dictionary of its own class; 1.4 has the classes of callbacks as
+# keys. An ordinary dictionary stands for these names; no other name of theirs is known.
+LIGHTNING_NAMES = ("utilities.parsing.AttributeDict", "callbacks.model_checkpoint.ModelCheckpoint",
+                   "callbacks.early_stopping.EarlyStopping",
+                   "callbacks.lr_monitor.LearningRateMonitor")
+LIGHTNING = [(OrderedDict, f"pytorch_lightning.{name}") for name in LIGHTNING_NAMES]
+OPTION_OF = {"member": "--ensemble-paths", "student": "--student-path", "mimo": "--mimo-path"}
+
+
+def read_file(path):
+    """The state dict in the file of a network, and the kind of network.
+
+    The kind is "member", "student_<loss>", "mimo", or None if the file does not tell. Nothing but
+    tensors and plain values is read, and nothing is run.
+    """
+    with torch.serialization.safe_globals(LIGHTNING):
+        state = common.load_tensors(path)
+        weights = data.read_state_dict(path)
+    kind = None
+    made_from = state.get("made_from")
+    if isinstance(made_from, dict):  # a checkpoint of this script
+        kind = made_from.get("kinds of networks")
+    # Of the published networks, students alone have a loss among their options.
+    options = state.get("hyper_parameters") or {}
+    loss = options.get("loss_type", options.get("loss"))
+    if loss in LOSSES:
+        kind = f"student_{loss}"
+    return weights, kind
+
+
+def read_network(path, kind, like, args):
+    """The network of a file, and what `read_file` says it is; `like` is the test set.
+
+    kind: what it has to be, one of OPTION_OF.
+    """
+    weights, file_kind = read_file(path)
+    if file_kind is not None and not file_kind.startswith(kind):
+        other = file_kind.split("_")[0]
+        raise UserError(f"{path} is a {other}, not a {kind}; give it with {OPTION_OF[other]}")
+    if kind == "mimo":
+        subnetworks = max(1, len(weights.get("fc.bias", ())) // like.num_classes)
+        net = make_mimo(args, like.num_classes, like.shape, subnetworks)
+        inner = net.net
+    else:
+        net = make_network(args, like.num_classes, like.shape)
+        inner = net
+    # The published networks have torchvision's names, without "backbone.".
+    for name in list(weights):
+        if not name.startswith(("backbone.", "fc.")):
+            weights[f"backbone.{name}"] = weights.pop(name)
+    try:
+        inner.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(f"{path} does not fit --model {args.model} --width {args.width:g} and "
+                        f"{like.num_classes} classes ({common.one_line(error)})") from None
+    return net.eval().requires_grad_(False), file_kind
+
+
+def read_student(path, like, args):
+    """The student of a file, and its name among the methods."""
+    net, kind = read_network(path, "student", like, args)
+    if kind is None:
+        common.print_on_main(f"{path} does not name its loss: it is evaluated as a student by the "
+                             "reverse KL, with the uncertainties of a Dirichlet distribution")
+        kind = "student_rkl_proxy"
+    return net, kind
+
+
 # ---- Training -----------------------------------------------------------------------------------
 
 
@@ -598,12 +539,11 @@ class Plan(NamedTuple):
     """How a network is trained, and the checkpoint that it is saved in."""
 
     name: str         # of the checkpoint
-    identity: dict    # what the checkpoint is, and what it was made from
+    made_from: dict   # what its training depends on beside the options
     seed: int
     epochs: int
     batch_size: int   # images of a global batch
     rate: float       # the highest learning rate
-    measure: str      # what the log calls the fraction of right predictions
 
 
 # The first weights of a network are determined by its seed and this number.
@@ -646,46 +586,51 @@ def make_optimiser(net, args):
 def train(net, train_set, batch_loss, plan, args, run):
     """Minimise a loss; training resumes from the last completed epoch of the checkpoint.
 
-    batch_loss(model, batch, epoch, step) returns the losses of the rows of this process [b],
-    whether each is predicted right [b], and the number of rows of the global batch.
+    batch_loss(model, batch, epoch, step) returns {name: values [b]} of the rows of this process,
+    and the number of rows of the global batch. The mean of "loss" is minimised; the means of all
+    are logged.
     """
     optimiser = make_optimiser(net, args)
     # The order and the augmentation of the images depend only on the seed and the epoch.
     augment = "crop_flip" if args.augment else "none"
     loader = data.Loader(train_set, plan.batch_size, args.device, seed=plan.seed, shuffle=True,
-                         augment=augment, workers=args.workers, channels_last=True)
-    steps = run.steps_per_epoch(loader)
+                         limit_steps=args.limit_steps, augment=augment, workers=args.workers,
+                         channels_last=True)
     model = common.data_parallel(net, args.device)  # DDP, with batch norm over all processes
     if args.compile:
         model = torch.compile(model)
 
-    # The loop starts at the first epoch that is left, and `run.end_epoch` saves and logs.
-    for epoch in run.epochs(plan.epochs, plan.name, train_set, plan.identity, net=net,
-                            optimiser=optimiser):
+    history = run.resume(plan.name, plan.epochs, plan.made_from, net=net, optimiser=optimiser)
+    for epoch in range(len(history), plan.epochs):
+        start = time.perf_counter()
         # Every epoch is seeded, so that a resumed run draws the same dropout masks.
         common.seed_all(plan.seed, epoch, common.rank())
         model.train()
-        totals = torch.zeros(3, dtype=torch.float64, device=args.device)  # loss, right, rows
-        for step, batch in run.steps(loader, epoch):
+        totals = 0.0  # of each column, and the number of rows
+        for step, batch in enumerate(common.progress(loader, epoch)):
             # A function of the step: a resumed run needs no state of a scheduler.
-            done = epoch * steps + step
-            lr = plan.rate * learning_rate(done, steps, plan.epochs, args.schedule)
+            done = epoch * len(loader) + step
+            lr = plan.rate * learning_rate(done, len(loader), plan.epochs, args.schedule)
             for group in optimiser.param_groups:
                 group["lr"] = lr
-            losses, right, global_rows = batch_loss(model, batch, epoch, step)
+            columns, global_rows = batch_loss(model, batch, epoch, step)
 
             # DDP averages gradients over processes: this is the mean over the global batch.
-            mean_loss = losses.sum() * common.world_size() / global_rows
+            mean_loss = columns["loss"].sum() * common.world_size() / global_rows
             optimiser.zero_grad()
             mean_loss.backward()
             optimiser.step()
 
-            totals[0] += losses.detach().sum()
-            totals[1] += right.sum()
-            totals[2] += len(losses)
-        loss, right, rows = common.all_reduce(totals).tolist()
-        examples = min(steps * plan.batch_size, len(train_set))
-        run.end_epoch(loss / rows, lr=lr, examples=examples, **{plan.measure: right / rows})
+            sums = [column.detach().double().sum() for column in columns.values()]
+            rows = torch.tensor(len(columns["loss"]), dtype=torch.float64).to(sums[0].device)
+            totals = totals + torch.stack(sums + [rows])
+        *means, rows = common.all_reduce(totals).tolist()
+        row = {"epoch": epoch + 1}
+        for name, total in zip(columns, means):
+            row[name] = total / rows
+        row |= {"lr": lr, "seconds": time.perf_counter() - start}
+        history.append(row)
+        run.save(plan.name, history, plan.made_from, net=net, optimiser=optimiser)
     return net.eval().requires_grad_(False)
 
 
@@ -694,15 +639,26 @@ def train_member(train_set, args, run, seed):
     def batch_loss(model, batch, epoch, step):
         with common.autocast(args):
             logits = model(batch.images)
-        losses = F.cross_entropy(logits, batch.labels, reduction="none")
-        return losses, logits.argmax(1) == batch.labels, batch.global_size
+        return supervised_columns(logits, batch.labels), batch.global_size
 
     common.seed_all(seed, KINDS["member"])
     net = make_network(args, train_set.num_classes, train_set.shape)
-    identity = {**run.config, "kind": "member", "seed": seed}
-    plan = Plan(f"member-seed{seed}", identity, seed, args.member_epochs, args.batch_size,
-                args.lr * args.batch_size / 256, "accuracy")
+    made_from = {**data.origin(train_set, args), "kinds of networks": "member"}
+    plan = Plan(f"member-seed{seed}", made_from, seed, args.member_epochs, args.batch_size,
+                args.lr * args.batch_size / 256)
     return train(net, train_set, batch_loss, plan, args, run)
+
+
+def supervised_columns(logits, labels):
+    """Loss and accuracy of each row of logits [b, K]."""
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return {"loss": losses, "accuracy": logits.argmax(1) == labels}
+
+
+def evaluation_loader(dataset, args):
+    """Batches of a set in its order, not augmented."""
+    return data.Loader(dataset, args.batch_size, args.device, workers=args.workers,
+                       channels_last=True)
 
 
 CACHE_BYTES = 4e9  # of statistics that are kept instead of computed in every step
@@ -732,7 +688,8 @@ def make_teachers(members, train_set, args):
         statistics = teacher_statistics(teachers, batch, args)
         for column, values in zip(cached, statistics):
             column[batch.index] = values.float()
-    # Each process has filled in its own rows.
+    # An all-gather of rows: each process has filled in its own, and zeros elsewhere. The processes
+    # may have different numbers of rows, which a sum does not mind.
     for column in cached:
         common.all_reduce(column)
     return Teachers(members, cached)
@@ -749,34 +706,31 @@ def teacher_statistics(teachers, batch, args):
     return cached._replace(log_probs=cached.log_probs.log_softmax(-1))
 
 
-def distillation_loss(logits, ensemble, loss, args):
-    """The loss of each row of logits [B, K], by its name in LOSSES."""
-    if loss == "forward_kl":
-        return forward_kl_loss(logits, ensemble)
-    if loss == "dirichlet_likelihood":
-        return dirichlet_likelihood_loss(logits, ensemble, args.model_offset)
-    if loss == "proxy":
-        return proxy_loss(logits, ensemble, args.model_offset, args.target_offset)
-    return rkl_proxy_loss(logits, ensemble, args.model_offset, args.target_offset)
-
-
 def train_student(loss, teachers, train_set, args, run, seed):
     """Step 3: train a student, a network like a member, from scratch; it sees no labels."""
     def batch_loss(model, batch, epoch, step):
         with common.autocast(args):
             logits = model(batch.images)
         ensemble = teacher_statistics(teachers, batch, args)
-        losses = distillation_loss(logits, ensemble, loss, args)
+        losses = distillation_loss(loss, logits, ensemble, args.model_offset, args.target_offset)
         agrees = logits.argmax(1) == ensemble.log_probs.argmax(1)
-        return losses, agrees, batch.global_size
+        return {"loss": losses, "agreement": agrees}, batch.global_size
 
     common.seed_all(seed, KINDS["student"])
     net = make_network(args, train_set.num_classes, train_set.shape)
-    identity = {**run.config, "kind": f"student_{loss}", "seed": seed,
-                "teachers": [common.digest(member) for member in teachers.members]}
-    name = f"student_{loss}-of{len(teachers.members)}-seed{seed}"
-    plan = Plan(name, identity, seed, args.epochs, args.batch_size,
-                args.lr * args.batch_size / 256, "agreement")
+    kind = f"student_{loss}"
+    made_from = {**data.origin(train_set, args), "kinds of networks": kind,
+                 "teachers": [common.digest(member) for member in teachers.members]}
+    # The options of students alone are part of the name: with others, another student is trained
+    # beside this one, by the same members.
+    name = f"{kind}-e{args.epochs}"
+    if loss != "forward_kl":
+        name += f"-m{args.model_offset:g}"
+    if loss in ("proxy", "rkl_proxy"):
+        name += f"-t{args.target_offset:g}"
+    name += f"-of{len(teachers.members)}-seed{seed}"
+    plan = Plan(name, made_from, seed, args.epochs, args.batch_size,
+                args.lr * args.batch_size / 256)
     return train(net, train_set, batch_loss, plan, args, run)
 
 
@@ -787,21 +741,17 @@ def train_mimo(train_set, args, run, seed):
         rows = mimo_rows(batch.global_size, args.mimo, generator)
         images, labels = mimo_batch(batch, rows)
         with common.autocast(args):
-            logits = model(images)
-        logits = logits.flatten(0, 1)                                  # [b E, K]
-        labels = labels.flatten()                                      # [b E]
-        losses = F.cross_entropy(logits, labels, reduction="none")
-        return losses, logits.argmax(1) == labels, rows.numel()
+            logits = model(images)                                     # [b, E, K]
+        return supervised_columns(logits.flatten(0, 1), labels.flatten()), rows.numel()
 
     common.seed_all(seed, KINDS["mimo"])
     net = make_mimo(args, train_set.num_classes, train_set.shape, args.mimo)
-    identity = {**run.config, "kind": "mimo", "mimo": args.mimo, "epochs": args.mimo_epochs,
-                "seed": seed}
+    made_from = {**data.origin(train_set, args), "kinds of networks": "mimo"}
     # Each image is repeated for every subnetwork, so a step has fewer images than labels.
     labels_per_step = 2 * args.batch_size
     images_per_step = labels_per_step // (MIMO_REPETITIONS * args.mimo)
-    plan = Plan(f"mimo{args.mimo}-seed{seed}", identity, seed, args.mimo_epochs,
-                images_per_step, args.lr * labels_per_step / 256, "accuracy")
+    plan = Plan(f"mimo{args.mimo}-e{args.mimo_epochs}-seed{seed}", made_from, seed,
+                args.mimo_epochs, images_per_step, args.lr * labels_per_step / 256)
     return train(net, train_set, batch_loss, plan, args, run)
 
 
@@ -826,187 +776,123 @@ def mimo_batch(batch, rows):
     return images[share], labels[share]
 
 
-# Lightning 1.5 keeps options in a dictionary of its own class; 1.4 has the classes of callbacks as
-# keys. An ordinary dictionary stands for these names; no other name of theirs is known.
-LIGHTNING_NAMES = ("utilities.parsing.AttributeDict", "callbacks.model_checkpoint.ModelCheckpoint",
-                   "callbacks.early_stopping.EarlyStopping",
-                   "callbacks.lr_monitor.LearningRateMonitor")
-LIGHTNING = [(OrderedDict, f"pytorch_lightning.{name}") for name in LIGHTNING_NAMES]
-OPTION_OF = {"member": "--ensemble-paths", "student": "--student-path", "mimo": "--mimo-path"}
-
-
-def read_file(path):
-    """The weights in a file of a network, with torchvision's names, and the kind of network.
-
-    The kind is "member", "student_<loss>", "mimo", or None if the file does not say. Nothing but
-    tensors and plain values is read, and nothing is run.
-    """
-    with torch.serialization.safe_globals(LIGHTNING):
-        state = common.load_checkpoint(path)
-    kind = None
-    if "identity" in state:
-        kind = state["identity"].get("kind")
-    # Of the published networks, students alone have a loss among their options.
-    options = state.get("hyper_parameters") or {}
-    loss = options.get("loss_type", options.get("loss"))
-    if loss in LOSSES:
-        kind = f"student_{loss}"
-    weights = state
-    for key in ("state_dict", "net"):
-        if isinstance(state.get(key), dict):
-            weights = state[key]
-    # Lightning's names begin with "model.", those of MIMO's network with "net.".
-    prefix = ""
-    for name in weights:
-        if str(name).endswith("fc.weight"):
-            prefix = name.removesuffix("fc.weight")
-    weights = {name.removeprefix(prefix): value for name, value in weights.items()
-               if isinstance(name, str) and isinstance(value, Tensor)}
-    return weights, kind
-
-
-def read_network(path, kind, like, args):
-    """The network of a file, and what `read_file` says it is; `like` is the test set.
-
-    kind: what it has to be, one of OPTION_OF.
-    """
-    weights, file_kind = read_file(path)
-    if file_kind is not None and not file_kind.startswith(kind):
-        other = file_kind.split("_")[0]
-        raise UserError(f"{path} is a {other}, not a {kind}; give it with {OPTION_OF[other]}")
-    if kind == "mimo":
-        subnetworks = max(1, len(weights.get("fc.bias", ())) // like.num_classes)
-        net = make_mimo(args, like.num_classes, like.shape, subnetworks)
-        inner = net.net
-    else:
-        net = make_network(args, like.num_classes, like.shape)
-        inner = net
-    try:
-        inner.load_state_dict(weights)
-    except RuntimeError as error:
-        raise UserError(f"{path} does not fit --model {args.model} --width {args.width:g} and "
-                        f"{like.num_classes} classes ({common.one_line(error)})") from None
-    return net.eval().requires_grad_(False), file_kind
-
-
-def read_student(path, like, args):
-    """The student of a file, and its row in the table."""
-    net, kind = read_network(path, "student", like, args)
-    if kind is None:
-        common.say(f"{path} does not name its loss: it is evaluated as a student by the "
-                   "reverse KL, with the uncertainties of a Dirichlet distribution")
-        kind = "student_rkl_proxy"
-    return net, kind
-
-
-def make_members(sets, args, run, seed):
-    """Step 1: the members, trained or from --ensemble-paths."""
-    members = []
-    for path in args.ensemble_paths:
-        net, _ = read_network(path, "member", sets.test, args)
-        members.append(net)
-    if not args.ensemble_paths:
-        for member in range(args.members):
-            members.append(train_member(sets.train, args, run, seed + member))
-    return members
-
-
 # ---- Evaluation ---------------------------------------------------------------------------------
 
 # The methods in the order of the table, and their names there.
-ROWS = {"single": "single network", "ensemble": "ensemble", "ensemble_proxy": "its proxy",
-        "student_forward_kl": "EnD (forward KL)",
-        "student_dirichlet_likelihood": "EnD2 (likelihood)", "student_proxy": "proxy, forward KL",
-        "student_rkl_proxy": "proxy, reverse KL", "mimo": "MIMO"}
+METHODS = {"single": "single network", "ensemble": "ensemble", "ensemble_proxy": "its proxy",
+           "student_forward_kl": "EnD (forward KL)",
+           "student_dirichlet_likelihood": "EnD2 (likelihood)",
+           "student_proxy": "proxy, forward KL", "student_rkl_proxy": "proxy, reverse KL",
+           "mimo": "MIMO"}
 
 
-class Networks(NamedTuple):
-    """What is evaluated together: one pass of the members serves four rows of the table."""
+class Logits(NamedTuple):
+    """The logits of all networks for a set, in the order of the set, on the CPU.
 
-    members: list
-    others: dict    # {"student_<loss>" or "mimo": network}
+    On processes other than the main one, there are no networks.
+    """
 
-
-def evaluation_loader(dataset, args):
-    """Batches of a set in its order, not augmented."""
-    return data.Loader(dataset, args.batch_size, args.device, workers=args.workers,
-                       channels_last=True)
+    of_networks: dict  # {network: [N, K] float32, or [N, E, K] of MIMO}
+    labels: Tensor     # [N]
+    ms: dict           # {network: time of its forward passes, in milliseconds per example}
+    ms_loading: float  # time of everything else, mostly loading, in milliseconds per example
 
 
 @torch.no_grad()
-def all_logits(networks, images, args):
-    """{"members": [b, M, K], "student_<loss>": [b, K], "mimo": [b, E, K]}."""
-    logits = {}
-    with common.autocast(args):
-        if networks.members:
-            logits["members"] = torch.stack([net(images) for net in networks.members], 1)
-        for name, net in networks.others.items():
-            logits[name] = net(images)
-    return logits
+def collect_logits(networks, dataset, args):
+    """The Logits of all networks {name: network} for a set, from one pass over its images."""
+    batches = []
+    seconds = dict.fromkeys(networks, 0.0)
+    start = time.perf_counter()
+    for batch in evaluation_loader(dataset, args).epoch():
+        rows = {"index": batch.index}
+        for name, net in networks.items():
+            begin = time.perf_counter()
+            with common.autocast(args):
+                rows[name] = net(batch.images).cpu()                   # waits for the device
+            seconds[name] += time.perf_counter() - begin
+        batches.append(rows)
+    loading = time.perf_counter() - start - sum(seconds.values())
+    ms = {name: 1000 * own / len(dataset) for name, own in seconds.items()}
+    return Logits(common.gather_rows(batches), dataset.labels, ms, 1000 * loading / len(dataset))
 
 
 def all_outputs(logits):
-    """The Outputs of each row of the table, {row: Outputs}, from `all_logits`."""
+    """The Outputs of each method, {method: [Outputs]}, from {network: logits}.
+
+    Of the single networks there are as many as members; of the other methods there is one.
+    """
     outputs = {}
+    members = [z for name, z in logits.items() if name.startswith("member")]
+    if members:
+        outputs["single"] = [softmax_outputs(z) for z in members]
+    if len(members) > 1:
+        ensemble = ensemble_statistics(members)
+        outputs["ensemble"] = [ensemble_outputs(ensemble)]
+        outputs["ensemble_proxy"] = [proxy_outputs(ensemble)]
     for name, z in logits.items():
-        if name == "members":
-            outputs["single"] = softmax_outputs(z[:, 0])
-        elif name == "mimo":
-            outputs["mimo"] = ensemble_outputs(ensemble_statistics(z.unbind(1)))
+        if name == "mimo":
+            outputs[name] = [ensemble_outputs(ensemble_statistics(z.unbind(1)))]
         elif name == "student_forward_kl":
-            outputs[name] = softmax_outputs(z)
-        else:
-            outputs[name] = student_outputs(z)
-    if "members" in logits and logits["members"].shape[1] > 1:
-        ensemble = ensemble_statistics(logits["members"].unbind(1))
-        outputs["ensemble"] = ensemble_outputs(ensemble)
-        outputs["ensemble_proxy"] = proxy_outputs(ensemble)
-    return {row: outputs[row] for row in ROWS if row in outputs}
+            outputs[name] = [softmax_outputs(z)]
+        elif name.startswith("student"):
+            outputs[name] = [student_outputs(z)]
+    return {method: outputs[method] for method in METHODS if method in outputs}
 
 
 def columns_of(log_probs, outputs, labels):
-    """What the metrics need to know of each example, {name: [b]}.
+    """What the metrics need to know of each example, {name: [n]}.
 
-    labels [b] index the columns of log_probs; for a set with other classes only uncertainties and
-    precision are meaningful.
+    labels [n] index the columns of log_probs; for a set with other classes only uncertainties are
+    meaningful.
     """
     known = labels.clamp(0, log_probs.shape[1] - 1)
-    log_prob = log_probs.gather(1, known[:, None])[:, 0]               # [b]  ln p(label)
+    log_prob = log_probs.gather(1, known[:, None])[:, 0]               # [n]  ln p(label)
     probs = log_probs.exp()
-    top5 = log_probs.topk(min(5, log_probs.shape[1])).indices          # [b, 5]
+    top5 = log_probs.topk(min(5, log_probs.shape[1])).indices          # [n, 5]
     columns = {
         "log_prob": log_prob,
         "correct": (log_probs.argmax(1) == labels).double(),
         "top5": (top5 == labels[:, None]).any(1).double(),
         "brier": probs.square().sum(1) - 2 * log_prob.exp() + 1,
         "max_prob": probs.amax(1),
-        "precision": outputs.log_precision,
+        "log_precision": outputs.log_precision,
     }
     return columns | outputs.measures
 
 
-def score(networks, dataset, args, classes=None):
-    """The columns of a set, {row: {name: [N]}}; on processes other than the main one {row: {}}.
+def score(logits, classes=None):
+    """The columns of each method for a set, {method: [{name: [N]}]}, from its Logits.
 
-    classes [n]: the only classes of this set. The members' logits are restricted to them before
-    the softmax (published code); uncertainties still use all classes.
+    classes [n]: the only classes of this set. The logits are restricted to them before the softmax
+    (published code); uncertainties still use all classes.
     """
-    batches = {}
-    for batch in evaluation_loader(dataset, args).epoch():
-        logits = all_logits(networks, batch.images, args)
-        outputs = all_outputs(logits)
-        predictions = outputs
+    blocks = {}
+    # In blocks of rows, because float64 tensors of ImageNet and ten members would take 10 GB.
+    rows_of_block = max(1, 2**22 // max([1] + [z[0].numel() for z in logits.of_networks.values()]))
+    for rows in torch.arange(len(logits.labels)).split(rows_of_block):
+        part = {name: z[rows] for name, z in logits.of_networks.items()}
+        full = all_outputs(part)
+        restricted = full
         if classes is not None:
-            restricted = {name: z[..., classes] for name, z in logits.items()}
-            predictions = all_outputs(restricted)
-        for row in outputs:
-            columns = columns_of(predictions[row].log_probs, outputs[row], batch.labels)
-            batches.setdefault(row, []).append({"index": batch.index, **columns})
-    return {row: common.gather_rows(parts) for row, parts in batches.items()}
+            restricted = all_outputs({name: z[..., classes] for name, z in part.items()})
+        for method, networks in full.items():
+            for number, outputs in enumerate(networks):
+                log_probs = restricted[method][number].log_probs
+                columns = columns_of(log_probs, outputs, logits.labels[rows])
+                blocks.setdefault(method, {}).setdefault(number, []).append(columns)
+    scored = {}
+    for method, networks in blocks.items():
+        scored[method] = [join_blocks(parts) for parts in networks.values()]
+    return scored
+
+
+def join_blocks(parts):
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def prediction_metrics(columns):
-    """Accuracy, likelihood, calibration and rejection, from the columns of one row."""
+    """Accuracy, likelihood, calibration and rejection, from the columns of one network."""
     bars = common.reliability(columns["max_prob"], columns["correct"])
     gaps = np.abs(bars.accuracy - bars.confidence)
     metrics = {
@@ -1024,16 +910,17 @@ def prediction_metrics(columns):
 
 
 def detection_metrics(inside, outside):
-    """AUROC and FPR at 95 % TPR of each uncertainty, from the columns of two sets."""
+    """How well each uncertainty tells two sets apart, from the columns of both."""
     metrics = {}
     for name in MEASURES:
         if name in inside:
-            values = common.ood_metrics(inside[name], outside[name], larger_means="ood")
-            metrics[f"auroc_{name}"] = values["auroc"]
-            metrics[f"fpr95_{name}"] = values["fpr95"]
+            found = common.ood_metrics(inside[name], outside[name], larger_means="ood")
+            for metric, value in found.items():
+                metrics[f"{metric}_{name}"] = value  # for example auroc_total
     # Of a softmax, the logarithm of the precision is minus the energy score.
-    values = common.ood_metrics(inside["precision"], outside["precision"], larger_means="id")
-    metrics["auroc_precision"] = values["auroc"]
+    found = common.ood_metrics(inside["log_precision"], outside["log_precision"],
+                               larger_means="id")
+    metrics["auroc_precision"] = found["auroc"]
     return metrics
 
 
@@ -1043,202 +930,151 @@ def rank_correlations(student, ensemble):
     They measure whether the distribution of the ensemble was distilled.
     """
     metrics = {}
-    for name in MEASURES[1:] + ("precision",):
+    for name in MEASURES[1:] + ("log_precision",):
         if name not in student or name not in ensemble:
             continue
         values = [student[name].numpy(), ensemble[name].numpy()]
         # A constant has no rank correlation.
         if all(len(np.unique(column)) > 1 for column in values):
-            metrics[f"spearman_{name}"] = float(stats.spearmanr(*values).statistic)
+            title = name.removeprefix("log_")
+            metrics[f"spearman_{title}"] = float(stats.spearmanr(*values).statistic)
     return metrics
 
 
-def networks_by_row(networks):
-    """{row: the networks that its prediction takes}."""
-    by_row = {name: [net] for name, net in networks.others.items()}
-    if networks.members:
-        by_row["single"] = networks.members[:1]
-    if len(networks.members) > 1:
-        by_row["ensemble"] = networks.members
-    return by_row
+def costs(logits, networks):
+    """{method: [{"ms": per example, "bytes": of the weights}]}, like `score`."""
+    each = {}
+    for name, net in networks.items():
+        size = sum(tensor.nbytes for tensor in net.state_dict().values())
+        each[name] = {"ms": logits.ms_loading + logits.ms[name], "bytes": size}
+    members = [name for name in networks if name.startswith("member")]
+    found = {name: [cost] for name, cost in each.items()}
+    found["single"] = [each[name] for name in members]
+    ensemble = {"ms": logits.ms_loading + sum(logits.ms[name] for name in members),
+                "bytes": sum(each[name]["bytes"] for name in members)}
+    found["ensemble"] = [ensemble]
+    found["ensemble_proxy"] = [ensemble]
+    return found
 
 
-@torch.no_grad()
-def milliseconds(nets, images, args):
-    """The time of a prediction by all of these networks in ms per image; the shortest of five."""
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        with common.autocast(args):
-            total = sum(net(images).sum() for net in nets)
-        total.item()  # waits for the device
-        seconds.append(time.perf_counter() - start)
-    return 1e3 * min(seconds) / len(images)
-
-
-def known_classes(dataset, test_set):
-    """The classes [n] of the test set that an OOD set has, or None if it has others, too."""
-    if not dataset.classes or not set(dataset.classes) <= set(test_set.classes):
-        return None
-    return torch.tensor([test_set.classes.index(name) for name in dataset.classes])
-
-
-def corrupted_set(test_set, kind, severity, args):
-    """The test set under one corruption, or --shift-examples of it."""
-    limit = args.shift_examples or None
-    if args.shift == "computed":
-        return data.corrupted(data.evenly(test_set, limit), kind, severity)
-    dataset = data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir)
-    dataset = data.match(data.evenly(dataset, limit), test_set)
-    return with_noise(dataset, args.noise, 1)
-
-
-def test_rows(name, test_columns, times):
-    """The rows of the test set, with times and with rank correlations of the students."""
-    for row, columns in test_columns.items():
-        if not columns["log_prob"].isfinite().all():
-            raise UserError(f"{ROWS[row]}: its logits on {name} are not finite; train it again "
-                            "with a lower --lr")
-    rows = set_rows(name, test_columns)
-    for row in rows:
-        method = row["method"]
-        row["ms_per_example"] = times.get(method)
-        if method.startswith("student") and "ensemble" in test_columns:
-            row |= rank_correlations(test_columns[method], test_columns["ensemble"])
-    return rows
-
-
-def set_rows(name, columns_by_row):
-    """Rows of prediction metrics on one set."""
+def set_rows(name, scored, seed):
+    """Rows of prediction metrics on one set; each single network has its own seed."""
     rows = []
-    for row, columns in columns_by_row.items():
-        rows.append({"method": row, "set": name, "n": len(columns["correct"]),
-                     **prediction_metrics(columns)})
+    for method, networks in scored.items():
+        for number, columns in enumerate(networks):
+            rows.append({"method": METHODS[method], "seed": seed + number, "set": name,
+                         "n": len(columns["correct"]), **prediction_metrics(columns)})
     return rows
 
 
-def pair_rows(name, inside, other, outside, selected=slice(None)):
+def pair_rows(name, inside, other, outside, seed, selected=slice(None)):
     """Rows of detection metrics: a set, or the `selected` part of it, against another set."""
     rows = []
-    for row, columns in inside.items():
-        part = {key: column[selected] for key, column in columns.items()}
-        rows.append({"method": row, "set": name, "against": other, "n": len(part["correct"]),
-                     **detection_metrics(part, outside[row])})
+    for method, networks in inside.items():
+        for number, columns in enumerate(networks):
+            part = {key: column[selected] for key, column in columns.items()}
+            rows.append({"method": METHODS[method], "seed": seed + number, "set": name,
+                         "against": other, "n": len(part["correct"]),
+                         **detection_metrics(part, outside[method][number])})
     return rows
 
 
-def ood_rows(dataset, columns, classes, test_set, test_columns):
+def test_rows(name, scored, cost, seed):
+    """The rows of the test set, with times and with rank correlations of the students."""
+    for method, networks in scored.items():
+        for columns in networks:
+            if not columns["log_prob"].isfinite().all():
+                raise UserError(f"{METHODS[method]}: its logits on {name} are not finite; train it "
+                                "again with a lower --lr")
+    rows = iter(set_rows(name, scored, seed))
+    finished = []
+    for method, networks in scored.items():
+        for number, columns in enumerate(networks):
+            row = next(rows) | cost[method][number]
+            if method.startswith("student") and "ensemble" in scored:
+                row |= rank_correlations(columns, scored["ensemble"][0])
+            finished.append(row)
+    return finished
+
+
+def ood_rows(dataset, scored, classes, test_set, test_scored, seed):
     """Rows of an OOD set; classes [n]: its classes, if the test set has them all, else None."""
     rows = []
     # The folders of ImageNet-O are named after classes that its images do not belong to.
     has_labels = classes is not None and dataset.name != "imagenet_o"
     if has_labels or getattr(dataset, "label_probs", None) is not None:
-        rows += set_rows(dataset.name, columns)
-    rows += pair_rows(test_set.name, test_columns, dataset.name, columns)
+        rows += set_rows(dataset.name, scored, seed)
+    rows += pair_rows(test_set.name, test_scored, dataset.name, scored, seed)
     if classes is not None:
         # published code: also against the test images of the same classes alone
         same = torch.isin(test_set.labels, classes)
         if same.any():
             name = f"{test_set.name}, its classes"
-            rows += pair_rows(name, test_columns, dataset.name, columns, same)
+            rows += pair_rows(name, test_scored, dataset.name, scored, seed, same)
     return rows
 
 
-def corruption_rows(corrupted, corruptions):
-    """Rows of each corruption and severity, then means over kinds and over severities."""
+def shift_rows(rows_of_sets, corruptions):
+    """All rows of {(kind, severity): rows}, then their means over kinds and over severities."""
     rows = []
-    by_method = {}
-    for (kind, severity), columns in corrupted.items():
-        for row in set_rows(f"{corruptions.name} {kind} {severity}", columns):
-            by_method.setdefault(row["method"], {})[kind, severity] = row
-            rows.append(row)
+    for found in rows_of_sets.values():
+        rows += found
     groups = [corruptions.kinds]
     # Published tables average 15 kinds where there are more.
     standard = [kind for kind in corruptions.kinds if kind in data.CIFAR_C_KINDS[:15]]
     if len(standard) == 15 and len(corruptions.kinds) > 15:
         groups.append(standard)
-    for row, by_set in by_method.items():
-        for kinds in groups:
-            title = f"{corruptions.name} mean of {len(kinds)} kinds"
-            for severity in data.SEVERITIES:
-                selected = [by_set[kind, severity] for kind in kinds]
-                rows.append(mean_row(row, f"{title} {severity}", selected))
-            selected = [by_set[key] for key in itertools.product(kinds, data.SEVERITIES)]
-            rows.append(mean_row(row, title, selected))
+    for kinds in groups:
+        title = f"{corruptions.name} mean of {len(kinds)} kinds"
+        for severity in data.SEVERITIES:
+            selected = [rows_of_sets[kind, severity] for kind in kinds]
+            rows += mean_rows(f"{title} {severity}", selected)
+        selected = [rows_of_sets[key] for key in itertools.product(kinds, data.SEVERITIES)]
+        rows += mean_rows(title, selected)
     return rows
 
 
-def mean_row(method, name, rows):
-    """The means of some metrics over rows."""
-    means = {"method": method, "set": name, "n": rows[0]["n"]}
-    for metric in ("accuracy", "nll", "ece15", "brier"):
-        means[metric] = float(np.mean([row[metric] for row in rows]))
+def mean_rows(title, rows_of_sets):
+    """The means of the metrics that all sets have, row by row: {set: title, ...}."""
+    means = []
+    for rows in zip(*rows_of_sets, strict=True):
+        mean = {**rows[0], "set": title}
+        for metric, value in rows[0].items():
+            if isinstance(value, float):
+                mean[metric] = float(np.mean([row[metric] for row in rows]))
+        means.append(mean)
     return means
 
 
-def evaluate(networks, sets, corruptions, seed, args, run):
-    """The rows of one run, and the picture and the predictions of the first one."""
-    batch = next(iter(evaluation_loader(sets.test, args).epoch()))
-    times = {}
-    for row, nets in networks_by_row(networks).items():
-        times[row] = milliseconds(nets, batch.images, args)
-    test_columns = score(networks, sets.test, args)
-    rows = common.on_main(test_rows, sets.test.name, test_columns, times)
-    for dataset in sets.ood.values():
-        classes = known_classes(dataset, sets.test)
-        columns = score(networks, dataset, args, classes)
-        rows += common.on_main(ood_rows, dataset, columns, classes, sets.test,
-                               test_columns)
-    corrupted = {}
-    for kind, severity in itertools.product(corruptions.kinds, data.SEVERITIES):
-        dataset = corrupted_set(sets.test, kind, severity, args)
-        corrupted[kind, severity] = score(networks, dataset, args)
-    rows += common.on_main(corruption_rows, corrupted, corruptions)
-
-    if seed == args.seed and sets.predict is not None:
-        columns = predict(networks, sets.predict, args)
-        common.on_main(write_predictions, columns, sets, run)
-    if seed == args.seed and args.plot and len(networks.members) > 1:
-        common.on_main(plot_rejection, test_columns, run)
-    return [{**row, "method": ROWS[row["method"]], "seed": seed} for row in rows]
-
-
-# --predict writes the last of these methods that was run.
+# --predict writes the last of these methods that was run, and the ensemble beside it.
 BEST = ["single", "mimo", "ensemble"] + [f"student_{loss}" for loss in LOSSES]
 
 
-def predict(networks, dataset, args):
-    """Log probabilities [N, K] and uncertainties [N] of a set, {name: values}, by one of BEST."""
-    best = [row for row in BEST if row in networks_by_row(networks)][-1]
-    batches = []
-    for batch in evaluation_loader(dataset, args).epoch():
-        outputs = all_outputs(all_logits(networks, batch.images, args))[best]
-        batches.append({"index": batch.index, "log_probs": outputs.log_probs, **outputs.measures})
-    return common.gather_rows(batches)
-
-
-def write_predictions(columns, sets, run):
-    """--predict: predictions.csv, where the epistemic uncertainty of a softmax is 0."""
-    log_probs = columns.pop("log_probs")
-    table = common.prediction_columns(sets.predict, log_probs, sets.train.classes)
-    run.write_csv("predictions.csv", table | columns)
+def write_predictions(logits, sets, run):
+    """--predict: predictions.csv."""
+    outputs = all_outputs(logits.of_networks)
+    best = [method for method in BEST if method in outputs][-1]
+    measures = outputs[best][0].measures
+    log_probs = outputs[best][0].log_probs
+    table = common.prediction_columns(sets.predict, {best: log_probs[None]}, sets.train.classes)
+    run.write_csv("predictions.csv", table | measures)
 
 
 # ---- Plots --------------------------------------------------------------------------------------
 
 
-def plot_rejection(test_columns, run):
+def plot_rejection(scored, run):
     """Rejection curves, and the precision of the students against that of the ensemble."""
     figure, (left, right) = common.make_figure(1, 2, figsize=(11.5, 4.4))
-    target = test_columns["ensemble"]["precision"].numpy()
+    target = scored["ensemble"][0]["log_precision"].numpy()
     # The proxy predicts, and rejects, as the ensemble does.
-    rows = [row for row in test_columns if row != "ensemble_proxy"]
-    for row, colour in zip(rows, common.colours(len(rows))):
-        columns = test_columns[row]
+    methods = [method for method in scored if method != "ensemble_proxy"]
+    for method, colour in zip(methods, common.colours(len(methods))):
+        columns = scored[method][0]
         rejected, error = common.rejection_curve(columns["total"], columns["correct"])
-        left.plot(100 * rejected, 100 * error, color=colour, label=ROWS[row])
-        if row.startswith("student") and row != "student_forward_kl":
-            right.plot(target, columns["precision"].numpy(), ".", ms=2, color=colour)
+        left.plot(100 * rejected, 100 * error, color=colour, label=METHODS[method])
+        if method.startswith("student") and method != "student_forward_kl":
+            right.plot(target, columns["log_precision"].numpy(), ".", ms=2, color=colour)
     left.set(xlabel="rejected as most uncertain (%)", ylabel="remaining errors (% of images)",
              xlim=(0, 100), yscale="log", ylim=(0.01, 130))
     ends = np.quantile(target, [0.001, 0.999])
@@ -1246,6 +1082,137 @@ def plot_rejection(test_columns, run):
     right.set(xlabel="log precision of the ensemble's proxy", ylabel="log precision of a student")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     run.save_figure(figure, "rejection.png")
+
+
+# ---- Options ------------------------------------------------------------------------------------
+
+# Not in the paper: its networks for small images, with the usual recipe.
+CIFAR = dict(model="resnet18", batch_size=128, lr=0.2, weight_decay=5e-4, shift="published")
+# What a preset does not say is the published recipe, the default of `parse_args`: ResNet-50, SGD at
+# 0.1 per 256 images, on eight GPUs with 256 images each.
+PRESETS = {
+    "imagenet": dict(ood=["imagenet_o", "imagenet_a", "imagenet_r"], shift="published"),
+    "tiny_imagenet": dict(model="resnet18", batch_size=256, shift="published"),
+    "cifar10": dict(CIFAR, ood=["svhn", "cifar100"]),
+    "cifar100": dict(CIFAR, ood=["svhn"]),
+    # Without noise these images are too easy for an ensemble to disagree. With shorter training or
+    # weight decay, members are not sure of what they know, and their mean is under-confident.
+    "numbers": dict(model="convnet", width=0.25, members=5, epochs=16, member_epochs=12,
+                    mimo_epochs=16, batch_size=128, lr=6e-3, opt="adam", schedule="cosine",
+                    weight_decay=0.0, losses=list(LOSSES), augment=False, noise=3,
+                    shift="computed", shift_examples=40,
+                    ood=["numbers_letters", "numbers_ambiguous"]),
+    # Your own images: small networks that train on two CPU cores in minutes.
+    "folder": dict(model="convnet", width=0.5, members=5, epochs=40, member_epochs=40,
+                   mimo_epochs=40, batch_size=16, lr=0.016, opt="adam", schedule="cosine",
+                   weight_decay=0.0),
+}
+# These say which networks a study has, and how they are evaluated, but not how a member is trained:
+# a directory holds the networks of all their values, each in a checkpoint of its own.
+NOT_OF_MEMBERS = ("members", "ensemble_paths", "losses", "epochs", "model_offset", "target_offset",
+                  "mimo", "mimo_epochs", "student_path", "mimo_path", "ood", "shift",
+                  "shift_examples")
+# What identifies a directory for networks from files, of which none is trained.
+OF_FILES = ("files", "dataset", "image_size", "noise", "model", "width")
+
+
+def parse_args(argv=None):
+    parser = common.Parser("proxy_distill", __doc__, PRESETS, NETWORKS, dataset="numbers",
+                           model="resnet50", epochs=90, batch_size=2048, lr=0.1)
+    add = parser.add_argument_group("proxy_distill.py").add_argument
+    add("--members", type=at_least(1), default=10, metavar="M",
+        help="number of networks in the ensemble; their seeds start at --seed (paper: 10)")
+    add("--member-epochs", type=at_least(0), default=120,
+        help="number of epochs of a member; --epochs is that of a student (paper: 120 and 90)")
+    add("--opt", choices=["sgd", "adam"], default="sgd",
+        help="optimiser (paper: SGD with Nesterov momentum 0.9)")
+    add("--weight-decay", "--wd", type=at_least(0, float), default=1e-4,
+        help="weight decay; none for bn1 to bn3 of residual blocks (published code: 1e-4)")
+    add("--schedule", choices=["step", "cosine"], default="step",
+        help="'step' divides the learning rate by 10 after 30, 60 and 80 of 90 epochs "
+        "(paper); 'cosine' is better for short runs; the peak learning rate is --lr x "
+        "--batch-size / 256 (MIMO: twice that)")
+    add("--augment", action=argparse.BooleanOptionalAction, default=True,
+        help="use random crops and flips (published code)")
+    add("--noise", type=between(0, 5, int), default=0, metavar="SEVERITY",
+        help="severity of Gaussian noise on all images, training images included (paper: 0)")
+    add("--losses", nargs="*", choices=LOSSES, default=["forward_kl", "rkl_proxy"], metavar="LOSS",
+        help="train a student by each: forward_kl (EnD), dirichlet_likelihood (EnD2), "
+        "proxy (forward KL to the proxy), rkl_proxy (reverse KL, the paper's); give no "
+        "name to train no student")
+    add("--model-offset", "--model_offset", type=at_least(0, float), default=1.0,
+        help="m in the concentrations exp(z) + m of a student (paper: 1)")
+    add("--target-offset", "--target_offset", type=at_least(0, float), default=1.0,
+        help="t in the concentrations of the proxy, pi beta_0 + t for the forward KL and "
+        "pi (beta_0 + K t) + 1 for the reverse KL (published code: 1; the paper's "
+        "equation, of the reverse KL alone: 0)")
+    add("--mimo", type=at_least(0), default=0, metavar="E",
+        help="also train a MIMO network of E subnetworks (published code: 2); 0: no MIMO "
+        "network")
+    add("--mimo-epochs", type=at_least(0), default=150,
+        help="number of epochs of the MIMO network (published code: 150)")
+    add("--ensemble-paths", "--ensemble_paths", nargs="+", default=[], metavar="FILE",
+        help="files of trained members: member-*.pt of other runs, torchvision's, or the "
+        "published Lightning checkpoints")
+    add("--student-path", metavar="FILE",
+        help="evaluate a trained student (student_*.pt, or a published checkpoint)")
+    add("--mimo-path", metavar="FILE",
+        help="evaluate a trained MIMO network (mimo*.pt, or a published checkpoint)")
+    add("--ood", nargs="*", default=[], metavar="NAME",
+        help="out-of-distribution sets; folder:PATH is a folder of images")
+    add("--shift", choices=["none", "computed", "published"], default="none",
+        help="also evaluate the test set under corruptions: computed ones, or the "
+        "published files of CIFAR-C, TinyImageNet-C and ImageNet-C")
+    add("--shift-examples", type=at_least(0), default=0, metavar="N",
+        help="number of test images under each corruption, evenly spaced; 0: all")
+    args = parser.parse(argv)
+    # The order of the files does not matter.
+    args.ensemble_paths = sorted(args.ensemble_paths)
+    if args.student_path or args.mimo_path:
+        # Files are evaluated, and nothing is trained.
+        common.refuse(args, ["members", "losses", "mimo"], "with --student-path or --mimo-path")
+        args.losses = []
+        args.mimo = 0
+    elif args.ensemble_paths:
+        common.refuse(args, ["members", "member_epochs"], "with --ensemble-paths")
+    if files_of(args):
+        args.members = len(args.ensemble_paths)
+    check_options(args)
+    return args
+
+
+def check_options(args):
+    """Refuse options that contradict each other, or that would have no effect."""
+    if args.losses and args.members < 2:
+        raise UserError(f"--members {args.members}: an ensemble has at least 2; to train one "
+                        "member alone, add --losses without a name")
+    if args.runs > 1 and files_of(args):
+        raise UserError("--runs: each run has other members, but files are given; remove this "
+                        "option")
+    if "proxy" in args.losses and args.target_offset == 0:
+        raise UserError("--target-offset 0: the loss 'proxy' overflows at concentrations of 0; "
+                        "use another --target-offset, or --losses without it")
+    if args.mimo == 1:
+        raise UserError("--mimo 1: a MIMO network has at least 2 subnetworks; 0: no network")
+    if args.device.type == "mps":
+        raise UserError("--device mps: the losses need float64, use --device cpu")
+    if not args.mimo:
+        common.refuse(args, ["mimo_epochs"], "without --mimo")
+    if not args.losses and not args.eval:
+        common.refuse(args, ["epochs", "model_offset", "target_offset"], "without --losses")
+    if args.shift == "none":
+        common.refuse(args, ["shift_examples"], "without --shift")
+
+
+def files_of(args):
+    """The files of networks that the options name."""
+    files = args.ensemble_paths + [args.student_path, args.mimo_path]
+    return [path for path in files if path]
+
+
+def is_trained(args):
+    """Whether a network is trained, not only read from files."""
+    return bool(args.losses or args.mimo or not files_of(args))
 
 
 # ---- Main ---------------------------------------------------------------------------------------
@@ -1265,13 +1232,20 @@ def load_sets(args):
     """All sets, with --noise; no validation set is needed."""
     sets = data.load_sets(args.dataset, args.data_dir, val_fraction=0, image_size=args.image_size,
                           limit_train=args.limit_train, ood=args.ood,
-                          ood_required="ood" in args.explicit, predict=args.predict)
+                          ood_required="ood" in args.given, predict=args.predict)
     ood = {}
     for seed, (name, dataset) in enumerate(sets.ood.items(), 2):
         ood[name] = with_noise(dataset, args.noise, seed)
     return sets._replace(train=with_noise(sets.train, args.noise, 0),
                          test=with_noise(sets.test, args.noise, 1), ood=ood,
                          predict=with_noise(sets.predict, args.noise, 1))
+
+
+def known_classes(dataset, test_set):
+    """The classes [n] of the test set that an OOD set has, or None if it has others, too."""
+    if not dataset.classes or not set(dataset.classes) <= set(test_set.classes):
+        return None
+    return torch.tensor([test_set.classes.index(name) for name in dataset.classes])
 
 
 class Corruptions(NamedTuple):
@@ -1296,9 +1270,19 @@ def find_corruptions(test_set, args):
         kinds = data.corruption_kinds(name, args.data_dir)
     if kinds:
         return Corruptions(data.corrupted_name(name, kinds), kinds)
-    if args.shift == "published" and "shift" in args.explicit:
+    if args.shift == "published" and "shift" in args.given:
         raise UserError(f"--shift published: {name} not found; use --shift none or computed")
     return Corruptions(name, [])
+
+
+def corrupted_set(test_set, kind, severity, args):
+    """The test set under one corruption, or --shift-examples of it."""
+    limit = args.shift_examples or None
+    if args.shift == "computed":
+        return data.corrupted(data.evenly(test_set, limit), kind, severity)
+    dataset = data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir)
+    dataset = data.match(data.evenly(dataset, limit), test_set)
+    return with_noise(dataset, args.noise, 1)
 
 
 def limit_batch_size(train_set, args):
@@ -1332,38 +1316,45 @@ def check_network(train_set, args):
                         "--batch-size") from None
 
 
-# These options choose networks, each of which is a file of its own. Another value of them needs no
-# other run directory.
-CHOICES = ("members", "ensemble_paths", "losses", "mimo", "mimo_epochs")
-# What identifies a directory for networks from files, of which none is trained.
-OF_FILES = ["dataset", "image_size", "noise", "model", "width", "files"]
+def read_files(like, args):
+    """The networks of the files that the options name, {name: network}; `like` is the test set."""
+    networks = {}
+    for number, path in enumerate(args.ensemble_paths):
+        networks[f"member{number}"], _ = read_network(path, "member", like, args)
+    if args.student_path:
+        net, name = read_student(args.student_path, like, args)
+        networks[name] = net
+    if args.mimo_path:
+        networks["mimo"], _ = read_network(args.mimo_path, "mimo", like, args)
+    return networks
 
 
-def open_run(args):
-    """The run directory, with all networks of the study as files.
+def open_study(args):
+    """The run directory of members and their students.
 
-    If networks come from files, a digest of their content is part of its name: other files never
-    replace these results.
+    The digest of members from files is part of its name: other files have another directory.
     """
     name = [data.set_name(args.dataset), args.model]
     if args.width != 1:
         name.append(f"w{args.width:g}")
     files = files_of(args)
-    if not files:
-        identity = [option for option in args.identity if option not in CHOICES]
-        return common.Run(args, "proxy_distill", common.join_name(*name, f"seed{args.seed}"),
-                          identity)
-    digest = common.on_main(digest_of_files, files)
-    args = common.with_options(args, files=digest)
-    if args.losses or args.mimo:
-        identity = [option for option in args.identity if option not in CHOICES] + ["files"]
-        name += [f"of_{digest}", f"seed{args.seed}"]
-    else:
-        # Nothing is trained: there is no finished run to find, with --eval or without.
-        identity = OF_FILES
-        args = common.with_options(args, eval=False)
-        name.append(f"files_{digest}")
-    return common.Run(args, "proxy_distill", common.join_name(*name), identity)
+    if files:
+        args = common.with_options(args, files=common.on_main(digest_of_files, files))
+        name.append(f"of_{args.files}")
+    name.append(f"seed{args.seed}")
+    return common.Run(args, "proxy_distill", common.join_name(*name), NOT_OF_MEMBERS)
+
+
+def open_files(args):
+    """The run directory of networks from files, of which none is trained."""
+    args = common.with_options(args, files=common.on_main(digest_of_files, files_of(args)),
+                               eval=False)
+    name = [data.set_name(args.dataset), args.model]
+    if args.width != 1:
+        name.append(f"w{args.width:g}")
+    name.append(f"files_{args.files}")
+    others = [option for option in common.options(args) if option not in OF_FILES]
+    return common.Run(args, "proxy_distill", common.join_name(*name), others)
 
 
 def digest_of_files(paths):
@@ -1377,41 +1368,79 @@ def digest_of_files(paths):
     return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()[:8]
 
 
-COLUMNS = ["accuracy", "nll", "ece15", "prr_total", "spearman_precision", "ms_per_example",
+def train_networks(networks, sets, seed, args, run):
+    """Add the members that are not from files, the students and the MIMO network."""
+    if not networks:
+        for number in range(args.members):
+            networks[f"member{number}"] = train_member(sets.train, args, run, seed + number)
+    if args.losses:
+        members = [net for name, net in networks.items() if name.startswith("member")]
+        teachers = make_teachers(members, sets.train, args)
+        for loss in args.losses:
+            student = train_student(loss, teachers, sets.train, args, run, seed)
+            networks[f"student_{loss}"] = student
+    if args.mimo:
+        networks["mimo"] = train_mimo(sets.train, args, run, seed)
+    return networks
+
+
+def evaluate(networks, sets, seed, args, run):
+    """The rows of one run, and the picture and the predictions of the first one."""
+    logits = collect_logits(networks, sets.test, args)
+    test_scored = score(logits)
+    rows = common.on_main(test_rows, sets.test.name, test_scored, costs(logits, networks), seed)
+    for dataset in sets.ood.values():
+        classes = known_classes(dataset, sets.test)
+        scored = score(collect_logits(networks, dataset, args), classes)
+        rows += common.on_main(ood_rows, dataset, scored, classes, sets.test, test_scored, seed)
+    if seed == args.seed and sets.predict is not None:
+        logits = collect_logits(networks, sets.predict, args)
+        common.on_main(write_predictions, logits, sets, run)
+    if seed == args.seed and args.plot and args.members > 1:
+        common.on_main(plot_rejection, test_scored, run)
+    return rows
+
+
+def evaluate_shift(networks, test_set, corruptions, seed, args):
+    """The rows of the test set under all corruptions."""
+    rows = {}
+    for kind, severity in itertools.product(corruptions.kinds, data.SEVERITIES):
+        dataset = corrupted_set(test_set, kind, severity, args)
+        scored = score(collect_logits(networks, dataset, args))
+        name = f"{corruptions.name} {kind} {severity}"
+        rows[kind, severity] = common.on_main(set_rows, name, scored, seed)
+    return shift_rows(rows, corruptions)
+
+
+COLUMNS = ["accuracy", "nll", "ece15", "prr_total", "spearman_precision", "ms",
            "auroc_epistemic", "auroc_total", "auroc_precision"]
 
 
 def main(argv=None):
     """Run the script; returns the rows of its report."""
     args = parse_args(argv)
-    # Nothing is written before the first checkpoint: a refused start leaves no directory.
-    run = open_run(args)
+    # The run directory is made after all checks: a command that is refused leaves nothing.
     sets = load_sets(args)
     args = limit_batch_size(sets.train, args)
     corruptions = find_corruptions(sets.test, args)
-    if not args.eval:
+    from_files = read_files(sets.test, args)
+    if is_trained(args):
         check_network(sets.train, args)
+        run = open_study(args)
+    else:
+        run = open_files(args)
     rows = []
+    shown = []
     for number in range(args.runs):
         # Each run has members of its own.
         seed = args.seed + number * args.members
-        members = make_members(sets, args, run, seed)
-        others = {}
-        if args.losses:
-            teachers = make_teachers(members, sets.train, args)
-        for loss in args.losses:
-            others[f"student_{loss}"] = train_student(loss, teachers, sets.train, args, run, seed)
-        if args.student_path:
-            net, row = read_student(args.student_path, sets.test, args)
-            others[row] = net
-        if args.mimo:
-            others["mimo"] = train_mimo(sets.train, args, run, seed)
-        if args.mimo_path:
-            others["mimo"], _ = read_network(args.mimo_path, "mimo", sets.test, args)
-        networks = Networks(members, others)
-        rows += evaluate(networks, sets, corruptions, seed, args, run)
-    # The table shows the test set; results.csv has all rows.
-    shown = [row for row in rows if row["set"] == sets.test.name]
+        networks = dict(from_files)
+        if is_trained(args):
+            networks = train_networks(networks, sets, seed, args, run)
+        found = evaluate(networks, sets, seed, args, run)
+        # The table shows the test set; results.csv has all rows.
+        shown += [row for row in found if row["set"] == sets.test.name]
+        rows += found + evaluate_shift(networks, sets.test, corruptions, seed, args)
     return run.report(rows, COLUMNS, shown)
 
 
