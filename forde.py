@@ -39,8 +39,8 @@ Differences from the published code (github.com/AaltoPML/FoRDE, commit e8f9d74; 
 """
 
 import argparse
-import itertools
 import math
+import time
 from functools import partial
 from typing import NamedTuple
 
@@ -53,141 +53,171 @@ import common
 import data
 from common import UserError, at_least, between
 
-# ---- Arguments ----------------------------------------------------------------------------------
-
-# method: the space in which its members repel, and for FoRDE the alpha of its metric
-METHODS = {
-    "deep_ensemble": dict(repulsion="none"),
-    "forde_pca": dict(repulsion="input_gradient", alpha=1.0),
-    "forde_identity": dict(repulsion="input_gradient", alpha=0.0),
-    "forde_tuned": dict(repulsion="input_gradient"),  # --alpha
-    "weight_rde": dict(repulsion="weight"),
-    "function_rde": dict(repulsion="function"),
-    "lit": dict(repulsion="lit"),
-}
-# The validation set is drawn by the seed, so each seed trains on other images.
-GLYPHS = dict(methods=["deep_ensemble", "forde_pca", "forde_identity"], members=8, model="mlp",
-              hidden=[128, 128], val_fraction=0.1, limit_train=1000, epochs=16, batch_size=32,
-              schedule="one_cycle", augment=False, shift="computed", shift_examples=200,
-              ood=["glyphs_letters"])
-PRESETS = {
-    # The defaults of every preset: the paper's recipe.
-    "": dict(methods=["forde_pca"], members=10, model="resnet18", hidden=[256, 256, 256],
-             epochs=300, batch_size=128, lr=0.1, lr_ratio=0.01, weight_decay=5e-4,
-             schedule="published", alpha=0.4, augment=True, val_fraction=0.0,
-             shift="published", shift_examples=0, ood=[]),
-    "cifar10": dict(alpha=0.2, ood=["svhn", "cifar100"]),
-    "cifar100": dict(ood=["svhn", "cifar10"]),
-    # published command: the learning rate ends at 0.0001; the paper's text says 0.001
-    "tiny_imagenet": dict(model="preact_resnet18", epochs=150, lr_ratio=0.001, ood=["svhn"]),
-    "mnist": dict(augment=False, shift="computed", ood=["fashion_mnist"]),
-    "fashion_mnist": dict(augment=False, shift="computed", ood=["mnist"]),
-    # paper: features of a frozen ViT, three hidden layers with batch norm
-    "features": dict(model="mlp", batch_size=256, lr=0.2, epochs=100, augment=False, shift="none"),
-    "glyphs": GLYPHS,
-    "dirty_glyphs": GLYPHS,
-    # five Gaussians in the plane
-    "toy_classification": dict(
-        methods=["deep_ensemble", "forde_identity"], members=16, model="mlp",
-        hidden=[64, 64], weight_decay=0.0, epochs=20, batch_size=200, lr=0.02,
-        schedule="one_cycle", augment=False, shift="none"),
-    # Your own images: small networks that train on two CPU cores in minutes.
-    "folder": dict(methods=["deep_ensemble", "forde_pca"], members=4, model="resnet9", width=0.25,
-                   epochs=30, batch_size=16, schedule="one_cycle", shift="none"),
-}
+# ---- Method -------------------------------------------------------------------------------------
+# The paper, as functions of tensors. This section runs alone: paste it below `import math`,
+# `import torch` and `import torch.nn.functional as F`.
+#
+# M members, B examples, K classes, D input dimensions. The repulsion of Algorithm 1 is
+#   repulsion(log_kernel(unit_rows(g) @ A)), with input gradients g [M, B, D] and A of `metric_root`
 
 
-def parse_args(argv=None):
-    parser = common.Parser(__doc__, PRESETS, "glyphs")
-    flag = argparse.BooleanOptionalAction
-    add = parser.group("data").add_argument
-    add("--features", nargs=2, metavar="NPZ", help="training and test file of --dataset features, "
-        "with 'features' [N, D] and 'labels' [N]; --ood and --predict then take such files, too")
-    add("--augment", action=flag, help="use random crops and flips (paper: on)")
-    add("--val-fraction", type=between(0, 0.9),
-        help="fraction of the training set that is held out to fit a temperature (paper: 0)")
-    add("--published-split", action=flag, default=False,
-        help="hold out the same examples as the published code: the same fraction of every class")
+def input_gradient(net, x, y, grad_of="logit"):
+    """The logits [B, K] of a network, and the gradients g [B, D] of its true-class outputs by x.
 
-    add = parser.group("network").add_argument
-    add("--model", choices=list(NETWORKS),
-        help="architecture of a member (paper: resnet18, for TinyImageNet preact_resnet18)")
-    add("--members", "-m", type=at_least(1), help="number of ensemble members M (paper: 10)")
-    add("--hidden", type=at_least(1), nargs="+", metavar="N",
-        help="numbers of hidden units of mlp (paper: three layers)")
-
-    add = parser.group("training").add_argument
-    add("--weight-decay", type=at_least(0, float),
-        help="weight decay of all parameters (paper: 5e-4)")
-    add("--schedule", choices=["published", "one_cycle"],
-        help="'published' decreases the learning rate linearly from 50 to 90 %% of the epochs; "
-        "'one_cycle' is better for short runs")
-    add("--lr-ratio", type=between(0, 1),
-        help="final over initial learning rate of the published schedule (paper: 0.01)")
-
-    add = parser.group("method").add_argument
-    add("--alpha", type=between(0, 1),
-        help="metric of forde_tuned, from 0 (identity) to 1 (PCA) (paper: 0.4 on CIFAR-100, 0.2 on "
-        "CIFAR-10)")
-    add("--grad-of", choices=["logit", "logprob"], default="logit",
-        help="input gradients of the true class's logit (paper) or log probability")
-    add("--repulsion-coef", type=at_least(0, float), default=1.0,
-        help="factor on the repulsion R (paper: 1)")
-    add("--repulse-every", type=at_least(1), default=1,
-        help="number of steps from one repulsion to the next (paper: 1)")
-
-    add = parser.group("evaluation").add_argument
-    add("--methods", nargs="+", choices=list(METHODS), metavar="METHOD",
-        help=f"methods to compare, from the same initial weights: {', '.join(METHODS)}")
-    add("--ood", nargs="*", metavar="NAME",
-        help="out-of-distribution sets; folder:PATH is a folder of images")
-    add("--shift", choices=["none", "computed", "published"],
-        help="corrupted test sets: computed here, or published files such as CIFAR-10-C")
-    add("--shift-examples", type=at_least(0), metavar="N",
-        help="number of test images under each corruption; 0 is all")
-    parser.group("run").add_argument(
-        "--chunk", type=at_least(0), default=0, metavar="C",
-        help="number of members whose activations are in memory at a time; 0 is all. Less memory, "
-        "but one more forward pass per step")
-    args = parser.parse(argv)
-    args.methods = list(dict.fromkeys(args.methods))
-    check_options(args)
-    return args
+    g_b = d/dx_b sum_b' f(x_b')[y_b']: f are the logits, or with grad_of "logprob" log
+    probabilities (Ross et al. 2018). In training mode, batch norm couples the examples, and g
+    includes that coupling (as published). g is differentiable with respect to the parameters,
+    except under torch.no_grad(), where both are constants.
+    """
+    constant = not torch.is_grad_enabled()
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        logits = net(x)
+        outputs = logits
+        if grad_of == "logprob":
+            outputs = logits.log_softmax(1)
+        of_label = outputs.gather(1, y[:, None])                       # [B, 1]
+        # With a graph even for constants: the `Convolution` of the networks above then computes
+        # no gradients of weights.
+        g, = torch.autograd.grad(of_label.sum(), x, create_graph=True)
+    if constant:
+        logits = logits.detach()
+        g = g.detach()
+    return logits, g.flatten(1)
 
 
-def check_options(args):
-    """Refuse options that contradict each other, or that would have no effect."""
-    if args.compile:
-        raise UserError("--compile: a compiled network cannot be differentiated twice")
-    if args.chunk and args.members % args.chunk:
-        raise UserError(f"--chunk {args.chunk} must divide --members {args.members}; or use 0 for "
-                        "all members at once")
-    if (args.dataset == "features") != bool(args.features):
-        raise UserError("--dataset features and --features TRAIN.npz TEST.npz must be used "
-                        "together")
-    no_images = {"features": ["val_fraction", "published_split", "image_size"],
-                 "toy_classification": ["val_fraction", "published_split", "image_size",
-                                        "limit_train", "ood", "predict", "data_dir", "workers"]}
-    if args.dataset in no_images:
-        common.refuse(args, no_images[args.dataset], f"with --dataset {args.dataset}")
-        if args.augment or args.shift != "none":
-            raise UserError(f"--dataset {args.dataset} has no images; it needs --no-augment and "
-                            "--shift none")
-    if args.shift == "published" and f"{args.dataset}_c" not in data.CORRUPTED:
-        raise UserError(f"--shift published: not available for {args.dataset}; use --shift "
-                        "computed or none")
-    if args.shift == "none":
-        common.refuse(args, ["shift_examples"], "without corrupted test sets (--shift)")
-    if not args.val_fraction:
-        common.refuse(args, ["published_split"], "without --val-fraction")
-    if args.model != "mlp":
-        common.refuse(args, ["hidden"], f"with --model {args.model}")
-    if args.schedule != "published":
-        common.refuse(args, ["lr_ratio"], f"with --schedule {args.schedule}")
-    if "forde_tuned" not in args.methods:
-        common.refuse(args, ["alpha"], "without --methods forde_tuned")
-    if args.methods == ["deep_ensemble"] or args.members == 1:
-        common.refuse(args, ["repulsion_coef", "repulse_every"], "where no members repel")
+def function_values(net, x, y):
+    """The logits [B, K], and again as particles: function-RDE repels in them."""
+    logits = net(x)
+    return logits, logits
+
+
+def no_particles(net, x, y):
+    """The logits [B, K], and particles [B, 0]."""
+    logits = net(x)
+    return logits, logits[:, :0]
+
+
+def unit_rows(g, eps=1e-24):
+    """g / sqrt(|g|^2 + eps) for rows g [..., D]; eps is the square of the paper's 1e-12.
+
+    A row with |g|^2 <= eps has no direction. It becomes 0, a constant: the derivative of 1/|g|
+    would exceed all others.
+    """
+    squared_length = g.square().sum(-1, keepdim=True)
+    has_direction = squared_length > eps
+    divisor = torch.where(has_direction, squared_length + eps, torch.inf)
+    return g / divisor.sqrt()
+
+
+def pca(second_moments):
+    """Eigenvectors [D, D] as columns, and eigenvalues [D], largest first, of X^T X / (N - 1).
+
+    second_moments: X^T X / (N - 1) [D, D] in float64, for normalised images X [N, D]. Normalising
+    subtracts the mean of each channel, not that of each pixel (as published).
+    """
+    eigenvalues, eigenvectors = torch.linalg.eigh(second_moments)
+    return eigenvectors.flip(1), eigenvalues.flip(0).clamp_min(0)
+
+
+def metric_root(eigenvectors, eigenvalues, alpha=1.0):
+    """A [D, D] with A A^T = Sigma^-1, so that distances are those of the rows s = u A.
+
+    paper: appendix D.4, Sigma = alpha Lambda^-1 + (1 - alpha) I in the eigenbasis; PCA is alpha 1.
+    With alpha 1 a common factor of the eigenvalues cancels, because it is in the bandwidth, too.
+    """
+    precision = eigenvalues / (alpha + (1 - alpha) * eigenvalues).clamp_min(1e-30)
+    return eigenvectors * precision.sqrt()
+
+
+def squared_distances(s):
+    """|s_i - s_j|^2 [M, M, ...] of rows s [M, ..., D]; s_j is a constant, i = j is included."""
+    # By differences: in the products of a Gram matrix, nearly equal members would cancel.
+    columns = []
+    for other in s.detach():
+        columns.append((s - other).square().sum(-1))                   # [M, ...]
+    return torch.stack(columns, 1)
+
+
+def log_kernel(s):
+    """log k_ijb = -|s_ib - s_jb|^2 / h_jb [M, M, B] of s [M, B, D], M > 1; s_jb, h_jb are constant.
+
+    paper: equation (17), in the published code's form, h_jb = med_i |s_ib - s_jb|^2 / ln M + 1e-12
+    """
+    distance = squared_distances(s)                                    # [M, M, B]
+    members = len(s)
+    # The median over i includes i = j; of an even number it is the mean of the middle two.
+    ranked = distance.detach().sort(0).values
+    lower = ranked[(members - 1) // 2]
+    upper = ranked[members // 2]
+    median = (lower + upper) / 2                                       # [M, B]
+    bandwidth = median / math.log(members) + 1e-12
+    return -distance / bandwidth
+
+
+def repulsion(log_k):
+    """R = (1/B) sum_i log[(1/B) sum_b sum_j k_ijb] of log k [M, M, B]; 0 <= R <= M ln(M) / B.
+
+    Its gradient is that of Wasserstein gradient descent, sum_i [sum_j grad k_ij / sum_j k_ij],
+    because `log_kernel` has constant second arguments. B is the global batch size.
+    """
+    batch = log_k.shape[2]
+    log_density = log_k.flatten(1).logsumexp(1) - math.log(batch)      # [M]
+    return log_density.sum() / batch
+
+
+def rbf_repulsion(points):
+    """sum_i ln sum_j exp(-|p_i - p_j|^2 / h) of points [M, P], with constant p_j and h.
+
+    The kernel of D'Angelo and Fortuin (2021): h = med / ln(M + 1), with one median over all M^2
+    squared distances.
+    """
+    distance = squared_distances(points)                               # [M, M]
+    median = distance.detach().flatten().quantile(0.5)
+    bandwidth = median / math.log(len(points) + 1) + 1e-12
+    return (-distance / bandwidth).logsumexp(1).sum()
+
+
+def function_repulsion(logits, inverse_squared_scale=1e-6):
+    """(1/B) [`rbf_repulsion` of the members' logits z [M, B, K] + sum ln(1 + z^2 / scale^2)].
+
+    The second term is a Cauchy prior of scale 1000 on each logit (paper: appendix C.2).
+    """
+    prior = (inverse_squared_scale * logits.square()).log1p().sum()
+    return (rbf_repulsion(logits.flatten(1)) + prior) / logits.shape[1]
+
+
+def pairwise_cosines(g):
+    """cos(g_i, g_j) of all pairs i < j of members [M (M - 1) / 2, B], from g [M, B, D]."""
+    unit = unit_rows(g)
+    cosines = torch.einsum("ibd,jbd->ijb", unit, unit)
+    i, j = torch.triu_indices(len(g), len(g), 1, device=g.device)
+    return cosines[i, j]
+
+
+def local_independence(g):
+    """LIT: the mean of cos^2(g_i, g_j) over pairs and examples, g [M, B, D].
+
+    In Ross et al. (2018), g are gradients of log probabilities (--grad-of logprob).
+    """
+    return pairwise_cosines(g).square().mean()
+
+
+def data_loss(logits, labels):
+    """The cross entropy of logits [M, B, K] and labels [B], summed over members and examples."""
+    every_label = labels.repeat(len(logits))                           # [M B]
+    return F.cross_entropy(logits.flatten(0, 1), every_label, reduction="sum")
+
+
+def disagreement(log_probs):
+    """Fraction of ordered pairs of members that predict different classes; log_probs [M, N, K]."""
+    members, _, num_classes = log_probs.shape
+    if members == 1:
+        return 0.0
+    votes = F.one_hot(log_probs.argmax(2), num_classes).sum(0)         # [N, K]
+    agreeing_pairs = (votes * (votes - 1)).sum(1)                      # [N]
+    share = agreeing_pairs.double() / (members * (members - 1))
+    return 1 - share.mean().item()
 
 
 # ---- Model --------------------------------------------------------------------------------------
@@ -353,9 +383,7 @@ NETWORKS = {"resnet9": resnet9, "resnet18": resnet18, "preact_resnet18": preact_
 
 def make_network(args, num_classes, shape):
     """One member for inputs of `shape` (C, H, W), initialised as published; it returns logits."""
-    made = NETWORKS[args.model](args, shape)
-    layers, dim = common.check_layers(args.model, made, shape)
-    net = nn.Sequential(*layers, nn.Linear(dim, num_classes))
+    net = nn.Sequential(*data.backbone_and_head(args, NETWORKS, num_classes, shape))
     for module in net.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             # Haiku's default: std 1 / sqrt(fan_in), cut at two standard deviations
@@ -383,175 +411,6 @@ def make_ensemble(args, seed, num_classes, shape):
 def channels_last(args):
     """Whether images are in channels-last memory: second derivatives on CPUs are slower in it."""
     return args.device.type == "cuda" and args.model != "mlp"
-
-
-# ---- Method -------------------------------------------------------------------------------------
-# To copy this section, copy these imports, too:
-#   import math
-#   import torch
-#   import torch.nn.functional as F
-#
-# M members, B examples, K classes, D input dimensions. The repulsion of Algorithm 1 is
-#   repulsion(log_kernel(unit_rows(g) @ A)), with input gradients g [M, B, D] and A of `metric_root`
-
-
-def input_gradient(net, x, y, grad_of="logit"):
-    """The logits [B, K] of a network, and the gradients g [B, D] of its true-class outputs by x.
-
-    g_b = d/dx_b sum_b' f(x_b')[y_b']: f are the logits, or with grad_of "logprob" log
-    probabilities (Ross et al. 2018). In training mode, batch norm couples the examples, and g
-    includes that coupling (as published). g is differentiable with respect to the parameters,
-    except under torch.no_grad(), where both are constants.
-    """
-    constant = not torch.is_grad_enabled()
-    with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        logits = net(x)
-        outputs = logits
-        if grad_of == "logprob":
-            outputs = logits.log_softmax(1)
-        of_label = outputs.gather(1, y[:, None])                       # [B, 1]
-        # With a graph even for constants: the `Convolution` of the networks above then computes
-        # no gradients of weights.
-        g, = torch.autograd.grad(of_label.sum(), x, create_graph=True)
-    if constant:
-        logits = logits.detach()
-        g = g.detach()
-    return logits, g.flatten(1)
-
-
-def function_values(net, x, y):
-    """The logits [B, K], and again as particles: function-RDE repels in them."""
-    logits = net(x)
-    return logits, logits
-
-
-def no_particles(net, x, y):
-    """The logits [B, K], and particles [B, 0]."""
-    logits = net(x)
-    return logits, logits[:, :0]
-
-
-def unit_rows(g, eps=1e-24):
-    """g / sqrt(|g|^2 + eps) for rows g [..., D]; eps is the square of the paper's 1e-12.
-
-    A row with |g|^2 <= eps has no direction. It becomes 0, a constant: the derivative of 1/|g|
-    would exceed all others.
-    """
-    squared_length = g.square().sum(-1, keepdim=True)
-    has_direction = squared_length > eps
-    divisor = torch.where(has_direction, squared_length + eps, torch.inf)
-    return g / divisor.sqrt()
-
-
-def pca(second_moments):
-    """Eigenvectors [D, D] as columns, and eigenvalues [D], largest first, of X^T X / (N - 1).
-
-    second_moments: X^T X / (N - 1) [D, D] in float64, for normalised images X [N, D]. Normalising
-    subtracts the mean of each channel, not that of each pixel (as published).
-    """
-    eigenvalues, eigenvectors = torch.linalg.eigh(second_moments)
-    return eigenvectors.flip(1), eigenvalues.flip(0).clamp_min(0)
-
-
-def metric_root(eigenvectors, eigenvalues, alpha=1.0):
-    """A [D, D] with A A^T = Sigma^-1, so that distances are those of the rows s = u A.
-
-    paper: appendix D.4, Sigma = alpha Lambda^-1 + (1 - alpha) I in the eigenbasis; PCA is alpha 1.
-    With alpha 1 a common factor of the eigenvalues cancels, because it is in the bandwidth, too.
-    """
-    precision = eigenvalues / (alpha + (1 - alpha) * eigenvalues).clamp_min(1e-30)
-    return eigenvectors * precision.sqrt()
-
-
-def squared_distances(s):
-    """|s_i - s_j|^2 [M, M, ...] of rows s [M, ..., D]; s_j is a constant, i = j is included."""
-    # By differences: in the products of a Gram matrix, nearly equal members would cancel.
-    columns = []
-    for other in s.detach():
-        columns.append((s - other).square().sum(-1))                   # [M, ...]
-    return torch.stack(columns, 1)
-
-
-def log_kernel(s):
-    """log k_ijb = -|s_ib - s_jb|^2 / h_jb [M, M, B] of s [M, B, D], M > 1; s_jb, h_jb are constant.
-
-    paper: equation (17), in the published code's form, h_jb = med_i |s_ib - s_jb|^2 / ln M + 1e-12
-    """
-    distance = squared_distances(s)                                    # [M, M, B]
-    members = len(s)
-    # The median over i includes i = j; of an even number it is the mean of the middle two.
-    ranked = distance.detach().sort(0).values
-    lower = ranked[(members - 1) // 2]
-    upper = ranked[members // 2]
-    median = (lower + upper) / 2                                       # [M, B]
-    bandwidth = median / math.log(members) + 1e-12
-    return -distance / bandwidth
-
-
-def repulsion(log_k):
-    """R = (1/B) sum_i log[(1/B) sum_b sum_j k_ijb] of log k [M, M, B]; 0 <= R <= M ln(M) / B.
-
-    Its gradient is that of Wasserstein gradient descent, sum_i [sum_j grad k_ij / sum_j k_ij],
-    because `log_kernel` has constant second arguments. B is the global batch size.
-    """
-    batch = log_k.shape[2]
-    log_density = log_k.flatten(1).logsumexp(1) - math.log(batch)      # [M]
-    return log_density.sum() / batch
-
-
-def rbf_repulsion(points):
-    """sum_i ln sum_j exp(-|p_i - p_j|^2 / h) of points [M, P], with constant p_j and h.
-
-    The kernel of D'Angelo and Fortuin (2021): h = med / ln(M + 1), with one median over all M^2
-    squared distances.
-    """
-    distance = squared_distances(points)                               # [M, M]
-    median = distance.detach().flatten().quantile(0.5)
-    bandwidth = median / math.log(len(points) + 1) + 1e-12
-    return (-distance / bandwidth).logsumexp(1).sum()
-
-
-def function_repulsion(logits, inverse_squared_scale=1e-6):
-    """(1/B) [`rbf_repulsion` of the members' logits z [M, B, K] + sum ln(1 + z^2 / scale^2)].
-
-    The second term is a Cauchy prior of scale 1000 on each logit (paper: appendix C.2).
-    """
-    prior = (inverse_squared_scale * logits.square()).log1p().sum()
-    return (rbf_repulsion(logits.flatten(1)) + prior) / logits.shape[1]
-
-
-def pairwise_cosines(g):
-    """cos(g_i, g_j) of all pairs i < j of members [M (M - 1) / 2, B], from g [M, B, D]."""
-    unit = unit_rows(g)
-    cosines = torch.einsum("ibd,jbd->ijb", unit, unit)
-    i, j = torch.triu_indices(len(g), len(g), 1, device=g.device)
-    return cosines[i, j]
-
-
-def local_independence(g):
-    """LIT: the mean of cos^2(g_i, g_j) over pairs and examples, g [M, B, D].
-
-    In Ross et al. (2018), g are gradients of log probabilities (--grad-of logprob).
-    """
-    return pairwise_cosines(g).square().mean()
-
-
-def data_loss(logits, labels):
-    """The cross entropy of logits [M, B, K] and labels [B], summed over members and examples."""
-    every_label = labels.repeat(len(logits))                           # [M B]
-    return F.cross_entropy(logits.flatten(0, 1), every_label, reduction="sum")
-
-
-def disagreement(log_probs):
-    """Fraction of ordered pairs of members that predict different classes; log_probs [M, N, K]."""
-    members, _, num_classes = log_probs.shape
-    if members == 1:
-        return 0.0
-    votes = F.one_hot(log_probs.argmax(2), num_classes).sum(0)         # [N, K]
-    agreeing_pairs = (votes * (votes - 1)).sum(1)                      # [N]
-    share = agreeing_pairs.double() / (members * (members - 1))
-    return 1 - share.mean().item()
 
 
 # ---- Training -----------------------------------------------------------------------------------
@@ -724,28 +583,28 @@ def make_chunks(nets, args):
 
 
 def train(nets, train_set, metric, args, seed, run, name):
-    """Train all members together, on the same batches; resumes from the last completed epoch."""
+    """Train all members together, on the same batches; save and resume the checkpoint `name`."""
     chunks = make_chunks(nets, args)
     optimiser = torch.optim.SGD(nets.parameters(), lr=args.lr, momentum=0.9, nesterov=True,
                                 weight_decay=args.weight_decay)
     # The order and the augmentation of the images depend only on the seed and the epoch.
+    # published code: the last, smaller batch of an epoch is dropped
     augment = "crop_flip" if args.augment else "none"
     loader = data.Loader(train_set, args.batch_size, args.device, seed=seed, shuffle=True,
-                         augment=augment, workers=args.workers, channels_last=channels_last(args))
-    # published code: the last, smaller batch of an epoch is dropped
-    whole_batches = max(1, len(train_set) // args.batch_size)
-    steps = min(run.steps_per_epoch(loader), whole_batches)
-
-    # Checkpoints contain the networks and the optimiser. The loop starts at the first epoch that
-    # is left, and `run.end_epoch` saves and logs.
-    for epoch in run.epochs(args.epochs, name, train_set, net=nets, optimiser=optimiser):
+                         limit_steps=args.limit_steps, drop_last=True, augment=augment,
+                         workers=args.workers, channels_last=channels_last(args))
+    # A checkpoint of other training images or pretrained weights is refused.
+    made_from = data.origin(train_set, args)
+    history = run.resume(name, args.epochs, made_from, net=nets, optimiser=optimiser)
+    for epoch in range(len(history), args.epochs):
+        start = time.perf_counter()
         common.seed_all(seed, epoch, common.rank())  # for networks with dropout
         nets.train()
         totals = torch.zeros(3, device=args.device)  # cross entropy, R, correct predictions
-        for step, batch in itertools.islice(run.steps(loader, epoch), steps):
+        for step, batch in enumerate(common.progress(loader, epoch)):
             # Functions of the step: a resumed run needs no state of a scheduler.
-            now = epoch * steps + step
-            lr = learning_rate(now, steps, args)
+            now = epoch * len(loader) + step
+            lr = learning_rate(now, len(loader), args)
             for group in optimiser.param_groups:
                 group["lr"] = lr
             # published code: averages with decay 0.9, divided by 1 - 0.9^t after t steps
@@ -765,9 +624,11 @@ def train(nets, train_set, metric, args, seed, run, name):
             totals[0] += loss
             totals[1] += value * len(batch.labels)
             totals[2] += (logits.argmax(2) == batch.labels).sum()
-        examples = steps * batch.global_size
+        examples = len(loader) * batch.global_size
         loss, value, accuracy = (common.all_reduce(totals) / examples / args.members).tolist()
-        run.end_epoch(loss, repulsion=value, accuracy=accuracy, lr=lr, examples=examples)
+        history.append({"epoch": epoch + 1, "loss": loss, "repulsion": value,
+                        "accuracy": accuracy, "lr": lr, "seconds": time.perf_counter() - start})
+        run.save(name, history, made_from, net=nets, optimiser=optimiser)
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
@@ -956,7 +817,7 @@ def evaluate_shift(nets, shift, test_set, args, key):
     for severity in data.SEVERITIES:
         row = severity_row(nets, shift, severity, test_set, args, key)
         scores = f"accuracy {row['accuracy']:.4f}, NLL {row['nll']:.4f}"
-        common.say(f"{row['method']}-seed{row['seed']}: {row['set']}, {row['n']} images: {scores}")
+        common.print_on_main(f"{row['method']}-seed{row['seed']}: {row['set']}, {row['n']} images: {scores}")
         rows.append(row)
     mean = {**key, "set": shift.name, "n": 0}
     for row in rows:
@@ -1010,14 +871,9 @@ def paired_differences(rows):
 
 
 def write_predictions(predictions, sets, run):
-    """predictions.csv from {method and seed: log_probs [M, N, K]}; of several, one file each."""
-    for name, log_probs in predictions.items():
-        file = "predictions.csv" if len(predictions) == 1 else f"predictions-{name}.csv"
-        columns = common.prediction_columns(sets.predict, log_probs, sets.train.classes)
-        run.write_csv(file, columns)
-    if len(predictions) > 1:
-        print("predictions of each method and seed are in a file of their own, "
-              f"{run.dir}/predictions-METHOD-seedN.csv")
+    """predictions.csv from {method: log_probs [M, N, K]}, the methods side by side."""
+    columns = common.prediction_columns(sets.predict, predictions, sets.train.classes)
+    run.write_csv("predictions.csv", columns)
 
 
 # ---- Plots --------------------------------------------------------------------------------------
@@ -1051,7 +907,7 @@ def plot_shift(rows, test_name, shift_name, run):
 
 
 def plot_toy(points, outputs, run):
-    """Epistemic uncertainty over the plane; outputs {method and seed: log_probs [M, N, K]}."""
+    """Epistemic uncertainty over the plane; outputs {method: log_probs [M, N, K]}."""
     figure, axes = common.make_figure(1, len(outputs), figsize=(4.4 * len(outputs), 3.7),
                                       squeeze=False)
     x, y = points.images.flatten(1).T.numpy()
@@ -1068,6 +924,136 @@ def plot_toy(points, outputs, run):
         axis.set(title=name.replace("_", " "))
     figure.colorbar(image, ax=axes, label="epistemic uncertainty (nats)")
     run.save_figure(figure, "toy.png")
+
+
+# ---- Options ------------------------------------------------------------------------------------
+
+# method: the space in which its members repel, and for FoRDE the alpha of its metric
+METHODS = {
+    "deep_ensemble": dict(repulsion="none"),
+    "forde_pca": dict(repulsion="input_gradient", alpha=1.0),
+    "forde_identity": dict(repulsion="input_gradient", alpha=0.0),
+    "forde_tuned": dict(repulsion="input_gradient"),  # --alpha
+    "weight_rde": dict(repulsion="weight"),
+    "function_rde": dict(repulsion="function"),
+    "lit": dict(repulsion="lit"),
+}
+# A data set alone selects the paper's recipe for it: what its preset does not say is the default
+# of `parse_args`, ten ResNet-18 and FoRDE-PCA.
+# The validation set is drawn by the seed, so each seed trains on other images.
+GLYPHS = dict(methods=["deep_ensemble", "forde_pca", "forde_identity"], members=8, model="mlp",
+              hidden=[128, 128], val_fraction=0.1, limit_train=1000, epochs=16, batch_size=32,
+              schedule="one_cycle", augment=False, shift="computed", shift_examples=200,
+              ood=["glyphs_letters"])
+PRESETS = {
+    "cifar10": dict(alpha=0.2, ood=["svhn", "cifar100"]),
+    "cifar100": dict(ood=["svhn", "cifar10"]),
+    # published command: the learning rate ends at 0.0001; the paper's text says 0.001
+    "tiny_imagenet": dict(model="preact_resnet18", epochs=150, lr_ratio=0.001, ood=["svhn"]),
+    "mnist": dict(augment=False, shift="computed", ood=["fashion_mnist"]),
+    "fashion_mnist": dict(augment=False, shift="computed", ood=["mnist"]),
+    # paper: features of a frozen ViT, three hidden layers with batch norm
+    "features": dict(model="mlp", batch_size=256, lr=0.2, epochs=100, augment=False, shift="none"),
+    "glyphs": GLYPHS,
+    "dirty_glyphs": GLYPHS,
+    # five Gaussians in the plane
+    "toy_classification": dict(
+        methods=["deep_ensemble", "forde_identity"], members=16, model="mlp",
+        hidden=[64, 64], weight_decay=0.0, epochs=20, batch_size=200, lr=0.02,
+        schedule="one_cycle", augment=False, shift="none"),
+    # Your own images: small networks that train on two CPU cores in minutes.
+    "folder": dict(methods=["deep_ensemble", "forde_pca"], members=4, model="resnet9", width=0.25,
+                   epochs=30, batch_size=16, schedule="one_cycle", shift="none"),
+    "pretrained": dict(),
+    "frozen": dict(),
+}
+# These only change what is computed from trained networks, or how much memory training takes, so
+# they do not identify a run.
+EVALUATION_OPTIONS = ("methods", "ood", "shift", "shift_examples", "chunk")
+
+
+def parse_args(argv=None):
+    parser = common.Parser("forde", __doc__, PRESETS, NETWORKS, dataset="glyphs",
+                           model="resnet18", epochs=300, batch_size=128, lr=0.1)
+    flag = argparse.BooleanOptionalAction
+    add = parser.add_argument_group("forde.py").add_argument
+    add("--methods", nargs="+", choices=list(METHODS), metavar="METHOD", default=["forde_pca"],
+        help=f"methods to compare, from the same initial weights: {', '.join(METHODS)}")
+    add("--members", "-m", type=at_least(1), default=10,
+        help="number of ensemble members M (paper: 10)")
+    add("--alpha", type=between(0, 1), default=0.4,
+        help="metric of forde_tuned, from 0 (identity) to 1 (PCA) (paper: 0.4 on CIFAR-100, 0.2 on "
+        "CIFAR-10)")
+    add("--grad-of", choices=["logit", "logprob"], default="logit",
+        help="input gradients of the true class's logit (paper) or log probability")
+    add("--repulsion-coef", type=at_least(0, float), default=1.0,
+        help="factor on the repulsion R (paper: 1)")
+    add("--repulse-every", type=at_least(1), default=1,
+        help="number of steps from one repulsion to the next (paper: 1)")
+    add("--hidden", type=at_least(1), nargs="+", metavar="N", default=[256, 256, 256],
+        help="numbers of hidden units of mlp (paper: three layers)")
+    add("--weight-decay", type=at_least(0, float), default=5e-4,
+        help="weight decay of all parameters (paper: 5e-4)")
+    add("--schedule", choices=["published", "one_cycle"], default="published",
+        help="'published' decreases the learning rate linearly from 50 to 90 %% of the epochs; "
+        "'one_cycle' is better for short runs")
+    add("--lr-ratio", type=between(0, 1), default=0.01,
+        help="final over initial learning rate of the published schedule (paper: 0.01)")
+    add("--augment", action=flag, default=True, help="use random crops and flips (paper: on)")
+    add("--val-fraction", type=between(0, 0.9), default=0.0,
+        help="fraction of the training set that is held out to fit a temperature (paper: 0)")
+    add("--published-split", action=flag, default=False,
+        help="hold out the same examples as the published code: the same fraction of every class")
+    add("--features", nargs=2, metavar="NPZ", help="training and test file of --dataset features, "
+        "with 'features' [N, D] and 'labels' [N]; --ood and --predict then take such files, too")
+    add("--ood", nargs="*", metavar="NAME", default=[],
+        help="out-of-distribution sets; folder:PATH is a folder of images")
+    add("--shift", choices=["none", "computed", "published"], default="published",
+        help="corrupted test sets: computed here, or published files such as CIFAR-10-C")
+    add("--shift-examples", type=at_least(0), metavar="N", default=0,
+        help="number of test images under each corruption; 0 is all")
+    add("--chunk", type=at_least(0), default=0, metavar="C",
+        help="number of members whose activations are in memory at a time; 0 is all. Less memory, "
+        "but one more forward pass per step")
+    args = parser.parse(argv)
+    args.methods = list(dict.fromkeys(args.methods))
+    check_options(args)
+    return args
+
+
+def check_options(args):
+    """Refuse options that contradict each other, or that would have no effect."""
+    if args.compile:
+        raise UserError("--compile: a compiled network cannot be differentiated twice")
+    if args.chunk and args.members % args.chunk:
+        raise UserError(f"--chunk {args.chunk} must divide --members {args.members}; or use 0 for "
+                        "all members at once")
+    if (args.dataset == "features") != bool(args.features):
+        raise UserError("--dataset features and --features TRAIN.npz TEST.npz must be used "
+                        "together")
+    no_images = {"features": ["val_fraction", "published_split", "image_size"],
+                 "toy_classification": ["val_fraction", "published_split", "image_size",
+                                        "limit_train", "ood", "predict", "data_dir", "workers"]}
+    if args.dataset in no_images:
+        common.refuse(args, no_images[args.dataset], f"with --dataset {args.dataset}")
+        if args.augment or args.shift != "none":
+            raise UserError(f"--dataset {args.dataset} has no images; it needs --no-augment and "
+                            "--shift none")
+    if args.shift == "published" and f"{args.dataset}_c" not in data.CORRUPTED:
+        raise UserError(f"--shift published: not available for {args.dataset}; use --shift "
+                        "computed or none")
+    if args.shift == "none":
+        common.refuse(args, ["shift_examples"], "without corrupted test sets (--shift)")
+    if not args.val_fraction:
+        common.refuse(args, ["published_split"], "without --val-fraction")
+    if args.model != "mlp":
+        common.refuse(args, ["hidden"], f"with --model {args.model}")
+    if args.schedule != "published":
+        common.refuse(args, ["lr_ratio"], f"with --schedule {args.schedule}")
+    if "forde_tuned" not in args.methods:
+        common.refuse(args, ["alpha"], "without --methods forde_tuned")
+    if args.methods == ["deep_ensemble"] or args.members == 1:
+        common.refuse(args, ["repulsion_coef", "repulse_every"], "where no members repel")
 
 
 # ---- Main ---------------------------------------------------------------------------------------
@@ -1107,7 +1093,7 @@ def load_features(args):
     if len(train) < 2:
         raise UserError(f"{train.name}: {len(train)} training example(s); at least two are needed")
     test = data.feature_set(args.features[1], train)
-    ood = data.ood_sets(args.ood, train, args.data_dir, required="ood" in args.explicit)
+    ood = data.ood_sets(args.ood, train, args.data_dir, required="ood" in args.given)
     predicted = None
     if args.predict:
         predicted = data.predict_set(args.predict, train, args.data_dir)
@@ -1129,7 +1115,7 @@ def load_sets(args, seed):
     return data.load_sets(args.dataset, args.data_dir, seed=seed, val_fraction=args.val_fraction,
                           published_split=published_split, image_size=args.image_size,
                           limit_train=args.limit_train, statistics=statistics, ood=args.ood,
-                          ood_required="ood" in args.explicit, predict=args.predict)
+                          ood_required="ood" in args.given, predict=args.predict)
 
 
 def check_network(train_set, args):
@@ -1173,12 +1159,12 @@ def second_moments(train_set, args):
     for batch in batches_of(train_set, args):
         x = batch.images.to(device).flatten(1).double()                # [b, D]
         total.addmm_(x.T, x)
-    return total / (len(train_set) - 1)
+    return common.all_reduce(total) / (len(train_set) - 1)
 
 
 def principal_components(train_set, args):
     """The basis of FoRDE-PCA in float32, {"eigenvectors": [D, D], "eigenvalues": [D]}."""
-    print(f"computing the eigenvectors of {len(train_set)} training images", flush=True)
+    common.print_on_main(f"computing the eigenvectors of {len(train_set)} training images")
     eigenvectors, eigenvalues = pca(second_moments(train_set, args))
     return {"eigenvectors": eigenvectors.float().cpu(), "eigenvalues": eigenvalues.float().cpu()}
 
@@ -1210,28 +1196,31 @@ def run_name(args):
 def main(argv=None):
     """Run the script; returns the rows of its table."""
     args = parse_args(argv)
-    # Nothing is written before the first state is saved: a refused start leaves no directory.
-    run = common.Run(args, "forde", run_name(args))
+    # The run directory is made after all checks: a command that is refused leaves nothing.
+    sets = load_sets(args, args.seed)
+    shift = find_shift(sets.test, args)
+    check_network(sets.train, args)
+    if needs_basis(args):
+        check_basis(sets.train, args)
+    run = common.Run(args, "forde", run_name(args), EVALUATION_OPTIONS)
     rows = []
-    predictions = {}
+    predictions = {}  # of the first seed, {method: log_probs [M, N, K]}
     for seed in range(args.seed, args.seed + args.runs):
-        sets = load_sets(args, seed)
-        shift = find_shift(sets.test, args)
-        check_network(sets.train, args)
+        if seed > args.seed:
+            sets = load_sets(args, seed)  # another validation set
         basis = None  # only training needs it
         if needs_basis(args) and not args.eval:
-            check_basis(sets.train, args)
-            basis = run.keep(f"basis-seed{seed}", run.config,
-                             lambda: common.on_main(principal_components, sets.train, args))
+            images = {"training images": data.digest(sets.train)}
+            basis = run.load_or_compute(f"basis-seed{seed}", images,
+                                        partial(principal_components, sets.train, args))
         for method in args.methods:
             method_args = with_method(args, method)
-            name = f"{method}-seed{seed}"
             nets = make_ensemble(args, seed, sets.train.num_classes, sets.train.shape)
             metric = metric_of(basis, method_args)
-            train(nets, sets.train, metric, method_args, seed, run, name)
+            train(nets, sets.train, metric, method_args, seed, run, f"{method}-seed{seed}")
             rows += evaluate(nets, sets, shift, args, {"method": method, "seed": seed})
-            if sets.predict is not None:
-                predictions[name] = predict(nets, sets.predict, args)
+            if sets.predict is not None and seed == args.seed:
+                predictions[method] = predict(nets, sets.predict, args)
 
     results = rows + paired_differences(rows)
     # The severities of corruption and the validation set are in results.csv.
