@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import math
+import os
 import pickle
 import urllib.request
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from torchvision.transforms import InterpolationMode
 
 import common
 import data
@@ -125,11 +127,103 @@ def test_sets_select_all_their_fields():
         assert part.groups.tolist() == [row // 2 for row in rows]
         assert part.files == tuple("abcdef"[row] for row in rows)
     assert dataset.shape == (3, 8, 8)
-    assert data.evenly(dataset, 4).labels.tolist() == [0, 1, 3, 4]
-    assert len(data.evenly(dataset, None)) == len(data.evenly(dataset, 9)) == 6
-    refuses("toy: 6 images, but 5 labels", ImageSet, "toy", dataset.images,
+    refuses("toy: 6 images and 0 names, but 5 labels", ImageSet, "toy", dataset.images,
             torch.zeros(5).long(), 7, (0.5,), (0.5,))
+    refuses("6 images and 5 names", replace, dataset, files=tuple("abcde"))
     refuses("labels from 0 to 6; expected 0 to 4", replace, toy(7), num_classes=5)
+
+
+def labelled(labels, **fields):
+    """Black images with these labels."""
+    labels = torch.as_tensor(labels)
+    return ImageSet("toy", torch.zeros(len(labels), 1, 1, 2), labels, 20, (0.5,), (0.5,), **fields)
+
+
+def test_a_limit_keeps_the_shares_of_classes():
+    periodic = labelled(torch.arange(2000) % 10)
+    for limit in (10, 100, 200, 1000):
+        part = data.evenly(periodic, limit)
+        assert part.labels.bincount().tolist() == [limit // 10] * 10
+        assert torch.equal(part.labels, data.evenly(periodic, limit).labels)
+    named = replace(periodic, files=tuple(map(str, range(2000))))
+    rows = [int(file) for file in data.evenly(named, 200).files]
+    assert rows == sorted(rows) and len({row // 200 for row in rows}) == 10
+    uneven = labelled([0] * 50 + [1] * 50 + [2])
+    assert data.limit_train(uneven, 21).labels.bincount().tolist() == [10, 10, 1]
+    assert len(data.evenly(uneven, 2)) == 2
+    refuses(r"toy: 2 training example\(s\) leave out 1 class\(es\); raise --limit-train",
+            data.limit_train, uneven, 2)
+    numbers = labelled(torch.arange(6.0))
+    assert data.limit_train(numbers, 4).labels.tolist() == [0, 1, 3, 4]  # evenly spaced
+    assert data.evenly(numbers, None) is data.evenly(numbers, 9) is numbers
+
+
+def test_a_limit_keeps_groups_whole():
+    train = data.limit_train(load("dirty_glyphs", "train", val_fraction=0), 1000)
+    assert 990 <= len(train) <= 1000
+    blends = train.groups[train.label_probs.amax(1) < 1].bincount()
+    assert blends.unique().tolist() == [0, 2]
+    assert 200 <= (blends == 2).sum() <= 300  # half of the rows are clean
+    assert (train.labels.bincount() - 100).abs().max() < 15
+
+
+def test_a_split_by_classes():
+    labels = torch.tensor([0] * 50 + [1] * 50 + [2])
+    for seed in range(20):
+        train, val = data.class_split(labels, seed)
+        assert labels[val].bincount().tolist() == [5, 5]
+        assert sorted([*train, *val]) == list(range(101))
+    assert not torch.equal(val, data.class_split(labels, 1)[1])
+    train, _ = data.class_split(labels, 1, 0.99)
+    assert labels[train].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("first_has, second_has", [(True, False), (False, True), (False, False)])
+def test_concat_of_bytes_and_numbers(first_has, second_has):
+    """Clean digits are bytes, ambiguous ones numbers in [0, 1] with groups and distributions."""
+    clean = toy(7)
+    other = replace(toy(7, seed=1), images=toy(7, seed=1).images / 255)
+    truth = {"label_probs": torch.full((7, 7), 1 / 7), "groups": torch.arange(7) // 2 + 3}
+    if first_has:
+        clean = replace(clean, **truth)
+    if second_has:
+        other = replace(other, **truth)
+    both = data.concat("both", clean, other)
+    assert torch.equal(both.images, torch.cat([clean.images / 255, other.images]))
+    assert torch.equal(data.concat("bytes", clean, toy(7)).images[:7], clean.images)
+    for dataset, part in ((clean, both.select(slice(7))), (other, both.select(slice(7, None)))):
+        want = torch.eye(7) if dataset.groups is None else dataset.label_probs
+        assert torch.equal(part.label_probs, want)
+        assert len(part.groups.unique()) == (7 if dataset.groups is None else 4)
+    assert not set(both.groups[:7].tolist()) & set(both.groups[7:].tolist())
+    refuses("toy .* cannot be joined", data.concat, "x", clean, toy(3, (1, 8, 8)))
+    refuses("cannot be joined", data.concat, "x", clean, replace(other, classes=tuple("abcdefg")))
+
+
+def test_digest_covers_what_training_sees(imagenet, tmp_path):
+    dataset = toy(6, label_probs=torch.eye(6), groups=torch.arange(6), classes=tuple("abcdefg"))
+    want = data.digest(dataset)
+    assert len(want) == 64
+    for same in (dataset, dataset.select(slice(None)), replace(dataset, name="other"),
+                 replace(dataset, files=tuple("uvwxyz"))):
+        assert data.digest(same) == want
+    one_pixel = dataset.images.clone()
+    one_pixel[5, 2, 7, 7] ^= 1
+    changes = {"images": one_pixel, "labels": dataset.labels.flip(0), "mean": (0.4, 0.5, 0.61),
+               "std": (0.2, 0.2, 0.2), "label_probs": None, "groups": torch.zeros(6).long(),
+               "classes": tuple("abcdefh"), "num_classes": 8}
+    digests = {data.digest(replace(dataset, **{name: new})) for name, new in changes.items()}
+    assert len(digests - {want}) == len(changes)
+    assert data.digest(toy(4, (1, 2, 8))) != data.digest(toy(4, (1, 8, 2)))
+    streamed = load("imagenet", "test", imagenet)
+    want = data.digest(streamed)
+    assert want == data.digest(load("imagenet", "test", imagenet))
+    assert want != data.digest(replace(streamed, resize=230))
+    assert want != data.digest(streamed.select([1, 0, *range(2, 9)]))
+    save_png(tmp_path / "ood" / "x.png")
+    before = data.digest(load(f"folder:{tmp_path}/ood", "ood", image_size=80))
+    os.utime(tmp_path / "ood" / "x.png", ns=(0, 1))
+    assert data.digest(load(f"folder:{tmp_path}/ood", "ood", image_size=80)) != before
 
 
 def test_sets_too_small_for_the_processes_are_refused(as_rank):
@@ -162,7 +256,7 @@ def test_load_sets(tmp_path):
     for dataset in (sets.train, sets.test, sets.ood["glyphs_letters"], sets.predict):
         assert (dataset.mean, dataset.std) == ((0.25,), (0.5,))
     assert load_sets("glyphs").predict is None
-    refuses("glyphs: 1 training example.*at least two", load_sets, "glyphs", limit_train=1)
+    refuses("glyphs: 1 training .*leave out 9 cl.*--limit-train", load_sets, "glyphs", limit_train=1)
     refuses("CIFAR|cifar.*not found", load_sets, "glyphs", tmp_path, ood=["cifar10"],
             ood_required=True)
 
@@ -218,21 +312,22 @@ def test_without_validation_rows_are_in_the_order_of_the_files(real_data, tmp_pa
     assert train.files == tuple(f"{c}/{i}.png" for c in "ab" for i in range(10))
 
 
-def test_raw_files_are_checked(tmp_path, monkeypatch):
-    labels = torch.arange(100) % 10
-
+@pytest.mark.parametrize("images, labels, says", [
+    (10000, 10000, None), (9999, 9999, "MNIST.raw: 9,999 images instead of 10,000; get it from"),
+    (10000, 9999, "10000 images and 0 names, but 9999 labels"),
+    (10000, 200, "but 200 labels")])
+def test_raw_files_are_checked(tmp_path, monkeypatch, images, labels, says):
     def read(*_, train, download, **__):
         assert download  # so that what a killed download left half done is mended
-        images = torch.full((100, 28, 28), 255 * train, dtype=torch.uint8)
-        return SimpleNamespace(data=images, targets=labels, classes=())
+        return SimpleNamespace(data=torch.zeros(images, 28, 28, dtype=torch.uint8),
+                               targets=torch.arange(labels) % 10, classes=())
 
     monkeypatch.setitem(data.TORCHVISION, "mnist", read)
-    test = load("mnist", "test", tmp_path)
-    assert test.labels[:12].tolist() == [*range(10), 0, 1]
-    labels[70] = 200
-    refuses("mnist: labels from 0 to 200; expected 0 to 9", load, "mnist", "test", tmp_path)
-    labels = labels[:99]
-    refuses("mnist: 100 images, but 99 labels", load, "mnist", "val", tmp_path)
+    if says:
+        refuses(says, load, "mnist", "test", tmp_path)
+    else:
+        assert load("mnist", "test", tmp_path).labels[:12].tolist() == [*range(10), 0, 1]
+        refuses("10,000 images instead of 60,000", load, "mnist", "train", tmp_path)
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
     (folder / "data_batch_1").write_bytes(pickle.dumps({"data": 0})[:-3])
@@ -243,8 +338,7 @@ def test_raw_files_are_checked(tmp_path, monkeypatch):
     ("mnist", "MNIST.raw"), ("svhn", "test_32x32.mat"),
     ("cifar10", "cifar-10-batches-py"), ("imagenet", "imagenet.val"),
     ("tiny_imagenet", "tiny-imagenet-200.wnids.txt"), ("imagenet_a", "imagenet-a"),
-    ("ambiguous_mnist", "AmbiguousMNIST.amnist_samples.pt"), ("cifar10_c", "CIFAR-10-C.fog.npy"),
-    ("imagenet_c", "imagenet-c.fog.2"), ("tiny_imagenet_c", "Tiny-ImageNet-C.fog.2"),
+    ("ambiguous_mnist", "AmbiguousMNIST.amnist_samples.pt"), ("imagenet_c", "imagenet-c.fog.2"), ("tiny_imagenet_c", "Tiny-ImageNet-C.fog.2"),
     ("sst2", "SST-2.test.tsv"), ("qm9", "gdb9.sdf")])
 def test_absent_sets_name_the_path_and_the_site(tmp_path, monkeypatch, name, path):
     turns = []  # Reading takes turns, so that an error reaches the other processes.
@@ -274,7 +368,7 @@ def test_absent_sets_name_the_path_and_the_site(tmp_path, monkeypatch, name, pat
     (lambda: load("folder:/nowhere", "test"), "nowhere not found"),
     (lambda: load("mnist", "test", image_size=32), "--image-size has no effect on .*mnist"),
     (lambda: load_sets("glyphs", image_size=28), "--image-size has no effect on glyphs, .*remove"),
-    (lambda: data.load_corrupted("cifar10_c", "occlusion", 1), "occlusion.npy: not found"),
+    (lambda: data.load_corrupted("cifar10_c", "occlusion", 1), "occlusion.npy: .*No such file.*zenodo.org/records/2535967"),
     (lambda: data.load_corrupted("cifar_c", "fog", 1), "'cifar_c' is unknown"),
     (lambda: data.corruption_kinds("cifar10"), "'cifar10' is unknown.*imagenet_c"),
     (lambda: data.corrupted(toy(3, (2, 1, 1)), "jpeg", 1), "only be computed for images in mem"),
@@ -318,7 +412,7 @@ def test_ambiguous_mnist(tmp_path, monkeypatch):
     assert torch.equal(pool.images[:, 0, 0, 0], (torch.arange(60000) // 10) / 12000)
     assert pool.labels[40:50].tolist() == [4] * 9 + [9]
     assert pool.label_probs[45].tolist() == pytest.approx([0, 0, 0, 0, 0.9, 0, 0, 0, 0, 0.1])
-    clean = replace(toy(10000, (1, 28, 28)), num_classes=10)
+    clean = replace(toy(10000, (1, 28, 28)), num_classes=10, classes=tuple("0123456789"))
     monkeypatch.setattr(data, "_torchvision", lambda *_: clean)
     test = load("dirty_mnist", "test", tmp_path)
     assert len(test) == 70000
@@ -348,55 +442,59 @@ def test_cifar_c_layout(tmp_path, capsys):
         assert dataset.name == f"cifar10_c_fog_s{severity}"
         assert dataset.mean == (0.4914, 0.4822, 0.4465)
     assert data.corruption_kinds("cifar10_c", tmp_path) == ["fog"]  # a part is named as a part
-    assert "CIFAR-10-C: lacks gaussian_noise, shot_noise" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "CIFAR-10-C: lacks all or a part of gaussian_noise, shot_noise, " in out
+    assert out.endswith("get it from https://zenodo.org/records/2535967 and put it there\n")
     assert data.corrupted_name("cifar10_c", data.CIFAR_C_KINDS) == "cifar10_c"
     for labels, says in (((rows % 11).astype(np.uint8), "0 to 10"), (rows % 10 + 256, "256 to")):
         np.save(folder / "labels.npy", labels)
         refuses(f"labels from {says}", data.load_corrupted, "cifar10_c", "fog", 1, tmp_path)
     np.save(folder / "labels.npy", np.zeros(10000, np.uint8))
-    np.save(folder / "snow.npy", np.zeros((10, 32, 32, 3), np.uint8))
     np.save(folder / "frost.npy", np.array([{}], dtype=object))
+    wide = np.lib.format.open_memmap(folder / "snow.npy", "w+", np.int16, (50000, 32, 32, 3))
+    wide.flush()
     (folder / "spatter.npy").write_bytes((folder / "fog.npy").read_bytes()[:100000])
-    for kind, says in (("fog", r"fog.npy.*\(10000,\), expected \(50000,\)"),
-                       ("snow", r"snow.npy.*\(10, 32, 32, 3\), expected"),
+    for kind, says in (("fog", r"labels.npy.*\(10000,\), expected \(50000,\)"),
+                       ("snow", r"snow.npy.*int16 \(50000, 32, 32, 3\), expected"),
                        ("frost", "frost.npy: "), ("spatter", "spatter.npy: ")):
-        says = says.replace("fog.npy", "CIFAR-10-C")
         refuses(f"{says}.*get it from https", data.load_corrupted, "cifar10_c", kind, 1, tmp_path)
+    (folder / "labels.npy").unlink()
+    assert data.corruption_kinds("cifar10_c", tmp_path) == []
 
 
 def test_missing_severities(tmp_path, capsys):
     assert data.corruption_kinds("imagenet_c", tmp_path) == []
     assert "imagenet-c: not found; get it from https://" in capsys.readouterr().out
     for severity in range(1, 6):
-        for kind in ("zoom_blur", "snow"):
+        for kind in ("zoom_blur", "spatter"):
             save_png(tmp_path / "imagenet-c" / kind / str(severity) / "n01" / "a.png")
-        save_png(tmp_path / f"imagenet-c-fog-{severity}" / "n01" / "a.png")
     save_png(tmp_path / "imagenet-c" / "frost" / "4" / "n01" / "a.png")
     kinds = data.corruption_kinds("imagenet_c", tmp_path)
     out = capsys.readouterr().out
-    assert kinds == ["zoom_blur", "snow", "fog"]
+    assert kinds == ["zoom_blur", "spatter"]
     assert out.count("\n") == 1
-    assert "frost of severities [1, 2, 3, 5]" in out
-    assert "spatter" not in out
-    assert data.corrupted_name("imagenet_c", kinds) == "imagenet_c_3of15"
-    streamed = data.load_corrupted("imagenet_c", "fog", 4, tmp_path)
+    assert "snow, frost, fog" in out and "zoom" not in out and out.count("saturate") == 1
+    assert data.corrupted_name("imagenet_c", kinds) == "imagenet_c_2of19"
+    streamed = data.load_corrupted("imagenet_c", "spatter", 4, tmp_path)
     assert (streamed.shape, streamed.resize, len(streamed)) == ((3, 224, 224), 224, 1)
+    other = data.load_corrupted("imagenet_c", "spatter", 4, tmp_path, image_size=128)
+    assert (other.shape, other.resize) == ((3, 128, 128), 128)  # the whole of a published crop
     save_png(tmp_path / "imagenet" / "val" / "n02" / "a.png")  # a class that the copy lacks
-    refuses("n02: no images", data.load_corrupted, "imagenet_c", "fog", 4, tmp_path)
+    refuses("n02: no images", data.load_corrupted, "imagenet_c", "spatter", 4, tmp_path)
 
 
 # ---- Folders -------------------------------------------------------------------------------
 
 
-def write_tiny_imagenet(data_dir):
-    root = data_dir / "tiny-imagenet-200"
+def write_tiny_imagenet(data_dir, place, corrupted):
+    root = data_dir / place
     for k, wnid in enumerate(("n02", "n01")):  # an order that sorting would change
         for i in range(5):
             size = (64, 64, 3) if i else (64, 64)  # some are grey
             array = np.full(size, 100 * k + 10 * i, np.uint8)
             save_png(root / "train" / wnid / "images" / f"{wnid}_{i}.JPEG", array)
         array = np.full((64, 64, 3), 20 + 180 * k, np.uint8)
-        save_png(data_dir / "Tiny-ImageNet-C" / "fog" / "2" / wnid / "a.JPEG", array)
+        save_png(data_dir / corrupted / "fog" / "2" / wnid / "a.JPEG", array)
     notes = ""
     for i, wnid in enumerate(("n01", "n02", "n01")):
         save_png(root / "val" / "images" / f"val_{i}.JPEG",
@@ -407,9 +505,15 @@ def write_tiny_imagenet(data_dir):
     return root
 
 
-def test_tiny_imagenet(tmp_path):
-    root = write_tiny_imagenet(tmp_path)
-    pool = load("tiny_imagenet", "train", tmp_path, val_fraction=0)
+@pytest.mark.parametrize("place, corrupted", [
+    ("tiny-imagenet-200", "Tiny-ImageNet-C"), ("TinyImageNet", "TinyImageNet/corrupt"),
+    ("TinyImageNet/tiny-imagenet-200", "TinyImageNet/corrupt")])
+def test_tiny_imagenet(tmp_path, place, corrupted, capsys):
+    root = write_tiny_imagenet(tmp_path, place, corrupted)
+    for _ in range(2):
+        pool = load("tiny_imagenet", "train", tmp_path, val_fraction=0)
+    assert capsys.readouterr().out == (f"note: {root}/train has 10 images; 100,000 were "
+                                       "published\n")
     assert (pool.shape, len(pool), pool.num_classes) == ((3, 64, 64), 10, 2)
     assert pool.classes == ("n02", "n01")
     assert torch.equal(pool.images[:, :, 32, 32].float().mean(1) >= 95, pool.labels == 1)
@@ -426,6 +530,7 @@ def test_tiny_imagenet(tmp_path):
     file = root / "val" / "images" / "val_1.JPEG"
     file.write_bytes(file.read_bytes()[:200])
     refuses("val_1.JPEG: unreadable", load, "tiny_imagenet", "test", tmp_path)
+    assert len(data.corruption_kinds("tiny_imagenet_c", tmp_path)) == 0
     for file in (root / "train" / "n01" / "images").iterdir():
         file.unlink()
     refuses(r"n01.images: no images \(.jpg .*put the images of this class there", load,
@@ -433,12 +538,12 @@ def test_tiny_imagenet(tmp_path):
 
 
 def write_folder(root, **parts):
-    """root/<part>/<class>/<i>.png: parts = {part: (classes, images of each)}; image i is 9 i + 1
+    """root/<part>/<class>/<i>.png: parts = {part: (classes, images of each)}; image i is 5 i + 1
     all over, 100 more in training."""
     for part, (classes, n) in parts.items():
         for c in classes:
             for i in range(n):
-                level = 9 * i + 1 + 100 * (part == "train")
+                level = 5 * i + 1 + 100 * (part == "train")
                 save_png(root / part / c / f"{i}.png", np.full((40, 30, 3), level, np.uint8))
     return f"folder:{root}"
 
@@ -479,7 +584,7 @@ def test_other_layouts_are_refused(tmp_path, parts, says):
     refuses(says, load, name, "val" if "test" in parts and "val" in parts else "test")
 
 
-def test_files_that_are_skipped_are_counted(tmp_path, capsys):
+def test_files_that_are_skipped_are_named(tmp_path, capsys):
     root = tmp_path / "pets"
     name = write_folder(root, train=("ab", 3), test=("ab", 1))
     load(name, "train")
@@ -491,20 +596,87 @@ def test_files_that_are_skipped_are_counted(tmp_path, capsys):
     (root / "train" / "b" / "notes.txt").write_text("no image")
     (root / "train" / ".DS_Store").write_text("hidden")
     (root / "train" / "a" / "._0.png").write_text("hidden")
-    train = load(name, "train", val_fraction=0.5)
+    for split in ("train", "val", "train"):  # said once
+        assert len(load(name, split, val_fraction=0.5)) == 3
     out = capsys.readouterr().out
     assert out.count("\n") == 1
-    assert "train: skipped 3 image(s) that are not directly in a class folder" in out
-    assert "of train and 1 file(s) of other types" in out
-    load(name, "val", val_fraction=0.5)  # the same files once more
-    assert capsys.readouterr().out == ""
+    assert "train: skipped 4 file(s) that are not of the types .jpg .jpeg .png " in out
+    assert out.endswith(": a/more/deep/y.JPG, a/more/x.png, b/notes.txt and 1 more\n")
     assert len(load(name, "test")) == 2
-    assert "test: skipped 1 image(s)" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("directly in a class folder of train: c/z.png\n")
     everything = load(name, "ood")
     assert len(everything) == 12
     assert "train/a/more/deep/y.JPG" in everything.files
-    assert capsys.readouterr().out.endswith("pets: skipped 1 file(s) of other types\n")
-    assert len(train) == 3
+    assert capsys.readouterr().out.endswith("train: train/b/notes.txt\n")
+
+
+def test_a_rare_class_is_never_validation_alone(tmp_path):
+    name = write_folder(tmp_path / "pets", train=("ab", 20), test=("abc", 1))
+    save_png(tmp_path / "pets" / "train" / "c" / "0.png")
+    for seed in range(12):
+        assert load(name, "train", image_size=4, seed=seed).labels.bincount()[2] == 1
+        assert load(name, "val", image_size=4, seed=seed).labels.tolist() == [0, 0, 1, 1]
+
+
+def test_links(tmp_path):
+    """A link that leads round in a circle, and parts that are links to others."""
+    name = write_folder(tmp_path / "pets", train=("ab", 3), test=("ab", 2), more=("ab", 1))
+    root = tmp_path / "pets"
+    (root / "more" / "a" / "round").symlink_to(root / "more")
+    (root / "more" / "gone.png").symlink_to("nowhere")
+    assert load(f"folder:{root}/more", "ood").files == ("a/0.png", "b/0.png")
+    (root / "test" / "a" / "own.png").symlink_to(root / "more" / "a" / "0.png")
+    assert len(load(name, "test")) == 5
+    (root / "test" / "b" / "copy.png").symlink_to(root / "train" / "b" / "2.png")
+    refuses("pets: test and train share images, by a link", load, name, "test")
+    for part in ("test", "val"):
+        (root / part).rename(root / f"old {part}") if (root / part).exists() else None
+        (root / part).symlink_to(root / "train")
+        refuses(f"pets: {part} and train share images", load, name, part)
+
+
+def test_names_that_are_not_utf8_and_pipes(tmp_path):
+    save_png(tmp_path / "a.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    assert load(f"folder:{tmp_path}", "ood").files == ("a.png",)
+    (tmp_path / os.fsdecode(b"caf\xe9")).mkdir()
+    refuses(r"/caf\\xe9: the name is not UTF-8; rename it", load, f"folder:{tmp_path}", "ood")
+
+
+def test_pixels_are_what_a_viewer_shows(tmp_path):
+    left_white = np.zeros((4, 6, 3), np.uint8)
+    left_white[:, :3] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter, clockwise
+    Image.fromarray(left_white).save(tmp_path / "turned.png", exif=exif)
+    hidden = np.zeros((4, 4, 4), np.uint8)  # black, transparent on the left
+    hidden[:, 2:, 3] = 255
+    Image.fromarray(hidden).save(tmp_path / "transparent.png")
+    palette = Image.new("P", (4, 4), 1)
+    palette.putpalette([9, 9, 9] * 2)
+    palette.save(tmp_path / "palette.png", transparency=1)
+    images = load(f"folder:{tmp_path}", "ood", image_size=4).images
+    assert images[0].unique().tolist() == [255]
+    assert images[1, 0].tolist() == [[255, 255, 0, 0]] * 4
+    assert (images[2, 0, 0].min(), images[2, 0, 3].max()) == (255, 0)  # the left is at the top
+
+
+def test_unreadable_files_are_listed_together(tmp_path):
+    for name in "abcde":
+        save_png(tmp_path / f"{name}.png")
+    Image.new("L", (8, 8)).save(tmp_path / "f.tif", save_all=True,
+                                append_images=[Image.new("L", (8, 8))])
+    for name in "bcd":
+        (tmp_path / f"{name}.png").write_text("no image")
+    for size in (8, 100):  # in memory, and streamed
+        with pytest.raises(UserError, match=r"4 unreadable image\(s\): ") as caught:
+            load(f"folder:{tmp_path}", "ood", image_size=size)
+        said = str(caught.value)
+        assert "\n" not in said and "a.png" not in said and said.endswith(" and 1 more")
+        assert all(f"{name}.png: unreadable (" in said for name in "bcd")
+    for name in "bcd":
+        (tmp_path / f"{name}.png").unlink()
+    refuses("f.tif: unreadable .2 pages or frames, expected one", load, f"folder:{tmp_path}", "ood")
 
 
 def test_a_folder_without_its_prefix_or_a_file_with_it(monkeypatch, tmp_path):
@@ -601,15 +773,40 @@ def test_streamed_augmentation_depends_on_seed_epoch_and_row_alone(imagenet, as_
     assert replace(dataset, key=(4, 4))[0].shape == (3, 24, 24)
 
 
-def test_unreadable_files_and_folders_that_disagree(tmp_path):
-    for name in ("x/0", "x/1", "x/2", "imagenet/train/n0/a", "imagenet/train/n1/a",
-                 "imagenet/val/n1/a"):
+def test_a_preparation_is_that_of_torchvision_s_weights(imagenet, tmp_path):
+    from torchvision.models import ResNet18_Weights
+    name = write_folder(tmp_path / "pets", train=("ab", 10), test=("ab", 2))
+    wide = np.arange(120, dtype=np.uint8).reshape(10, 12).repeat(30, 0).repeat(40, 1)
+    save_png(tmp_path / "odd" / "x.png", wide)
+    save_png(tmp_path / "pets" / "test" / "a" / "wide.png", wide)
+    want = ResNet18_Weights.DEFAULT.transforms(crop_size=96, resize_size=128, mean=(0.1, 0.2, 0.3),
+                                               interpolation=InterpolationMode.BICUBIC)
+    preparation = data.Preparation(96, 128, (0.1, 0.2, 0.3), tuple(want.std),
+                                   InterpolationMode.BICUBIC)
+    odd = f"folder:{tmp_path}/odd"
+    sets = load_sets(name, image_size=33, preparation=preparation, ood=[odd, "glyphs_letters"],
+                     predict=odd)
+    for dataset in (sets.train, sets.val, sets.test, sets.ood["odd"], sets.predict):
+        assert (dataset.shape, dataset.resize) == ((3, 96, 96), 128)
+        images = torch.cat([batch.images for batch in Loader(dataset, 50).epoch()])
+        expected = [want(Image.open(dataset.root / file).convert("RGB")) for file in dataset.files]
+        torch.testing.assert_close(images, torch.stack(expected), atol=1e-5, rtol=1e-5)
+    assert sets.ood["glyphs_letters"].shape == (3, 96, 96)
+    assert sets.ood["glyphs_letters"].mean == (0.1, 0.2, 0.3)
+    crops = next(Loader(sets.train, 18, augment="crop_flip").epoch()).images
+    assert crops.shape == (18, 3, 96, 96)
+    glyphs = load("glyphs", "test", preparation=preparation)
+    assert (glyphs.shape, glyphs.mean) == ((1, 28, 28), load("glyphs", "test").mean)
+
+
+def test_an_unreadable_file_is_named_by_a_worker(tmp_path):
+    for name in ("imagenet/train/n0/a", "imagenet/train/n1/a", "imagenet/val/n1/a"):
         save_png(tmp_path / f"{name}.png")
     refuses("val.n0: no images", load, "imagenet", "test", tmp_path)
-    (tmp_path / "x" / "1.png").write_bytes(b"no image")
-    dataset = load(f"folder:{tmp_path}/x", "ood", image_size=100)
+    dataset = load("imagenet", "train", tmp_path, val_fraction=0)
+    (tmp_path / "imagenet" / "train" / "n1" / "a.png").write_bytes(b"no image")
     for workers in (0, 1):
-        refuses(r"^\S*x.1.png: unreadable",
+        refuses(r"^\S*n1.a.png: unreadable",
                 lambda: list(Loader(dataset, 2, workers=workers).epoch()))
     for kind, mode in ((np.uint16, "I;16"), (np.float32, "F")):  # would turn white, or black
         (tmp_path / mode).mkdir()
@@ -678,6 +875,20 @@ def test_evaluation_is_exact_in_order_and_normalised(floating):
             batch.images.zero_()  # batches are the caller's: the set is unharmed
     assert torch.equal(whole.images, toy(21).images[3:])
     assert torch.equal(dataset.images, whole.images / 255 if floating else whole.images)
+
+
+@pytest.mark.parametrize("options, sizes", [
+    ({}, [8, 8, 8, 6]), ({"drop_last": True}, [8, 8, 8]), ({"limit_steps": 2}, [8, 8]),
+    ({"limit_steps": 9}, [8, 8, 8, 6]), ({"limit_steps": 9, "drop_last": True}, [8, 8, 8])])
+def test_length_of_an_epoch(options, sizes):
+    whole = list(Loader(toy(30), 8, shuffle=True).epoch(2))
+    loader = Loader(toy(30), 8, shuffle=True, **options)
+    batches = list(loader.epoch(2))
+    assert [len(batch.index) for batch in batches] == sizes
+    assert len(loader) == len(sizes)
+    for batch, same in zip(batches, whole):
+        assert torch.equal(batch.index, same.index)
+    assert len(Loader(toy(5), 8, drop_last=True)) == 1  # not none
 
 
 def test_order_depends_on_seed_and_epoch():
@@ -879,7 +1090,7 @@ def read_on_two_machines(folder):
     common.start("cpu")
     disk = Path(folder) / str(common.rank())
     train = load("glyphs", "train", limit=10)
-    results = {"kinds": data.corruption_kinds("cifar10_c", disk),
+    results = {"kinds": data.corruption_kinds("cifar10_c", disk), "digest": data.digest(train),
                "ood": list(data.ood_sets([f"folder:{disk}/odd", "glyphs_letters"], train))}
     calls = {
         "folder": lambda: load(f"folder:{disk}/pets", "train"),
@@ -927,33 +1138,63 @@ def test_machines_agree_on_what_is_there(tmp_path, ranks):
 # ---- Features and points -------------------------------------------------------------------
 
 
-def save_features(path, features, labels=None):
-    arrays = {"features": np.asarray(features)}
-    if labels is not None:
-        arrays["labels"] = np.asarray(labels)
-    np.savez(path, **arrays)
+def save_features(path, features, labels=None, names=None):
+    arrays = {"features": features, "labels": labels, "names": names}
+    np.savez(path, **{key: np.asarray(a) for key, a in arrays.items() if a is not None})
     return path
 
 
+def batch_of(dataset):
+    return next(Loader(dataset, len(dataset)).epoch()).images[:, :, 0, 0]
+
+
 def test_feature_set_is_standardised_by_the_loader(tmp_path):
-    z = np.random.default_rng(0).normal((5, -300, 0), (2, 40, 0.01), (400, 3))
-    z = np.hstack([z, np.full((400, 1), 0.1)])  # a constant feature
+    # The third column varies little about a large mean, the last two are constant.
+    z = np.random.default_rng(0).normal((5, -300, 1.7e9), (2, 40, 1), (400, 3))
+    z = np.hstack([z, np.full((400, 1), 0.1), np.full((400, 1), 0.7)])
     train = data.feature_set(save_features(tmp_path / "z.train.npz", z, np.arange(400) % 6))
-    assert (train.name, train.num_classes, train.shape) == ("z.train", 6, (4, 1, 1))
+    assert (train.name, train.num_classes, train.shape) == ("z.train", 6, (5, 1, 1))
     assert train.is_features
-    assert np.array_equal(train.images[:, :, 0, 0], z.astype(np.float32))
     assert train.mean == pytest.approx(z.mean(0))
-    assert train.std == pytest.approx([*z.std(0)[:3], 1])
-    batch = next(Loader(train, 400).epoch()).images[:, :, 0, 0]
-    torch.testing.assert_close(batch.mean(0), torch.zeros(4), atol=1e-5, rtol=0)
-    std = torch.tensor([1.0, 1, 1, 0])
-    torch.testing.assert_close(batch.std(0, correction=0), std, atol=1e-5, rtol=0)
-    test = save_features(tmp_path / "test.npz", z[:5].astype(">f2"), np.arange(5, dtype="u1"))
+    assert train.std == pytest.approx([*z.std(0)[:3], 1, 1])
+    batch = batch_of(train)
+    want = np.hstack([(z[:, :3] - z[:, :3].mean(0)) / z[:, :3].std(0), np.zeros((400, 2))])
+    assert batch.dtype == torch.float32
+    torch.testing.assert_close(batch, torch.tensor(want).float(), atol=1e-5, rtol=1e-5)
+    test = save_features(tmp_path / "test.npz", z[:5].astype(">f4"), np.arange(5, dtype="u1"))
     test = data.feature_set(test, like=train)
     assert (test.num_classes, test.mean, test.std) == (6, train.mean, train.std)
     assert test.labels.tolist() == [0, 1, 2, 3, 4]
-    torch.testing.assert_close(next(Loader(test, 5).epoch()).images[:, :, 0, 0][:, :2],
-                               batch[:5, :2], atol=0.01, rtol=0)
+    torch.testing.assert_close(batch_of(test)[:, :2], batch[:5, :2], atol=1e-4, rtol=0)
+
+
+def test_names_of_classes_and_rows(tmp_path):
+    z = np.eye(4, 2)
+    path = save_features(tmp_path / "a.npz", z, ["dog", "ant", "dog", "cat"], list("wxyz"))
+    train = data.feature_set(path)
+    assert (train.classes, train.labels.tolist()) == (("ant", "cat", "dog"), [2, 0, 2, 1])
+    assert train.files == ("w", "x", "y", "z")
+    own = data.read_features(path, labelled=True)
+    assert (own.labels.tolist(), own.classes, own.files) == ([2, 0, 2, 1], train.classes,
+                                                             train.files)
+    assert (len(own), own.select([3]).files) == (4, ("z",))
+    # Names mean the same in another file, which may have fewer or others; numbers mean nothing.
+    less = save_features(tmp_path / "b.npz", z, ["dog", "dog", "cat", "cat"])
+    assert data.feature_set(less, train).labels.tolist() == [2, 2, 1, 1]
+    assert data.read_features(less).labels.tolist() == [-1] * 4
+    assert data.read_features(less, 2, classes=train.classes).labels.tolist() == [2, 2, 1, 1]
+    other = save_features(tmp_path / "c.npz", z, ["dog", "elk", "ant", "ant"], ["1", "2", "3", "4"])
+    predicted = data.predict_set(str(other), train)
+    assert predicted.labels.tolist() == [2, -1, 0, 0]
+    assert (predicted.files, predicted.classes) == (("1", "2", "3", "4"), train.classes)
+    refuses(r"c.npz: 'labels' must be \[4\] classes of a", data.feature_set, other, train)
+    numbers = save_features(tmp_path / "d.npz", z, [0, 1, 2, 0])
+    assert data.predict_set(str(numbers), train).labels.tolist() == [-1] * 4
+    refuses("must be .* classes of a", data.feature_set, numbers, train)
+    refuses("must be .* classes of d", data.feature_set, path, data.feature_set(numbers))
+    for names in (["x"], [1, 2, 3, 4]):
+        bad = save_features(tmp_path / "e.npz", z, [0, 1, 2, 0], names)
+        refuses(r"e.npz: 'names' must be \[4\] texts", data.feature_set, bad)
 
 
 def test_features_as_ood_may_have_other_classes(tmp_path):
@@ -962,7 +1203,6 @@ def test_features_as_ood_may_have_other_classes(tmp_path):
         save_features(tmp_path / f"{name}.npz", np.ones((3, 2)), labels)
     sets = data.ood_sets([f"{tmp_path}/b.npz", f"{tmp_path}/c.npz"], train)
     assert list(sets) == ["b", "c"]
-    assert sets["b"].labels.tolist() == [0, 0, 0]
     assert (sets["c"].mean, sets["c"].num_classes) == (train.mean, 3)
     for name, labels in (("b", [0, -1, -1]), ("c", [-1] * 3), ("d", [0, 2, -1])):
         own = data.predict_set(f"{tmp_path}/{name}.npz", train)
@@ -987,25 +1227,19 @@ BAD_LABELS = [
     (np.array([0, 1, 2**64 - 1], np.uint64), "'labels' must be"),
     ([0.0, 1.0, 2.0], "'labels' must be"),
     ([0, 1], r"'labels' must be \[3\]"),
+    (["a", "b"], r"'labels' must be \[3\]"),
 ]
 
 
-@pytest.mark.parametrize("features, says", BAD_FEATURES)
-def test_bad_features(tmp_path, features, says):
+@pytest.mark.parametrize("features, labels, says", [
+    *[(features, np.arange(len(features)), says) for features, says in BAD_FEATURES],
+    *[(np.ones((3, 2)), labels, says) for labels, says in BAD_LABELS]])
+def test_bad_features_and_labels(tmp_path, features, labels, says):
     train = data.feature_set(save_features(tmp_path / "train.npz", np.eye(3, 2), [0, 1, 2]))
-    path = save_features(tmp_path / "odd.npz", features, np.arange(len(features)))
+    path = save_features(tmp_path / "odd.npz", features, labels)
     refuses(f"odd.npz.*{says}", data.read_features, path)
-    refuses(f"odd.npz.*{says}", data.read_labelled_features, path)
     refuses(f"odd.npz.*{says}", data.feature_set, path)
-    refuses(f"odd.npz.*{says}", data.ood_sets, [str(path)], train)
-
-
-@pytest.mark.parametrize("labels, says", BAD_LABELS)
-def test_bad_labels(tmp_path, labels, says):
-    path = save_features(tmp_path / "odd.npz", np.ones((3, 2)), labels)
-    refuses(f"odd.npz.*{says}", data.read_labelled_features, path)
-    refuses(f"odd.npz.*{says}", data.feature_set, path)
-    assert data.read_features(path).shape == (3, 2)
+    refuses(f"odd.npz.*{says}", data.predict_set, str(path), train)
 
 
 def test_features_that_do_not_fit(tmp_path):
@@ -1014,13 +1248,17 @@ def test_features_that_do_not_fit(tmp_path):
     refuses(r"must be \[N, 2\], not \[3, 4\]", data.feature_set, path, like=train)
     refuses(r"must be \[N, 2\], not \[3, 4\]", data.read_features, path, 2)
     path = save_features(tmp_path / "odd.npz", np.ones((3, 2)), [0, 1, 3])
-    refuses("odd: labels from 0 to 3; expected 0 to 2", data.feature_set, path, like=train)
-    refuses("none.npz", data.feature_set, tmp_path / "none.npz")
+    refuses(r"'labels' must be \[3\] classes of train", data.feature_set, path, like=train)
+    refuses("file not found: .*none.npz", data.feature_set, tmp_path / "none.npz")
+    path = save_features(tmp_path / "bare.npz", np.ones((3, 2)))
+    refuses("bare.npz needs the arrays features, labels; it has features", data.feature_set, path)
+    (tmp_path / "text.npz").write_text("text")
+    refuses("text.npz is not a readable .npz file", data.load_arrays, tmp_path / "text.npz", ["a"])
     for kind in (np.float16, np.float32, np.float64):  # kept as they are
         path = save_features(tmp_path / "z.npz", np.ones((3, 2), kind), [0, 1, 5])
-        features, labels = data.read_labelled_features(path)
-        assert features.numpy().dtype == kind
-        assert labels.tolist() == [0, 1, 5]
+        features = data.read_features(path, labelled=True)
+        assert features.values.numpy().dtype == kind
+        assert features.labels.tolist() == [0, 1, 5]
 
 
 def test_gaussian_ring():
