@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +23,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it
 REPO = Path(__file__).resolve().parent.parent
 PATHS = [str(REPO), str(REPO / "tests")]
 sys.path[:0] = PATHS
-if os.environ.get("PYTHONPATH"):
-    PATHS.append(os.environ["PYTHONPATH"])
-os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
+os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, *filter(None, [os.getenv("PYTHONPATH")])])
 
 import numpy as np  # noqa: E402  after the thread count is set
 import pytest  # noqa: E402
@@ -41,7 +40,7 @@ CPU = ["--device", "cpu"]
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With `-n 2`: the tests of a file with "story" in their names share a worker and a fixture."""
+    """The tests of a file with "story" in their names share a worker and a fixture."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Stories(LoadScopeScheduling):
@@ -58,15 +57,13 @@ class Child:
     """
 
     def __init__(self, folder, function, *args, rank=0, size=None, port=None):
-        self.out = Path(folder) / f"{rank}.out"
-        self.err = Path(folder) / f"{rank}.err"
-        self.result = Path(folder) / f"{rank}.result"
+        files = [Path(folder) / f"{rank}.{name}" for name in ("out", "err", "result")]
+        self.out, self.err, self.result = files
         variables = {}
         if size is not None:
-            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
-                         "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-                         "MASTER_PORT": str(port)}
-        files = (self.out, self.err, self.result)
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size,
+                         "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        variables = {name: str(value) for name, value in variables.items()}
         self.process = SERVER.Process(target=_in_child, args=(files, variables, function, args))
         self.process.start()
 
@@ -75,7 +72,6 @@ class Child:
         self.process.join(timeout)
         if self.process.is_alive():
             self.process.kill()
-            self.process.join()
             pytest.fail(f"still running after {timeout} s; stderr: {self.stderr[-2000:]}")
         return self
 
@@ -100,16 +96,14 @@ class Child:
 
 def _in_child(files, variables, function, args):
     out, err, result = files
-    for path, number in ((out, 1), (err, 2)):
+    for path, number, name in ((out, 1, "stdout"), (err, 2, "stderr")):
         with open(path, "wb") as file:
             os.dup2(file.fileno(), number)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores it
     os.environ.update(variables)
     torch.set_num_threads(1)
-    value = function(*args)
-    result.write_bytes(pickle.dumps(value))
+    result.write_bytes(pickle.dumps(function(*args)))
 
 
 def in_double(batch):
@@ -117,21 +111,17 @@ def in_double(batch):
     if hasattr(batch, "images"):
         return batch._replace(images=batch.images.double())
     if hasattr(batch, "molecules"):
-        graph = batch.molecules
-        return batch._replace(molecules=graph._replace(positions=graph.positions.double()))
+        positions = batch.molecules.positions.double()
+        return batch._replace(molecules=batch.molecules._replace(positions=positions))
     return batch
 
 
 def in_float64(script, replace=setattr):
-    """Make the script's networks and all batches float64: what is left of a difference is not
-    rounding. `replace` sets an attribute (monkeypatch.setattr undoes it)."""
+    """Make the script's networks and all batches float64, so that no difference is rounding;
+    `replace` sets an attribute (monkeypatch.setattr undoes it)."""
     import data
     make_network = script.make_network
-
-    def make_in_float64(*args):
-        return make_network(*args).double()
-
-    replace(script, "make_network", make_in_float64)
+    replace(script, "make_network", lambda *args: make_network(*args).double())
     for loader in (data.Loader, data.SequenceLoader):
 
         def epoch_in_float64(*args, epoch=loader.epoch):
@@ -156,8 +146,6 @@ def run_in_float64(name, *argv):
 run_ddu = partial(run_script, "ddu")
 run_ddu_in_float64 = partial(run_in_float64, "ddu")
 run_gbnn2d_in_float64 = partial(run_in_float64, "gbnn2d")
-run_proxy_distill = partial(run_script, "proxy_distill")
-run_swag_laplace_ensembles_in_float64 = partial(run_in_float64, "swag_laplace_ensembles")
 
 
 def free_port():
@@ -168,12 +156,9 @@ def free_port():
 
 def start_ranks(folder, size, function, *args, each=None):
     """`size` processes with one process group to be; `each(rank)` gives further arguments."""
-    port = free_port()
-    children = []
-    for rank in range(size):
-        more = each(rank) if each else ()
-        children.append(Child(folder, function, *args, *more, rank=rank, size=size, port=port))
-    return children
+    where = dict(size=size, port=free_port())
+    each = each or (lambda rank: ())
+    return [Child(folder, function, *args, *each(rank), rank=rank, **where) for rank in range(size)]
 
 
 def wait_for(condition, timeout=200, what="condition"):
@@ -185,21 +170,29 @@ def wait_for(condition, timeout=200, what="condition"):
         time.sleep(0.005)
 
 
+def refusal(function, *arguments, kind=None):
+    """The text, one line, of the UserError (or `kind`) that a call raises."""
+    from common import UserError
+    with pytest.raises(kind or UserError) as found:
+        function(*arguments)
+    text = str(found.value)
+    assert "\n" not in text and "\0" not in text
+    error = found.value
+    while error:  # frees the variables of the call, and with them the lock of a Run
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+    return text
+
+
 def strict_json(path):
     """The content of a JSON file without NaN or infinity."""
-    def refuse(constant):
-        raise AssertionError(f"{constant} in {path}")
-
-    return json.loads(Path(path).read_text(), parse_constant=refuse)
+    return json.loads(Path(path).read_text(), parse_constant=pytest.fail)
 
 
 def snapshot(folder):
     """Every file below `folder` by its relative path, but for locks."""
-    contents = {}
-    for path in Path(folder).rglob("*"):
-        if path.is_file() and path.name != ".lock":
-            contents[str(path.relative_to(folder))] = path.read_bytes()
-    return contents
+    files = [path for path in Path(folder).rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def leaves(tree, path=""):
@@ -213,19 +206,16 @@ def leaves(tree, path=""):
         yield path, torch.as_tensor(tree)
 
 
-def lasting_leaves(path):
-    """The leaves of a checkpoint, but for what names the run and what measures time."""
-    state = torch.load(path, weights_only=True)
-    del state["identity"]
-    for row in state["history"]:
-        del row["seconds"], row["examples_per_s"]
-    return dict(leaves(state))
-
-
 def assert_same_checkpoints(a, b):
-    """Two checkpoints agree bit for bit in all but what names the run and measures time."""
-    left = lasting_leaves(a)
-    right = lasting_leaves(b)
+    """Two checkpoints agree bit for bit in all but their options and what measures time."""
+    states = []
+    for path in (a, b):
+        state = torch.load(path, weights_only=True)
+        del state["made_from"]
+        for row in state["history"]:
+            row.pop("seconds", None)
+        states.append(dict(leaves(state)))
+    left, right = states
     assert left.keys() == right.keys() and len(left) > 3
     for key, value in left.items():
         assert torch.equal(value, right[key]), key
@@ -245,8 +235,7 @@ def ranks(tmp_path):
 
 @pytest.fixture(scope="session")
 def real_data(tmp_path_factory):
-    """A --data-dir with the real data sets that lie in shared/data beside the checkout; one for all
-    workers of pytest-xdist."""
+    """A --data-dir with the real data sets of ../shared/data, one for all workers of xdist."""
     unpack = REPO.parent / "shared" / "data" / "unpack.py"
     if not unpack.exists():
         pytest.skip("no real data: ../shared/data is absent")
@@ -287,16 +276,14 @@ def small_data(tmp_path_factory):
         save(path, image.clip(0, 255))
 
     for label, name in enumerate(names):
-        number = 31 if label == 0 else 30
-        for i in range(number):
+        for i in range(31 if label == 0 else 30):
             save_wave(root / "train" / name / "images" / f"{name}_{i}.png", label)
-    notes = []
+    notes = ""
     for i in range(20):
-        label = i % 4
-        save_wave(root / "val" / "images" / f"val_{i}.png", label)
-        notes.append(f"val_{i}.png\t{names[label]}\t0\t0\t63\t63\n")
-    (root / "val" / "val_annotations.txt").write_text("".join(notes))
-    (root / "wnids.txt").write_text("\n".join(names) + "\n")
+        save_wave(root / "val" / "images" / f"val_{i}.png", i % 4)
+        notes += f"val_{i}.png\t{names[i % 4]}\t0\t0\t63\t63\n"
     for i in range(20):
         save(folder / "odd" / f"{i}.png", rng.integers(0, 256, (64, 64, 3), dtype=np.uint8))
+    (root / "val" / "val_annotations.txt").write_text(notes)
+    (root / "wnids.txt").write_text("\n".join(names) + "\n")
     return folder

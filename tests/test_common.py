@@ -1,8 +1,10 @@
 """The run layer of common.py: options, processes, files, runs, tables, signals; and the README."""
 
+import argparse
 import contextlib
 import csv
 import fcntl
+import gc
 import importlib
 import io
 import itertools
@@ -11,6 +13,7 @@ import math
 import os
 import random
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -18,16 +21,17 @@ import subprocess
 import sys
 import time
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import (CPU, REPO, SCRIPTS, Child, assert_same_checkpoints, free_port, snapshot,
-                      start_ranks, strict_json, wait_for)
+from conftest import (CPU, REPO, SCRIPTS, Child, assert_same_checkpoints, free_port, refusal,
+                      snapshot, start_ranks, strict_json, wait_for)
 from PIL import Image
-from scipy.stats import entropy, kstest, sem
+from scipy.stats import entropy, sem
 from torch import nn
 
 import common
@@ -35,80 +39,101 @@ from common import UserError
 
 # ---- Options ------------------------------------------------------------------------------------
 
-PRESETS = {
-    "": dict(epochs=3, batch_size=32, lr=0.5),
-    "main": dict(taste="sweet", lr=0.25),
-    "other": dict(epochs=9),
-    "folder": dict(taste="own"),
-}
-MODES = {"quick": dict(epochs=1, lr=0.75)}
+PRESETS = {"main": dict(taste="sweet", lr=0.25, smooth=False),
+           "other": dict(epochs=9, flavours=["salt"]), "folder": dict(taste="own", epochs=20),
+           "network": dict(model="torchvision/resnet50", epochs=0),
+           "pretrained": dict(epochs=5, lr=0.01), "frozen": dict(epochs=50, augment=False)}
+
+
+def make_parser():
+    parser = common.Parser("x", "One line.\n\nMore.", PRESETS, ["small", "big"], dataset="main",
+                           model="small", epochs=3, batch_size=32, lr=0.5)
+    flag = argparse.BooleanOptionalAction
+    add = parser.add_argument_group("x.py").add_argument
+    add("--taste", default="none", help="taste (paper: bitter)")
+    add("--quick", action="store_true", help="train for a short time")
+    add("--smooth", action=flag, default=True, help="smooth it")
+    add("--augment", action=flag, default=True, help="use random crops")
+    add("--flavours", nargs="*", default=[], help="names")
+    add("--measure", type=common.between(0, 1), default=0.5, help="a distance")
+    return parser
 
 
 def parse(*argv):
-    parser = common.Parser("One line.\n\nMore.", PRESETS, "main", modes=MODES)
-    add = parser.group("method").add_argument
-    add("--taste", default="none", help="taste (paper: bitter)")
-    add("--quick", action="store_true", help="train for a short time")
-    add = parser.group("evaluation").add_argument
-    add("--measure", type=common.between(0, 1), default=0.5, help="a distance")
-    return parser.parse([*argv, *CPU])
-
-
-def one_line(error):
-    text = str(error.value)
-    assert "\n" not in text and "Traceback" not in text
-    return text
+    return make_parser().parse([*argv, *CPU])
 
 
 def test_presets_are_defaults_and_do_not_leak_into_each_other():
     args = parse()
     assert (args.dataset, args.epochs, args.lr, args.taste) == ("main", 3, 0.25, "sweet")
     args = parse("--dataset", "other")  # nothing of the default data set's preset
-    assert (args.epochs, args.lr, args.taste) == (9, 0.5, "none")
+    assert (args.epochs, args.lr, args.taste, args.smooth) == (9, 0.5, "none", True)
     assert parse("--dataset", "folder:/some/where").taste == "own"
-    args = parse("--dataset", "folder:/some/where", "--preset", "other")
+    args = parse("--dataset", "folder:/some/where/", "--preset", "other")
     assert (args.taste, args.epochs, args.dataset) == ("none", 9, "folder:/some/where")
 
 
-def test_a_folder_is_the_same_with_a_slash_at_its_end():
-    assert parse("--dataset", "folder:/some/where/").dataset == "folder:/some/where"
-
-
-def test_the_command_line_wins_over_modes_and_these_over_presets():
-    args = parse("--dataset", "other", "-e", "0", "-b", "5", "--lr", "0", "--no-plot", "--compile")
+def test_the_command_line_wins_over_presets():
+    args = parse(*"--dataset other -e 0 -b 5 --lr 0 --no-plot --compile --flavours".split())
     assert (args.epochs, args.batch_size, args.lr) == (0, 5, 0.0)  # 0 is a value, not an absence
-    assert args.plot is False and args.compile is True
-    assert args.explicit == {"dataset", "epochs", "batch_size", "lr", "plot", "compile", "device"}
-    args = parse("--quick")
-    assert (args.epochs, args.lr, args.taste) == (1, 0.75, "sweet")
-    args = parse("--quick", "--lr", "0.25")  # the preset's value, but given
-    assert (args.epochs, args.lr) == (1, 0.25)
+    assert args.plot is False and args.compile is True and args.flavours == []
+    assert args.given == set("dataset epochs batch_size lr plot compile flavours device".split())
+    args = parse("--lr", "0.5", "--smooth")  # the parser's values, but given
+    assert (args.lr, args.smooth, args.taste) == (0.5, True, "sweet")
+
+
+@pytest.mark.parametrize("argv, expected", [
+    ("folder:/a --model torchvision/resnet18", (5, 0.01, "own", True)),
+    ("folder:/a --model torchvision/resnet18 --freeze", (50, 0.01, "own", False)),
+    ("folder:/a --model torchvision/resnet18 --freeze -e 2", (2, 0.01, "own", False)),
+    ("folder:/a --model big", (20, 0.5, "own", True)),
+    ("network", (0, 0.5, "none", True)),  # its preset has such a network itself
+    ("network --model torchvision/resnet18", (0, 0.5, "none", True))])
+def test_presets_of_pretrained_networks_are_added_to_those_of_data_sets(argv, expected):
+    args = parse("--dataset", *argv.split())
+    assert (args.epochs, args.lr, args.taste, args.augment) == expected
+
+
+def test_the_evaluation_of_a_named_run_needs_no_other_option(tmp_path):
+    options = "--dataset other --lr 0.3 -e 2 --no-smooth --flavours a --measure 0.1 --runs 2"
+    fit(make_run(tmp_path, *options.split()))
+    evaluation = ("--eval", "--name", "name", "--out-dir", str(tmp_path))
+    args = parse(*evaluation)
+    assert (args.dataset, args.lr, args.epochs, args.smooth) == ("other", 0.3, 2, False)
+    assert (args.flavours, args.measure, args.runs) == (["a"], 0.1, 2)
+    assert args.given == {"eval", "name", "out_dir", "device"}
+    assert fit(common.Run(args, "x", "another", ["measure"]))
+    args = parse(*evaluation, "--measure", "0.2")
+    assert (args.measure, args.lr) == (0.2, 0.3)
 
 
 def test_what_identifies_a_run_is_printed(tmp_path, capsys):
-    args = parse("--dataset", "other", "--measure", "0.25", "--workers", "1")
-    assert {"dataset", "preset", "width", "seed", "lr", "taste", "quick"} <= set(args.identity)
-    assert not {"measure", "workers", "runs", "predict", "help"} & set(args.identity)
-    args.out_dir = str(tmp_path)
-    common.Run(args, "x", "run")
-    line, _ = capsys.readouterr().out.splitlines()
-    for words in ("dataset other", "epochs 9", "taste none", "1 process(es) of 1 thread(s)"):
+    make_run(tmp_path, "--dataset", "other", "--measure", "0.25", "--workers", "1")
+    line, place = capsys.readouterr().out.splitlines()
+    for words in ("x: dataset other", "epochs 9", "quick False", "1 process(es) of 1 thread(s)"):
         assert words in line
-    assert "measure" not in line and "data_dir" not in line
+    for word in ("measure", "data_dir", "workers", "predict", "help", "preset"):
+        assert word not in line
+    assert place == f"run directory {tmp_path / 'x' / 'name'}"
 
 
 def test_help_shows_the_defaults_of_the_chosen_data_set(capsys):
-    with pytest.raises(SystemExit) as end:
-        parse("--dataset", "other", "--lr", "9", "--help")
-    assert end.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
-    for words in ("training set [default: 9]", "processes) [default: 32]", "[default: main]",
-                  "(torch.compile) [default: off]", "matplotlib) [default: on]", "paper: bitter"):
+    texts = []
+    for argv in ([], ["--dataset", "other", "--lr", "9"]):
+        with pytest.raises(SystemExit, match="^0$"):
+            parse(*argv, "--help")
+        texts.append(" ".join(capsys.readouterr().out.split()))
+    main, text = texts
+    assert "smooth it (default: False)" in main
+    for words in ("One line.", "training set (default: 9)", "processes) (default: 32)",
+                  "names (default: ['salt'])", "bitter) (default: none)",
+                  "smooth it (default: True)", "(torch.compile) (default: False)",
+                  "short time", "settings for it: main, other, network;", "network: small, big;"):
         assert words in text, words
-    for flag in ("--dataset --preset --image-size --width --seed --epochs --batch-size --lr --amp "
-                 "--limit-steps --runs --predict --data-dir --out-dir --name --device --workers "
-                 "--compile --no-compile --eval --fresh --plot --no-plot --taste").split():
-        assert flag in text, flag
+    for flag in ("dataset preset image-size limit-train model weights freeze width seed epochs "
+                 "batch-size lr amp limit-steps runs predict data-dir out-dir name device workers "
+                 "compile no-compile eval fresh plot no-plot taste").split():
+        assert f"--{flag}" in text, flag
 
 
 @pytest.mark.parametrize("argv, named", [
@@ -116,37 +141,31 @@ def test_help_shows_the_defaults_of_the_chosen_data_set(capsys):
     ("--lr -0.1", "--lr"), ("--lr nan", "--lr"), ("--lr inf", "--lr"), ("--width 0", "--width"),
     ("--width 1000000", "--width"), ("--limit-steps 0", "--limit-steps"), ("--seed -1", "--seed"),
     ("--seed 1.5", "--seed"), (f"--seed {2**31}", "--seed"), ("--runs 0", "--runs"),
-    ("--amp fp8", "--amp"), ("--image-size 5000", "--image-size"), ("--workers -1", "--workers"),
-    ("--nonsense", "--nonsense"), ("--lr", "--lr"), ("extra", "extra"), ("--ep 3", "--ep"),
-    ("--dataset nonsense", "--dataset nonsense"), ("--dataset folder", "--dataset folder"), ("--preset nonsense", "--preset nonsense"),
-    ("--dataset", "--dataset"), ("--measure 1.1", "--measure"), ("--eval --fresh", "--fresh"),
-    (f"-e {10**400}", "--epochs"), ("--device cuda:1", "--device")])
+    ("--limit-train 1", "--limit-train"), ("--amp fp8", "--amp"), ("--workers -1", "--workers"),
+    ("--image-size 5000", "--image-size"), ("--nonsense", "--nonsense"), ("--lr", "--lr"),
+    ("extra", "extra"), ("--dataset nonsense", "--preset nonsense: choose one of main, other, "),
+    ("--preset nonsense", "nonsense"), ("--preset pretrained", "pretrained"),
+    ("--dataset frozen", "frozen"), ("--dataset", "--dataset"), ("--measure 1.1", "--measure"),
+    ("--eval --fresh", "--fresh"), (f"-e {10**400}", "--epochs"), ("--device cuda:1", "--device")])
 def test_bad_options_are_refused_by_name(argv, named):
-    with pytest.raises(UserError) as error:
-        parse(*argv.split())
-    assert named in one_line(error)
+    assert named in refusal(parse, *argv.split())
 
 
 def test_devices_that_are_not_found(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "99")
-    with pytest.raises(UserError, match="--device cuda: process 99 needs a GPU of its own"):
-        common.start("cuda")
+    text = refusal(common.start, "cuda")
+    assert "--device cuda: process 99 needs a GPU of its own" in text
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(UserError, match="--device mps: not found"):
-        common.start("mps")
+    assert "--device mps: not found" in refusal(common.start, "mps")
 
 
-def test_options_without_effect_are_refused_only_where_they_were_given():
+def test_options_without_effect_copies_of_options_and_names_of_runs():
     args = parse("--batch-size", "32")
-    common.refuse(args, ["lr", "taste"], "here")
-    with pytest.raises(UserError, match="--batch-size has no effect with --features; remove this"):
-        common.refuse(args, ["lr", "batch_size"], "with --features")
-
-
-def test_copies_of_options_and_names_of_runs():
-    args = parse()
+    common.refuse(args, ["lr", "taste"], "here")  # which were not given
+    text = refusal(common.refuse, args, ["lr", "batch_size"], "with --features")
+    assert text == "--batch-size has no effect with --features; remove this option"
     assert common.with_options(args, lr=9.0).lr == 9.0 and args.lr == 0.25
-    assert not {"explicit", "identity"} & set(common.options(args))
+    assert common.options(args).keys() == vars(args).keys() - {"given"}
     assert common.join_name("cifar10", None, "w0.5", 3) == "cifar10-w0.5-3"
     assert common.join_name("folder:/a b/\u00fc", "x") == "folder_a_b_\u00fc-x"
 
@@ -168,21 +187,13 @@ def test_derive_seed_mixes_and_seed_all_seeds_everything():
     assert all(a != b for a, b in zip(draw(3, 1), draw(3, 2)))
 
 
-def test_seeded_noise_depends_on_its_key_alone():
-    device = torch.device("cpu")
-    torch.manual_seed(0)
-    expected = torch.rand(3)
-    torch.manual_seed(0)
-    noise = common.seeded_noise((40, 50), device, 1, 2)
-    assert torch.equal(torch.rand(3), expected)  # other random numbers are not disturbed
-    assert torch.equal(common.seeded_noise((40, 50), device, 1, 2), noise)
-    for other in ((2, 1), (1, 3), (1,)):
-        assert not torch.equal(common.seeded_noise((40, 50), device, *other), noise)
-    assert kstest(noise.flatten(), "norm").pvalue > 0.01
+def test_seeds_of_keys_of_different_lengths_differ():
+    keys = [(), (0,), (0, 0), (1,), (1, 0), (1, 0, 0), (0, 1), (2, 1, 0), (2**40,), (2**40, 0)]
+    assert len({common.derive_seed(*key) for key in keys}) == len(keys)
 
 
-def raise_user_error(text):
-    raise UserError(text)
+def throw(error):
+    raise error
 
 
 def error_of(function, *arguments):
@@ -194,13 +205,13 @@ def error_of(function, *arguments):
     return None
 
 
-def as_if_alone(value):
-    """Collective calls that would hang if the other process were waited for."""
-    total = common.all_reduce(torch.tensor(2.0)).item()
-    nested = common.on_main(lambda: 5)
-    nested_error = error_of(common.on_main, raise_user_error, "nested")
-    return [value, common.rank(), common.world_size(), common.gather_objects(1), total, nested,
-            nested_error, common.on_each_machine(lambda: 6)]
+def where():
+    return common.rank(), common.world_size(), common.is_main()
+
+
+def test_a_process_that_torchrun_did_not_start_is_the_main_one(monkeypatch):
+    monkeypatch.setenv("RANK", "3")  # left over in an environment
+    assert where() == (0, 1, True) and common.on_main(where) == (0, 1, True)
 
 
 SHARDS = [(4, 3), (5, 0), (1, 6)]  # rows of the first and of the second process
@@ -228,14 +239,13 @@ def in_collectives(folder):
         return (folder / "made").exists()
 
     def fails_on_the_last():
-        if rank == 1:
-            raise UserError("no download")
+        return rank == 0 or throw(UserError("no download"))
 
-    found = {"rank": (rank, common.world_size(), common.is_main())}
+    found = {"where": where(), "on_main": common.on_main(where)}
     found["sum"] = common.all_reduce(torch.tensor(float(rank + 1))).item()
     found["broadcast"] = common.broadcast({"a": torch.arange(3), "b": f"from {rank}"})
-    found["on_main"] = common.on_main(as_if_alone, f"from {rank}")
-    found["on_main_error"] = error_of(common.on_main, raise_user_error, f"from {rank}")
+    found["on_main_error"] = error_of(common.on_main, throw, UserError(f"from {rank}"))
+    found["memory_error"] = error_of(common.on_main, torch.empty, 2**60)
     found["each"] = common.on_each_machine(first_makes_a_file)
     found["each_error"] = error_of(common.on_each_machine, fails_on_the_last)
     os.environ["LOCAL_RANK"] = "0"  # two machines
@@ -244,20 +254,18 @@ def in_collectives(folder):
     for name, step in (("twice", 0), ("missing", 3)):
         index = torch.tensor([0, 1]) + step * rank
         found[name] = error_of(common.gather_rows, [{"index": index}])
-    found["all"] = common.gather_objects(10 * rank)
     dist.destroy_process_group()
     return found
 
 
 def test_collectives_of_two_processes(ranks, tmp_path):
     main, other = ranks(in_collectives, tmp_path)
-    assert main["rank"] == (0, 2, True) and other["rank"] == (1, 2, False)
+    assert main["where"] == (0, 2, True) and other["where"] == (1, 2, False)
     for found in (main, other):
-        assert found["sum"] == 3 and found["all"] == [0, 10]
+        assert found["sum"] == 3 and found["on_main"] == (0, 2, True) and found["each"] is True
         assert same(found["broadcast"], {"a": torch.arange(3), "b": "from 0"})
-        assert found["on_main"] == ["from 0", 0, 1, [1], 2.0, 5, "UserError: nested", 6]
         assert found["on_main_error"] == "UserError: from 0"
-        assert found["each"] is True
+        assert found["memory_error"].startswith("UserError: out of memory; ")
         assert found["each_error"] == found["machines_error"] == "UserError: no download"
     for sizes, rows in zip(SHARDS, main["rows"], strict=True):
         n = torch.arange(float(sum(sizes)))
@@ -272,24 +280,31 @@ def in_a_run(folder):
     """What each process sees of a run; machines need not share a disk."""
     common.start("cpu")
     rank = common.rank()
+    own = folder / str(rank)
+    run = make_run(own, "--lr", "0.3")
     found = {}
-    run = make_run(folder / str(rank))
-    run.save("state", value=rank)
-    found["load"] = run.load("state")["value"]
-    for name in ("made", "read"):
-        found[name] = run.keep("kept", {"of": 1}, lambda: {"value": rank})["value"]
-    fit(run)
+    for name in ("computed", "read"):
+        state = run.load_or_compute("state", {"of": rank}, lambda: {"value": torch.tensor(rank)})
+        found[name] = state["value"].item()
+    found["trained"] = fit(run, images=[rank])
     run.report(rows_of([1]), ["accuracy"])
-    make_run(folder / str(rank), "--eval")
-    found["refusal"] = error_of(make_run, folder / str(rank), "--lr", "0.3")
+    del run
+    found["refusal"] = error_of(make_run, own, "--lr", "0.4")
+    gc.collect()  # lets the lock go
+    evaluation = make_run(own, "--lr", "0.3", "--eval", "-b", "7", "--no-augment")
+    found["evaluated"] = error_of(lambda: found.update(weights=fit(evaluation, images=[rank])))
+    args = parse("--eval", "--name", "name", "--out-dir", str(own))
+    found["options"] = (args.lr, args.device.type, args.eval)
     dist.destroy_process_group()
     return found
 
 
 def test_a_run_of_two_processes(ranks, tmp_path):
     for found in ranks(in_a_run, tmp_path):
-        assert found["load"] == found["made"] == found["read"] == 0
-        assert "made with other options: --lr 0.25" in found["refusal"]
+        assert found["computed"] == found["read"] == 0
+        assert "made with other options: lr 0.3; use another" in found["refusal"]
+        assert found["evaluated"] is None and same(found["weights"], found["trained"])
+        assert found["options"] == (0.3, "cpu", True)
     assert not (tmp_path / "1").exists()
     results = strict_json(tmp_path / "0" / "x" / "name" / "results.json")
     assert results["environment"]["processes"] == 2
@@ -302,11 +317,7 @@ def in_launch(main, *arguments):
 
 def refused_by_the_main_process():
     common.start("cpu")
-    common.on_main(raise_user_error, "file\n not found")
-
-
-def refused_by_all(folder):
-    make_run(folder, "-b", "1")
+    common.on_main(throw, UserError("file\n not found"))
 
 
 def test_an_error_of_the_main_process_ends_all_processes_in_one_line(tmp_path):
@@ -317,30 +328,16 @@ def test_an_error_of_the_main_process_ends_all_processes_in_one_line(tmp_path):
 
 
 def test_what_all_processes_see_ends_all_of_them(tmp_path):
-    main, other = start_ranks(tmp_path, 2, in_launch, refused_by_all, tmp_path)
-    assert main.wait(60).status == 2
+    main, other = start_ranks(tmp_path, 2, in_launch, make_run, tmp_path, "-b", "1")
+    assert main.wait(60).status == 2 and main.stderr.count("\n") == 1
     assert "--batch-size 1: this is the global batch size" in main.stderr
-    assert main.stderr.count("\n") == 1
     assert other.wait(60).status != 0  # it may find the connection closed before it has joined
     assert not (tmp_path / "x").exists()
 
 
-TORCHRUN_SCRIPT = """
-import common
-
-def fail():
-    raise common.UserError("file not found")
-
-def main():
-    common.start("cpu")
-    common.on_main(fail)
-
-common.launch(main)
-"""
-
-
 def test_under_torchrun_an_error_is_printed_last_and_once(tmp_path):
-    (tmp_path / "x.py").write_text(TORCHRUN_SCRIPT)
+    code = "import test_common as t\nt.in_launch(t.refused_by_the_main_process)\n"
+    (tmp_path / "x.py").write_text(code)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
                "--master_addr=127.0.0.1", f"--master_port={free_port()}", "x.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
@@ -385,13 +382,20 @@ def test_processes_end_soon_after_a_killed_torchrun(tmp_path):
         wait_for(lambda rank=rank: not is_locked(tmp_path / f"lock{rank}"), 30, f"end of {rank}")
 
 
-def batch_norm_derivatives(rows, wrap=lambda layer: None):
-    """Of the rows of a float64 batch far from zero mean, after two training forwards: output, first
+SHAPES = [(7, 3, 4, 5), (7, 3)]
+CUTS = [7, 3]  # first: the second process has no row
+NARROW = torch.randn(7, 3, 4, 5, generator=torch.Generator().manual_seed(6)).bfloat16() + 3
+ONE_PIXEL = torch.tensor([1.0, -2.0, 3.0]).reshape(1, 3, 1, 1)
+
+
+def batch_norm_derivatives(shape, rows, wrap=lambda layer: None):
+    """Of rows of a float64 batch far from zero mean, after two training forwards: output, first
     and second gradients, running statistics, output in eval mode."""
     generator = torch.Generator().manual_seed(5)
-    batch = 5 + 3 * torch.randn(7, 3, 4, 5, generator=generator, dtype=torch.float64)
-    weight = torch.randn(7, 3, 4, 5, generator=generator, dtype=torch.float64)
-    layer = nn.BatchNorm2d(3, eps=1e-3, momentum=0.2, dtype=torch.float64)
+    batch = 5 + 3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    weight = torch.randn(shape, generator=generator, dtype=torch.float64)
+    kind = nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d
+    layer = kind(3, eps=1e-3, momentum=0.2, dtype=torch.float64)
     nn.init.uniform_(layer.weight, -1, 2, generator)
     nn.init.uniform_(layer.bias, generator=generator)
     wrap(layer)
@@ -407,51 +411,52 @@ def batch_norm_derivatives(rows, wrap=lambda layer: None):
     return [tensor.detach() for tensor in tensors]
 
 
-NARROW = torch.randn(7, 3, 4, 5, generator=torch.Generator().manual_seed(6)).bfloat16() + 3
-ONE_PIXEL = torch.tensor([1.0, -2.0, 3.0]).reshape(1, 3, 1, 1)
+def own_rows(cut):
+    return slice(0, cut) if common.rank() == 0 else slice(cut, None)
 
 
 def forward_share(batch, cut):
     """A new layer's output for this process's share of a batch, and its running statistics."""
-    layer = common.GlobalBatchNorm2d(3)
-    rows = slice(0, cut) if common.rank() == 0 else slice(cut, None)
-    return [layer(batch[rows]).detach(), layer.running_mean, layer.running_var]
+    layer = common.GlobalBatchNorm(3)
+    return [layer(batch[own_rows(cut)]).detach(), layer.running_mean, layer.running_var]
 
 
-def in_batch_norm(cuts):
+def in_batch_norm():
     device = common.start("cpu")
 
     def wrap(layer):
         net = common.data_parallel(nn.Sequential(nn.Conv2d(1, 1, 1), layer), device)
         assert isinstance(net, nn.parallel.DistributedDataParallel)
-        assert type(layer) is common.GlobalBatchNorm2d and len(layer.state_dict()) == 5
+        assert type(layer) is common.GlobalBatchNorm and len(layer.state_dict()) == 5
 
-    found = []
-    for cut in cuts:
-        rows = slice(0, cut) if common.rank() == 0 else slice(cut, None)
-        found.append((batch_norm_derivatives(rows, wrap), forward_share(NARROW, cut)))
+    found = {}
+    for shape, cut in itertools.product(SHAPES, CUTS):
+        found[shape, cut] = batch_norm_derivatives(shape, own_rows(cut), wrap)
+    narrow = [forward_share(NARROW, cut) for cut in CUTS]
     one_pixel = forward_share(ONE_PIXEL, 1)
     dist.destroy_process_group()
-    return found, one_pixel
+    return found, narrow, one_pixel
 
 
 def test_global_batch_norm_equals_batch_norm_of_the_whole_batch(ranks):
-    (main, one_pixel), (other, _) = ranks(in_batch_norm, (7, 3))
-    whole = batch_norm_derivatives(slice(None))
-    layer = nn.BatchNorm2d(3)
-    narrow_output = layer(NARROW.float()).bfloat16()
+    (main, narrow, one_pixel), (other, other_narrow, _) = ranks(in_batch_norm)
     close = dict(rtol=1e-9, atol=1e-11)
-    for (a, narrow_a), (b, narrow_b) in zip(main, other):  # first: the second has no image
+    for (shape, cut), a in main.items():
+        whole = batch_norm_derivatives(shape, slice(None))
+        b = other[shape, cut]
         for i in (0, 1, 4, 9):  # y, dx, ddx, eval y: rows of the batch
             assert torch.allclose(torch.cat([a[i], b[i]]), whole[i], **close), i
         for i in (2, 3, 5):  # of the affine map: each process's share
             assert torch.allclose(a[i] + b[i], whole[i], **close), i
         for i in (6, 7, 8):  # running statistics
             assert torch.allclose(a[i], whole[i], **close) and torch.equal(a[i], b[i]), i
-        # Of bfloat16, the statistics are computed in float32.
-        assert torch.allclose(torch.cat([narrow_a[0], narrow_b[0]]), narrow_output, rtol=0.01)
-        assert torch.allclose(narrow_a[1], layer.running_mean)
-        assert torch.allclose(narrow_a[2], layer.running_var)
+    # Of bfloat16, the statistics are computed in float32.
+    layer = nn.BatchNorm2d(3)
+    narrow_output = layer(NARROW.float()).bfloat16()
+    for a, b in zip(narrow, other_narrow, strict=True):
+        assert torch.allclose(torch.cat([a[0], b[0]]), narrow_output, rtol=0.01)
+        assert torch.allclose(a[1], layer.running_mean)
+        assert torch.allclose(a[2], layer.running_var)
     # One pixel has the variance 0 / 1, and not 0 / 0.
     y, mean, variance = one_pixel
     assert torch.equal(y, torch.zeros_like(y))
@@ -459,7 +464,38 @@ def test_global_batch_norm_equals_batch_norm_of_the_whole_batch(ranks):
     assert torch.allclose(variance, torch.full((3,), 0.9))
 
 
+def wrap_batch_norm(layers):
+    device = common.start("cpu")
+    dist.barrier()  # the first process would end before the other one has joined
+    return [error_of(common.data_parallel, nn.Sequential(layer), device) for layer in layers]
+
+
+def test_batch_norm_that_cannot_be_shared_is_refused(ranks):
+    layers = [nn.BatchNorm1d(2, affine=False), nn.BatchNorm2d(2, momentum=None),
+              nn.BatchNorm2d(2, track_running_stats=False)]
+    for messages in ranks(wrap_batch_norm, layers):
+        for message in messages:
+            assert "UserError: BatchNorm" in message and "start one process" in message
+    assert common.data_parallel(layers[0], torch.device("cpu")) is layers[0]
+    with common.autocast(parse("--amp", "bf16")):
+        assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.bfloat16
+
+
+class Loader(list):
+    def epoch(self, epoch):
+        return [f"{epoch}{item}" for item in self]
+
+
+def test_progress_gives_the_batches_and_is_silent_off_a_terminal(capsys):
+    assert list(common.progress(Loader("abc"), 5)) == ["5a", "5b", "5c"]
+    assert capsys.readouterr().err == ""
+
+
 # ---- Files --------------------------------------------------------------------------------------
+
+
+def full_disk(*_):
+    raise OSError(28, "No space left on device")
 
 
 def test_write_is_whole_or_nothing_and_synced_before_the_rename(tmp_path, monkeypatch):
@@ -470,29 +506,18 @@ def test_write_is_whole_or_nothing_and_synced_before_the_rename(tmp_path, monkey
         monkeypatch.setattr(os, name, lambda *args, f=function: calls.append(f) or f(*args))
     common.write(path, "old")
     assert [call.__name__ for call in calls] == ["fsync", "replace"]
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     for name in ("fsync", "replace"):  # a disk that fills up
         with monkeypatch.context() as patch:
-            patch.setattr(os, name, full)
-            with pytest.raises(UserError, match="No space left") as error:
-                common.write(path, "new")
-        assert str(path) in one_line(error)
+            patch.setattr(os, name, full_disk)
+            text = refusal(common.write, path, "new")
+        assert "No space left" in text and str(path) in text
     for place in (tmp_path / "absent" / "x", path / "below a file", tmp_path):
-        with pytest.raises(UserError, match="cannot write"):
-            common.write(place, "new")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
+        assert "cannot write" in refusal(common.write, place, "new")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def checkpoint(path):
-    """Write a file with tensors of several types; returns (its bytes, its content)."""
-    state = {"config": {"a": 1, "b": [1, "x", None], "c": True}, "t": torch.arange(3),
-             "net": {"w": torch.randn(40, 5), "half": torch.ones(7).bfloat16()}, "f": 0.5}
-    common.write(path, common.to_bytes(state))
-    return path.read_bytes(), state
+STATE = {"config": {"a": 1, "b": [1, "x", None], "c": True}, "t": torch.arange(3), "f": 0.5,
+         "net": {"w": torch.linspace(0, 1, 200).view(40, 5), "half": torch.ones(7).bfloat16()}}
 
 
 def same(a, b):
@@ -503,74 +528,54 @@ def same(a, b):
     return a == b
 
 
-def places_of_data(whole):
-    """First, middle and last byte of each record of a zip archive."""
-    places = set()
-    for record in zipfile.ZipFile(io.BytesIO(whole)).infolist():
-        head = whole[record.header_offset:]
-        name_length = int.from_bytes(head[26:28], "little")
-        extra_length = int.from_bytes(head[28:30], "little")
-        start = record.header_offset + 30 + name_length + extra_length
-        places |= {start, start + record.file_size // 2, start + record.file_size - 1}
-    return places
-
-
 def test_a_flipped_byte_in_any_record_is_found(tmp_path):
     path = tmp_path / "last.pt"
-    whole, state = checkpoint(path)
-    assert same(common.load_checkpoint(path), state)
-    data = places_of_data(whole)
+    common.write(path, common.to_bytes(STATE))
+    assert same(common.load_tensors(path), STATE)
+    whole = path.read_bytes()
+    data = set()  # first, middle and last byte of each record
+    for record in zipfile.ZipFile(path).infolist():
+        head = whole[record.header_offset:]
+        lengths = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+        start = record.header_offset + 30 + lengths  # behind the name and the extra field
+        data |= {start, start + record.file_size // 2, start + record.file_size - 1}
     assert len(data) > 12  # the pickle, the tensors, versions
     for place in data.union(range(0, len(whole), 37)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1:])
         with contextlib.suppress(UserError):
-            assert same(common.load_checkpoint(path), state)  # padding, or a date
+            assert same(common.load_tensors(path), STATE)  # padding, or a date
             assert place not in data
 
 
-class Hostile:
-    """Unpickling this would make a directory."""
-
-    def __init__(self, path):
-        self.path = str(path)
+class Hostile(str):
+    """Unpickling this would make a directory of this name."""
 
     def __reduce__(self):
-        return os.mkdir, (self.path,)
+        return os.mkdir, (str(self),)
 
 
-def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path):
+@pytest.mark.parametrize("is_zip", [True, False])  # False: as before PyTorch 1.6
+def test_what_is_no_file_of_tensors_is_refused_in_one_line(tmp_path, is_zip):
     folder = tmp_path / "files"
     trap = tmp_path / "trap"
     (folder / "directory").mkdir(parents=True)
-    whole, _ = checkpoint(folder / "cut")
-    torch.save({"config": {}, "x": Hostile(trap)}, folder / "hostile")
-    torch.save([1, 2], folder / "list")
+    values = {"cut": STATE, "hostile": {"x": Hostile(trap)}, "list": [1, 2],
+              "network": nn.Sequential(nn.Linear(2, 2))}
+    for name, value in values.items():
+        torch.save(value, folder / name, _use_new_zipfile_serialization=is_zip)
+    assert same(common.load_tensors(folder / "cut"), STATE)
+    whole = (folder / "cut").read_bytes()
     (folder / "cut").write_bytes(whole[:len(whole) // 2])
     (folder / "empty").touch()
     (folder / "text").write_text("not a checkpoint\nat all\n")
     for path in (*folder.iterdir(), folder / "absent"):
-        with pytest.raises(UserError) as error:
-            common.load_checkpoint(path)
-        assert str(path) in one_line(error) and "weights_only" not in str(error.value)
+        text = refusal(common.load_tensors, path)
+        assert str(path) in text and "weights_only" not in text and "delete" not in text
+        says_what_to_save = "whole pickled network" in text and "net.state_dict()" in text
+        assert says_what_to_save == (path.name == "network")
     assert not trap.exists()
     torch.load(folder / "hostile", weights_only=False)  # the trap does work
     assert trap.exists()
-
-
-def test_arrays_are_read_from_plain_files_alone(tmp_path):
-    path = tmp_path / "whole.npz"
-    np.savez(path, a=np.arange(3.0), b=np.ones((2, 2)))
-    np.savez(tmp_path / "hostile.npz", a=np.array([Hostile(tmp_path / "trap")], dtype=object))
-    (tmp_path / "cut.npz").write_bytes(path.read_bytes()[:100])
-    arrays = common.load_arrays(path, ("a", "b"))
-    assert arrays["a"].tolist() == [0, 1, 2] and arrays["b"].shape == (2, 2)
-    for name, names, message in (("whole", "ac", "needs the arrays a, c; it has a"),
-                                 ("absent", "a", "file not found"), ("cut", "a", "not a readable"),
-                                 ("hostile", "a", "not a readable")):
-        with pytest.raises(UserError, match=message) as error:
-            common.load_arrays(tmp_path / f"{name}.npz", tuple(names))
-        assert name in one_line(error)
-    assert not (tmp_path / "trap").exists()
 
 
 def test_as_json_is_strict_json():
@@ -582,6 +587,15 @@ def test_as_json_is_strict_json():
                     "np_flag": False, "path": str(REPO), "none": None, "array": [[1, 2]],
                     "big": 2**60}
     assert back["flag"] is True and back["np_flag"] is False
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf, torch.tensor([1.0, math.inf]),
+                                 np.float32("nan"), torch.tensor(math.nan).bfloat16()])
+def test_all_finite_looks_into_dicts_and_lists_for_numbers_and_tensors(bad):
+    good = {"a": [1.5, (2, "x", None, True)], 3: torch.ones(2), "ids": torch.arange(3), "no": []}
+    assert common.all_finite(good)
+    for nested in (bad, [bad], {"a": ({"b": bad},)}, {**good, "z": bad}):
+        assert not common.all_finite(nested)
 
 
 def test_a_digest_changes_with_every_weight_and_buffer():
@@ -602,261 +616,77 @@ def test_a_digest_changes_with_every_weight_and_buffer():
 
 
 def make_run(folder, *argv, name="name"):
-    return common.Run(parse("--out-dir", str(folder), *argv), "x", name)
+    args = parse("--no-plot", "--out-dir", str(folder), *argv)
+    return common.Run(args, "x", name, evaluation_options=["measure"])
 
 
-def fit(run, epochs=3, spoil=None, stop=None, name="last"):
-    """A small training by `run.epochs`; spoil(net, loss) before each end, stop: in that epoch."""
+def fit(run, *, dim=6, images="abcd", name="last", in_epoch_2=None):
+    """A small training, as the scripts write it; `in_epoch_2` may spoil what is to be saved."""
     common.seed_all(0)
-    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 1))
+    net = nn.Sequential(nn.Linear(4, dim), nn.BatchNorm1d(dim), nn.Dropout(0.2), nn.Linear(dim, 1))
     optimiser = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    for epoch in run.epochs(epochs, name, net=net, optimiser=optimiser):
+    made_from = {"images": images, "classes": ["cat", "dog"]}
+    history = run.resume(name, run.args.epochs, made_from, net=net, optimiser=optimiser)
+    for epoch in range(len(history), run.args.epochs):
         common.seed_all(1, epoch)
         x = torch.randn(32, 4)
         loss = (net(x)[:, 0] - x.sum(1)).square().mean()
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-        if epoch == stop:
-            return None
-        if spoil and epoch:
-            loss = spoil(net, loss)
-        run.end_epoch(loss.detach(), accuracy=torch.tensor(0.5), lr=0.05, examples=32)
+        history.append({"epoch": epoch + 1, "loss": loss.item(), "accuracy": 0.5, "lr": 0.05,
+                        "seconds": time.perf_counter()})
+        if in_epoch_2 and epoch == 1:
+            in_epoch_2(net, optimiser.state, history[-1])
+        run.save(name, history, made_from, net=net, optimiser=optimiser)
     return net.state_dict()
 
 
-def test_epochs_resume_exactly_and_leave_a_log(tmp_path, capsys):
+def load_last(folder):
+    return common.load_tensors(folder / "x" / "name" / "last.pt")
+
+
+def fit_and_die(folder):
+    fit(make_run(folder), in_epoch_2=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_a_killed_run_resumes_exactly_and_leaves_a_log(tmp_path, capsys):
     whole = fit(make_run(tmp_path / "whole"))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("last ")]
-    assert len(lines) == 3
-    for words in ("last 1/3", "loss", "accuracy 0.5", "lr 0.05", "examples_per_s", "s left"):
-        assert words in lines[0]
-    for stop in (1, 2):
-        assert fit(make_run(tmp_path / "cut"), stop=stop) is None
-    assert not capsys.readouterr().err
+    assert len(lines) == 3 and "epoch 1  loss " in lines[0] and "accuracy 0.5" in lines[0]
+    for _ in range(2):
+        child = Child(tmp_path, fit_and_die, tmp_path / "cut").wait(60)
+        assert child.status == -signal.SIGKILL and not child.stderr
+        assert len(load_last(tmp_path / "cut")["history"]) == 1
     run = make_run(tmp_path / "cut")
     assert same(fit(run), whole)
-    folder = tmp_path / "cut" / "x" / "name"
-    assert_same_checkpoints(tmp_path / "whole" / "x" / "name" / "last.pt", folder / "last.pt")
-    rows = [json.loads(line) for line in (folder / "last.jsonl").read_text().splitlines()]
-    assert [row["epoch"] for row in rows] == [1, 2, 3] and rows == run.history
-    for row in rows:
-        assert row["examples_per_s"] * row["seconds"] == pytest.approx(32)
-    before = snapshot(folder)
+    assert_same_checkpoints(tmp_path / "whole/x/name/last.pt", run.dir / "last.pt")
+    rows = list(csv.DictReader((run.dir / "last.csv").read_text().splitlines()))
+    assert [row["epoch"] for row in rows] == ["1", "2", "3"]
+    for row, saved in zip(rows, run.histories["last"], strict=True):
+        assert row == {key: f"{value:.6g}" for key, value in saved.items()}
+    del run
+    before = snapshot(tmp_path)
     assert same(fit(make_run(tmp_path / "cut")), whole)
-    assert snapshot(folder) == before
-
-
-def test_a_checkpoint_of_another_network_or_training_set_is_refused(tmp_path, capsys):
-    class Set(list):
-        classes = ("cat", "dog")
-
-    def train(net, train_set, *argv):
-        run = make_run(tmp_path, *argv)
-        for epoch in run.epochs(1, "last", train_set, net=net):
-            run.end_epoch(1.0)
-
-    def network(activation, stride=1):
-        return nn.Sequential(nn.Conv2d(1, 2, 3, stride=stride), activation, nn.BatchNorm2d(2))
-
-    train(network(nn.ReLU()), Set("abcd"))
-    capsys.readouterr()
-    train(network(nn.ReLU()), Set("abcd"))
     assert "last: trained already; --fresh trains again" in capsys.readouterr().out
-    with_processes = network(nn.ReLU())
-    with_processes[2].__class__ = common.GlobalBatchNorm2d  # as `data_parallel` does
-    train(with_processes, Set("abcd"))
-    renamed = Set("abcd")
-    renamed.classes = ("cat", "cow")
-    for net, train_set, what in ((network(nn.Tanh()), Set("abcd"), "network"),
-                                 (network(nn.ReLU(), stride=2), Set("abcd"), "network"),
-                                 (network(nn.ReLU()), Set("abc"), "training set"),
-                                 (network(nn.ReLU()), renamed, "training set")):
-        for argv in ([], ["--eval"]):
-            with pytest.raises(UserError, match=f"made with another {what}; use another --name"):
-                train(net, train_set, *argv)
-        train(net, train_set, "--fresh")
-        train(network(nn.ReLU()), Set("abcd"), "--fresh")
-
-
-def test_what_a_network_function_returns_is_checked():
-    layers = [nn.Conv2d(3, 5, 3), nn.Flatten()]
-    assert common.check_layers("mine", (layers, 20), (3, 4, 4)) == (layers, 20)
-    assert layers[0].training
-    for made in (nn.Sequential(*layers), layers, (layers, "20"), (layers, 20, 1)):
-        with pytest.raises(UserError, match="--model mine: its function must return the list"):
-            common.check_layers("mine", made, (3, 4, 4))
-    with pytest.raises(UserError, match=r"outputs \[1, 20\] of one image, .* returns 7"):
-        common.check_layers("mine", (layers, 7), (3, 4, 4))
-    with pytest.raises(UserError, match=r"fails on images \(3, 2, 2\)"):
-        common.check_layers("mine", (layers, 20), (3, 2, 2))
-
-
-def test_a_log_is_written_again_from_its_checkpoint(tmp_path):
-    """A kill between the two files, a truncated or a deleted log."""
-    whole = fit(make_run(tmp_path))
-    log = tmp_path / "x" / "name" / "last.jsonl"
-    text = log.read_text()
-    for damage in (lambda: log.write_text(text[:20]), log.unlink):
-        damage()
-        assert same(fit(make_run(tmp_path)), whole)
-        assert log.read_text() == text
-
-
-def test_epochs_without_a_name_are_not_saved(tmp_path):
-    run = make_run(tmp_path)
-    fit(run, name=None)
-    assert len(run.history) == 3 and not list(tmp_path.iterdir())
-
-
-def test_a_loop_that_forgets_to_end_its_epoch_is_told(tmp_path):
-    run = make_run(tmp_path)
-    with pytest.raises(RuntimeError, match="must call end_epoch once"):
-        for _ in run.epochs(2, "last"):
-            pass
-
-
-def test_a_clock_that_stands_still(tmp_path, monkeypatch):
-    monkeypatch.setattr(time, "perf_counter", lambda: 5.0)
-    run = make_run(tmp_path)
-    fit(run)
-    assert all(math.isfinite(row["examples_per_s"]) for row in run.history)
-    run.report(rows_of([1]), ["accuracy"])
-    assert strict_json(run.dir / "results.json")["seconds"] == 0
-
-
-def test_nothing_is_written_before_the_first_state(tmp_path):
-    run = make_run(tmp_path)
-    make_run(tmp_path, "--fresh")
-    assert list(tmp_path.iterdir()) == []
-    fit(run)
-    before = snapshot(tmp_path)
-    make_run(tmp_path, "--fresh", "--lr", "0.3")
     assert snapshot(tmp_path) == before
 
 
-def test_eval_needs_a_finished_run(tmp_path):
-    with pytest.raises(UserError, match="no run in .*; train it first"):
-        make_run(tmp_path, "--eval")
-    assert not (tmp_path / "x").exists()
-    fit(make_run(tmp_path), stop=2)
-    with pytest.raises(UserError, match="2 of 3 epochs; finish this run first"):
-        fit(make_run(tmp_path, "--eval"))
-    with pytest.raises(UserError, match="fit.pt was not found, or .*; finish this run first"):
-        make_run(tmp_path, "--eval").keep("fit", {}, dict)
-
-
-def test_eval_may_change_how_it_is_computed_and_names_the_options_to_add(tmp_path):
-    same_run = ["-e", "4", "--quick"]
-    whole = fit(make_run(tmp_path, *same_run))
-    free = "-b 7 --amp bf16 --limit-steps 2 --measure 0.1 --runs 4 --workers 0".split()
-    assert same(fit(make_run(tmp_path, "--eval", *same_run, *free)), whole)
-    with pytest.raises(UserError, match="other options: --lr 0.75; use these to evaluate it"):
-        make_run(tmp_path, "--eval", *same_run, "--lr", "0.3")
-    with pytest.raises(UserError) as error:
-        make_run(tmp_path, "--eval", "--preset", "other", "--taste", "bitter", "--lr", "0.75")
-    for words in ("(no --preset)", "--epochs 4", "--quick", "--taste sweet"):
-        assert words in one_line(error)
-    assert same(fit(make_run(tmp_path, *same_run)), whole)  # still the options of the training
-
-
-def test_a_read_only_run_can_be_evaluated(tmp_path, monkeypatch, capsys):
-    whole = fit(make_run(tmp_path))
+@pytest.mark.parametrize("argv", [[], ["--eval"]])
+def test_a_checkpoint_of_another_network_or_training_set_is_refused(tmp_path, argv):
+    fit(make_run(tmp_path))
     before = snapshot(tmp_path)
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-    run = make_run(tmp_path, "--eval")
-    capsys.readouterr()
-    assert same(fit(run), whole)
-    run.report(rows_of([1]), ["accuracy"])
-    out = capsys.readouterr().out
-    assert out.count("skipped: writing to") == 1 and "accuracy" in out
+    text = refusal(lambda: fit(make_run(tmp_path, *argv), images="abc"))
+    assert "last.pt was made from other images; use another --name, or --fresh" in text
+    text = refusal(lambda: fit(make_run(tmp_path, *argv), dim=7))
+    assert "last.pt does not fit this network (" in text
     assert snapshot(tmp_path) == before
-
-
-def test_fresh_starts_over_once(tmp_path):
-    whole = fit(make_run(tmp_path))
-    run = make_run(tmp_path)
-    run.report(rows_of([1]), ["accuracy"])
-    run.save("old", value=1)
-    run = make_run(tmp_path, "--fresh", "--lr", "0.3")  # other options, too
-    assert run.load("last") is None
-    assert set(snapshot(run.dir)) == {"options.json"}
-    fit(run, stop=1)
-    assert len(run.load("last")["history"]) == 1  # what it wrote itself counts
-    with pytest.raises(UserError, match="--lr 0.3"):
-        make_run(tmp_path)
-    assert same(fit(make_run(tmp_path, "--fresh")), whole)
-
-
-class Killed(BaseException):
-    """What a test raises where a process might be killed."""
-
-
-@pytest.mark.parametrize("deleted", range(6))
-def test_a_start_with_fresh_that_is_killed_leaves_no_mixture(tmp_path, monkeypatch, deleted):
-    """Whatever it still holds belongs to the old options, if these are there, or else it is empty;
-    both commands can go on."""
-    run = make_run(tmp_path)
-    whole = fit(run)
-    run.report(rows_of([1]), ["accuracy"])
-    old_files = snapshot(run.dir)
-    unlink = Path.unlink
-    calls = []
-
-    def unlink_or_die(path):
-        calls.append(path)
-        if len(calls) > deleted:
-            raise Killed
-        unlink(path)
-
-    def die(*_):
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", unlink_or_die)
-        patch.setattr(common, "write", die)
-        with pytest.raises(Killed):
-            make_run(tmp_path, "--fresh", "--lr", "0.3").load("last")
-    files = snapshot(run.dir)
-    assert len(files) == len(old_files) - deleted and files.items() <= old_files.items()
-    assert ("options.json" in files) == bool(files)
-    assert same(fit(make_run(tmp_path)), whole)
-    assert fit(make_run(tmp_path, "--fresh", "--lr", "0.3"))
-
-
-@pytest.mark.parametrize("spoil", ["loss", "weight", "mean", "variance"])
-def test_what_is_not_finite_never_replaces_a_good_checkpoint(tmp_path, spoil):
-    """The running statistics, too: they are buffers, no parameters."""
-    def ruin(net, loss):
-        if spoil == "loss":
-            return loss * math.nan
-        tensors = {"weight": net[0].weight, "mean": net[1].running_mean,
-                   "variance": net[1].running_var}
-        tensors[spoil].data[1] = math.nan if spoil == "weight" else math.inf
-        return loss
-
-    for _ in range(2):  # and again: nothing was lost or changed
-        with pytest.raises(UserError, match="diverged in epoch 2: .* Lower --lr") as error:
-            fit(make_run(tmp_path), spoil=ruin)
-        assert one_line(error)
-        state = common.load_checkpoint(tmp_path / "x" / "name" / "last.pt")
-        assert len(state["history"]) == 1 and common.all_finite(state)
-    assert same(fit(make_run(tmp_path)), fit(make_run(tmp_path / "calm")))
-
-
-def test_a_stage_that_diverges_names_its_own_option(tmp_path):
-    """A rate that acts on another stage would not help."""
-    run = make_run(tmp_path)
-    for _ in run.epochs(1, "second"):
-        with pytest.raises(UserError, match="checkpoint before it is kept. Lower --lr-final$"):
-            run.end_epoch(math.nan, advice="Lower --lr-final")
-        break
+    fit(make_run(tmp_path, "--fresh"), dim=7, images="abc")
 
 
 @pytest.mark.parametrize("key, value", [
     ("optimiser", None), ("net", {"0.weight": torch.ones(2)}), ("net", "text"), ("history", None),
-    ("history", "abc"), ("history", 3), ("history", [1, 2, 3]), ("identity", None),
-    ("identity", "text"), ("identity", ["lr"])])
+    ("history", "abc"), ("history", 3), ("history", [1, 2, 3]), ("made_from", None)])
 def test_a_checkpoint_that_does_not_fit_is_refused_and_left_alone(tmp_path, key, value):
     path = tmp_path / "x" / "name" / "last.pt"
     fit(make_run(tmp_path))
@@ -867,106 +697,250 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_left_alone(tmp_path, key,
     for damaged in states:
         torch.save(damaged, path)
         before = path.read_bytes()
-        with pytest.raises(UserError) as error:
-            fit(make_run(tmp_path))
-        assert "last.pt" in one_line(error) and path.read_bytes() == before
+        assert "last.pt" in refusal(lambda: fit(make_run(tmp_path)))
+        assert path.read_bytes() == before
 
 
-def test_a_directory_belongs_to_one_set_of_options(tmp_path):
-    run = make_run(tmp_path, "--lr", "0.3")  # made while there is no run yet
-    fit(make_run(tmp_path))
-    make_run(tmp_path, "--measure", "0.1", "--no-plot", "--workers", "1", "--runs", "2")
+def spoil(part, net, state, row):
+    """Put NaN or infinity into a part of what is to be saved, or fill the disk."""
+    tensors = {"weight": net[0].weight, "mean": net[1].running_mean, "variance": net[1].running_var,
+               "momentum": state[net[0].weight]["momentum_buffer"]}
+    if part == "loss":
+        row["loss"] = math.nan
+    elif part == "disk":
+        os.fsync = full_disk
+    else:
+        tensors[part].data.view(-1)[-1] = math.nan if part == "weight" else math.inf
+
+
+@pytest.mark.parametrize("part", ["loss", "weight", "mean", "variance", "momentum", "disk"])
+def test_what_cannot_be_saved_never_replaces_a_good_checkpoint(tmp_path, monkeypatch, part):
+    message = "last: training diverged in epoch 2.*lower learning rate"
+    if part == "disk":
+        message = "cannot write .*No space left"
+    for _ in range(2):  # and again: nothing was lost or changed
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", os.fsync)  # `spoil` may replace it
+            text = refusal(lambda: fit(make_run(tmp_path), in_epoch_2=partial(spoil, part)))
+        assert re.search(message, text)
+        state = load_last(tmp_path)
+        assert len(state["history"]) == 1 and common.all_finite(state)
+    assert same(fit(make_run(tmp_path)), fit(make_run(tmp_path / "calm")))
+
+
+def test_eval_needs_a_finished_run(tmp_path):
+    text = refusal(make_run, tmp_path, "--eval")
+    assert f"no run in {tmp_path / 'x' / 'name'}; train it first" in text
+    assert not list(tmp_path.iterdir())
+    refusal(lambda: fit(make_run(tmp_path), in_epoch_2=partial(spoil, "loss")))
     before = snapshot(tmp_path)
-    with pytest.raises(UserError) as error:
-        make_run(tmp_path, "--lr", "0.3", "--taste", "bitter", "-b", "7", "--quick")
-    for words in ("--lr 0.25", "--taste sweet", "--batch-size 32", "--no-quick", "another --name"):
-        assert words in one_line(error)
-    assert "seed" not in str(error.value)
-    with pytest.raises(UserError, match="--lr 0.25"):
+    for name, number in (("last", 1), ("seed2", 0)):
+        text = refusal(lambda name=name: fit(make_run(tmp_path, "--eval"), name=name))
+        assert f"{name}.pt has {number} of 3 epochs; finish this run first" in text
+    assert snapshot(tmp_path) == before
+    make_run(tmp_path, "--eval", "-e", "0", name="pretrained")  # there is nothing to train
+
+
+def test_eval_may_change_how_it_is_computed_and_names_the_options_to_use(tmp_path):
+    same_run = ["-e", "4", "--quick"]
+    whole = fit(make_run(tmp_path, *same_run))
+    free = "-b 7 --no-augment --limit-steps 2 --measure 0.1 --runs 4 --workers 0".split()
+    assert same(fit(make_run(tmp_path, "--eval", *same_run, *free)), whole)
+    text = refusal(make_run, tmp_path, "--eval", *same_run, "--lr", "0.3")
+    assert text.endswith("was made with other options: lr 0.25; use these to evaluate it")
+    assert "amp off" in refusal(make_run, tmp_path, "--eval", *same_run, "--amp", "bf16")
+    text = refusal(make_run, tmp_path, "--eval", "--preset", "other", "--lr", "0.25", "-b", "7")
+    for words in ("preset None", "epochs 4", "quick True", "taste sweet", "smooth False"):
+        assert words in text
+    assert "batch_size" not in text
+    assert same(fit(make_run(tmp_path, *same_run)), whole)  # still the options of the training
+
+
+@pytest.mark.parametrize("argv", [["-b", "7"], ["--limit-steps", "2"], ["--no-augment"]])
+def test_results_keep_the_options_of_the_training(tmp_path, argv):
+    configs = []
+    for more in ([], ["--eval"], ["--eval", *argv]):
+        run = make_run(tmp_path, *more)
         fit(run)
+        run.report(rows_of([1]), ["accuracy"])
+        configs.append(strict_json(run.dir / "results.json")["config"] | {"eval": None})
+        del run
+    assert configs[0] == configs[1] == configs[2]
+    assert configs[0]["batch_size"] == 32 and configs[0]["augment"] is True
+
+
+def test_a_read_only_run_can_be_evaluated_but_predicts_nothing(tmp_path, monkeypatch, capsys):
+    whole = fit(make_run(tmp_path))
+    before = snapshot(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    capsys.readouterr()
+    run = make_run(tmp_path, "--eval", "--plot")
+    assert capsys.readouterr().out.count("skipped: writing to") == 1
+    assert same(fit(run), whole)
+    run.report(rows_of([1]), ["accuracy"])
+    run.write_csv("x.csv", {"a": [1]})
+    out = capsys.readouterr().out
+    assert "accuracy" in out and str(run.dir) not in out
+    text = refusal(make_run, tmp_path, "--eval", "--predict", "other")
+    assert "is read-only" in text and "--predict" in text
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize("damage", ["{", "[1]", "[" * 100_000, None])
-def test_damaged_options_are_one_line(tmp_path, damage):
+def test_fresh_starts_over(tmp_path):
+    run = make_run(tmp_path)
+    whole = fit(run)
+    run.report(rows_of([1]), ["accuracy"])
+    for name in ("old.pt", "old.png", "notes.txt"):
+        run.write(name, b"old")
+    del run
+    run = make_run(tmp_path, "--fresh", "--lr", "0.3")  # other options, too
+    assert set(snapshot(run.dir)) == {"options.json", "notes.txt"}
+    del run
+    assert "lr 0.3" in refusal(make_run, tmp_path)
+    assert same(fit(make_run(tmp_path, "--fresh")), whole)
+
+
+class Killed(BaseException):
+    """What a test raises where a process might be killed."""
+
+
+@pytest.mark.parametrize("deleted", range(6))
+def test_a_start_with_fresh_that_is_killed_leaves_no_mixture(tmp_path, monkeypatch, deleted):
+    """What it still holds belongs to the old options, which are there; or else it is empty."""
+    run = make_run(tmp_path)
+    whole = fit(run)
+    run.report(rows_of([1]), ["accuracy"])
+    run.write("x.png", b"a picture")
+    del run
+    old_files = snapshot(tmp_path)
+    unlink = Path.unlink
+    calls = []
+
+    def unlink_or_die(path=None, content=None):
+        calls.append(path)
+        if len(calls) > deleted:
+            raise Killed("killed")
+        unlink(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink_or_die)
+        patch.setattr(common, "write", unlink_or_die)
+        refusal(make_run, tmp_path, "--fresh", "--lr", "0.3", kind=Killed)
+    files = snapshot(tmp_path)
+    assert len(files) == len(old_files) - deleted and files.items() <= old_files.items()
+    assert ("x/name/options.json" in files) == bool(files)
+    assert same(fit(make_run(tmp_path)), whole)
+    assert fit(make_run(tmp_path, "--fresh", "--lr", "0.3"))
+
+
+def test_a_directory_belongs_to_one_set_of_options(tmp_path):
+    fit(make_run(tmp_path))
+    make_run(tmp_path, "--measure", "0.1", "--plot", "--workers", "1", "--data-dir", "elsewhere")
+    before = snapshot(tmp_path)
+    text = refusal(make_run, tmp_path, "--lr", "0.3", "--taste", "bitter", "-b", "7", "--quick")
+    for words in ("lr 0.25", "taste sweet", "batch_size 32", "quick False", "another --name"):
+        assert words in text
+    assert "seed" not in text and "measure" not in text
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[1]", None])
+def test_damaged_or_deleted_options_are_refused_beside_checkpoints(tmp_path, damage):
     fit(make_run(tmp_path))
     path = tmp_path / "x" / "name" / "options.json"
     path.unlink()
-    if damage is None:
-        path.mkdir()
-    else:
+    if damage is not None:
         path.write_text(damage)
-    with pytest.raises(UserError, match="options.json is damaged|cannot read .*options.json"):
-        make_run(tmp_path)
+    before = snapshot(tmp_path)
+    for argv in ([], ["--lr", "0.3"], ["--eval"], ["--eval", "--name", "name"]):
+        text = refusal(make_run, tmp_path, *argv)
+        assert "options.json is missing or damaged (" in text and "--fresh" in text
+    assert snapshot(tmp_path) == before
+    fit(make_run(tmp_path, "--fresh"))
+
+
+@pytest.mark.parametrize("argv", [[], ["--eval"], ["--eval", "--name", "name"]])
+def test_edited_options_are_refused_beside_checkpoints(tmp_path, argv):
+    """Also in a command with the options that the file now names."""
+    run = make_run(tmp_path)
+    fit(run)
+    run.load_or_compute("fit", {"of": 1}, lambda: {"value": 1})
+    path = run.dir / "options.json"
+    del run
+    path.write_text(json.dumps(strict_json(path) | {"lr": 0.3}, indent=1))
+    before = snapshot(tmp_path)
+    if "--name" not in argv:
+        assert "lr 0.3" in refusal(make_run, tmp_path, *argv)
+        argv = ["--lr", "0.3", *argv]
+    text = refusal(lambda: fit(make_run(tmp_path, *argv)))
+    assert "last.pt was made from other options; " in text
+    assert snapshot(tmp_path) == before
+    run = make_run(tmp_path, *argv)
+    assert run.load_or_compute("fit", {"of": 1}, lambda: {"value": 2})["value"] == 2
 
 
 def hold(folder):
-    make_run(folder).load("last")
-    (folder / "held").touch()
+    run = make_run(folder)
+    run.write("held", "")
     time.sleep(300)
 
 
 def test_a_directory_belongs_to_one_process_and_forgets_what_a_killed_one_left(tmp_path):
     child = Child(tmp_path, hold, tmp_path)
-    wait_for(lambda: (tmp_path / "held").exists() or not child.process.is_alive(), what="run")
+    folder = tmp_path / "x" / "name"
+    wait_for(lambda: (folder / "held").exists() or not child.process.is_alive(), what="run")
+    before = snapshot(folder)
     for argv in ([], ["--fresh", "--lr", "0.3"]):
-        with pytest.raises(UserError, match="is locked by another process"):
-            make_run(tmp_path, *argv).load("last")
+        assert "is locked by another process" in refusal(make_run, tmp_path, *argv)
+    assert snapshot(folder) == before
     child.process.kill()
     child.process.join()
-    left_over = tmp_path / "x" / "name" / ".last.pt.123.tmp"
-    left_over.write_bytes(b"half a checkpoint")
-    make_run(tmp_path).load("last")
-    assert not left_over.exists()
+    (folder / ".last.pt.123.tmp").write_bytes(b"half a checkpoint")
+    make_run(tmp_path)
+    assert snapshot(folder) == before
 
 
-@pytest.mark.parametrize("name", ["../../x", "a/b", "/tmp/x", "..", ".", "nul\0byte", "x" * 300])
-def test_a_name_is_one_part_of_a_path(tmp_path, name):
-    with pytest.raises(UserError, match="--name") as error:
-        make_run(tmp_path / "out", "--name", name)
-    assert "\0" not in one_line(error) and not list(tmp_path.iterdir())
+@pytest.mark.parametrize("argv", [[], ["--eval"]])
+@pytest.mark.parametrize("name", ["../../x", "a/b", "/tmp/x", "..", ".", "nul\0byte", "x" * 300,
+                                  " ", "a ", "a\nb", "\n", "-x", "--name", ".hidden"])
+def test_a_name_is_one_plain_part_of_a_path(tmp_path, name, argv):
+    text = refusal(make_run, tmp_path / "out", f"--name={name}", *argv)
+    assert "--name" in text and not list(tmp_path.iterdir())
+    for good in ("a b", "v1.0+x=2,@y", "\u00fc_1"):
+        assert make_run(tmp_path, "--name", good).dir == tmp_path / "x" / good
 
 
 def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("kept")
     (tmp_path / "y" / "x" / "name" / ".last.pt.tmp").mkdir(parents=True)
     for place in ("file", "x" * 300, "y"):
-        with pytest.raises(UserError, match="cannot (read|write to) "):
-            make_run(tmp_path / place).load("last")
+        assert "cannot write to " in refusal(make_run, tmp_path / place)
+    assert refusal(make_run, tmp_path / ("x" * 300), "--eval", "--name", "name")
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_states_are_read_only_if_their_identity_is_the_same(tmp_path):
+def test_values_are_computed_once_and_anew_when_they_are_made_from_others(tmp_path):
+    calls = []
+
+    def compute():
+        calls.append(len(calls))
+        return {"value": torch.tensor(calls[-1]), "text": "x", "list": [1, None]}
+
+    def value_of(weights, *argv):
+        run = make_run(tmp_path, *argv)
+        made_from = {"weights": weights, "draws": (1, torch.tensor(2))}
+        state = run.load_or_compute("fit", made_from, compute)
+        assert state["text"] == "x" and state["list"] == [1, None]
+        return state["value"].item()
+
+    assert [value_of(weights) for weights in "aabba"] == [0, 0, 1, 1, 2]
+    assert value_of("a", "--eval", "--measure", "0.1") == 2
     run = make_run(tmp_path)
-    assert run.load("fit") is None
-    run.save("fit", {"samples": 3, "of": [1, 2]}, mean=torch.ones(2))
-    state = make_run(tmp_path).load("fit", {"samples": 3, "of": (1, 2)})
-    assert torch.equal(state["mean"], torch.ones(2))
-    for other in ({"samples": 4, "of": [1, 2]}, {"samples": 3}, {}, None):
-        assert make_run(tmp_path).load("fit", other) is None
-    run.save("choice", value=1)  # made from the options of the run
-    assert run.load("choice")["value"] == 1
-    assert run.load("choice", {}) is None
-
-
-def test_keep_makes_a_state_anew_when_its_identity_differs(tmp_path):
-    made = []
-
-    def make():
-        made.append(len(made))
-        return {"value": torch.tensor(made[-1])}
-
-    values = []
-    for weights in ("a", "a", "b", "b", "a"):
-        state = make_run(tmp_path).keep("fit", {"weights": weights}, make)
-        values.append(state["value"].item())
-    assert values == [0, 0, 1, 1, 2]
-    assert make_run(tmp_path, "--eval").keep("fit", {"weights": "a"}, make)["value"] == 2
-    with pytest.raises(UserError, match="fit.pt"):
-        make_run(tmp_path, "--eval").keep("fit", {"weights": "c"}, make)
-    with pytest.raises(UserError, match="bad: a value is not finite"):
-        make_run(tmp_path).keep("bad", {}, lambda: {"value": torch.tensor(math.inf)})
-    assert not (tmp_path / "x" / "name" / "bad.pt").exists()
+    text = refusal(run.load_or_compute, "bad", {}, lambda: {"value": torch.tensor(math.inf)})
+    assert "bad: a value is not finite" in text
+    assert set(snapshot(run.dir)) == {"options.json", "fit.pt"}
+    run.write("fit.pt", b"damaged")
+    assert "fit.pt is damaged" in refusal(run.load_or_compute, "fit", {"weights": "a"}, compute)
 
 
 # ---- Rows, reports, tables ----------------------------------------------------------------------
@@ -978,16 +952,15 @@ def rows_of(seeds, shift=0.0):
     rows = []
     for seed in seeds:
         accuracy, nll = generator.random(2) + shift
-        rows.append({"method": "DDU", "seed": seed, "set": "t", "n": 10, "accuracy": accuracy,
-                     "nll": nll})
-        rows.append({"method": "DDU", "seed": seed, "set": "t", "against": "o_d", "n": 10,
-                     "auroc": accuracy})
+        row = {"method": "DDU", "seed": seed, "set": "t", "n": 10}
+        rows += [{**row, "accuracy": accuracy, "nll": nll},
+                 {**row, "against": "o_d", "auroc": accuracy}]
     return rows
 
 
 def test_report_writes_results(tmp_path):
     rows = rows_of([1, 2, 3])
-    rows[0]["odd"] = math.nan
+    rows[0] |= {"odd": math.nan, "bytes": 123456789}
     run = make_run(tmp_path, "--measure", "0.25")
     back = run.report(rows, ["accuracy", "auroc"], curve=torch.ones(2))
     content = strict_json(run.dir / "results.json")
@@ -998,12 +971,12 @@ def test_report_writes_results(tmp_path):
     environment = content["environment"]
     assert environment["threads"] == environment["processes"] == 1
     assert environment["torch"] == torch.__version__
-    assert {"commit", "python", "numpy", "device", "tf32_in_convolutions"} <= environment.keys()
+    assert {"commit", "python", "device", "tf32_in_convolutions"} <= environment.keys()
     assert common.device_memory(run.args.device) > 1e8
-    with open(run.dir / "results.csv") as file:
-        cells = list(csv.DictReader(file))
-    assert len(cells) == 6 and float(cells[0]["accuracy"]) == rows[0]["accuracy"]
-    assert [row["against"] for row in cells[:2]] == ["", "o_d"] and cells[0]["odd"] == ""
+    cells = list(csv.DictReader((run.dir / "results.csv").read_text().splitlines()))
+    assert len(cells) == 6 and cells[0]["accuracy"] == f"{rows[0]['accuracy']:.6g}"
+    assert [row["against"] for row in cells[:2]] == ["", "o_d"]
+    assert cells[0]["odd"] == "" and cells[0]["bytes"] == "123456789"
 
 
 def test_report_prints_mean_and_standard_error_of_its_columns(tmp_path, capsys):
@@ -1017,12 +990,46 @@ def test_report_prints_mean_and_standard_error_of_its_columns(tmp_path, capsys):
     assert "nll" not in out and str(run.dir) in out
     run.report(rows, ["accuracy", "auroc"], shown=rows[::2])
     assert "auroc" not in capsys.readouterr().out
+    rows[0]["accuracy"] = math.inf
+    run.report(rows, ["accuracy"])
+    values = [row["accuracy"] for row in rows[2::2]]
+    pooled = f"{np.mean(values):.4f} ± {sem(values):.4f} (2 of 3)"
+    assert pooled in capsys.readouterr().out and pooled in table(capsys, run.dir).out
+
+
+def test_the_histories_are_drawn_where_pictures_are_wanted(tmp_path):
+    for argv in ([], ["--plot"]):
+        run = make_run(tmp_path, *argv)
+        run.report(rows_of([1]), ["accuracy"])
+        assert not (run.dir / "training.png").exists()  # nothing was trained
+        fit(run)
+        fit(run, name="member1")
+        run.report(rows_of([1]), ["accuracy"])
+        assert (run.dir / "training.png").exists() == bool(argv)
+        histories = run.histories
+        del run
+    figure = common.draw_histories(histories)
+    assert [panel.get_title() for panel in figure.axes] == ["loss", "accuracy"]
+    for name, line in zip(["last", "member1"], figure.axes[0].lines, strict=True):
+        assert line.get_label() == name and list(line.get_xdata()) == [1, 2, 3]
+        assert list(line.get_ydata()) == [row["loss"] for row in histories[name]]
+    histories["last"][0]["late"] = None  # a number that not every epoch has
+    histories["last"][2]["late"] = 1.0
+    assert len(common.draw_histories(histories).axes) == 3
 
 
 def table(capsys, *argv):
     capsys.readouterr()
     common.table([str(word) for word in argv])
     return capsys.readouterr()
+
+
+def write_results(folder, rows, script="x", columns=("accuracy", "auroc"), **config):
+    """A finished run's results.json with these rows; returns its directory."""
+    folder.mkdir(parents=True)
+    content = {"script": script, "config": config, "columns": columns, "rows": rows}
+    (folder / "results.json").write_text(json.dumps(content))
+    return folder
 
 
 @pytest.fixture
@@ -1034,106 +1041,83 @@ def runs_of_two_rates(tmp_path):
         argv = ["--seed", str(seed), "--lr", lr]
         if seed == 2:
             argv.append("--compile")  # the same numbers
-        run = make_run(tmp_path, *argv, name=f"{lr}-{seed}")
-        run.report(rows, ["accuracy", "auroc"])
+        make_run(tmp_path, *argv, name=f"{lr}-{seed}").report(rows, ["accuracy", "auroc"])
         accuracies[lr].append(rows[0]["accuracy"])
     return accuracies, sorted((tmp_path / "x").iterdir())
 
 
 def test_table_pools_the_seeds_of_directories_and_separates_options(runs_of_two_rates, capsys):
     accuracies, folders = runs_of_two_rates
-    text = table(capsys, *folders).out
-    markdown = table(capsys, *folders, "--format", "markdown").out
-    for shown in (text, markdown):
-        for lr, values in accuracies.items():
-            lines = [line for line in shown.splitlines() if f"lr={lr}" in line]
-            assert len(lines) == 2  # of the set, and of the pair of sets
-            assert f"{np.mean(values):.4f} ± {sem(values):.4f}" in lines[0]
-            assert " 3 " in lines[0]
-            assert "o_d" in lines[1]
-        for other in ("nll", "seed=", "compile=", "name=", "taste="):
-            assert other not in shown
-    assert re.fullmatch(r"\|[|: -]+\|", markdown.splitlines()[1])
+    shown = table(capsys, *folders).out
+    for lr, values in accuracies.items():
+        lines = [line for line in shown.splitlines() if f"lr={lr}" in line]
+        assert len(lines) == 2 and "o_d" in lines[1]  # of the set, and of the pair of sets
+        assert f" 3      {np.mean(values):.4f} ± {sem(values):.4f}" in lines[0]
+    for other in ("nll", "seed=", "compile=", "name=", "taste="):
+        assert other not in shown
     assert "nll" in table(capsys, *folders, "--metrics", "nll").out
+    assert "DDU" in table(capsys, *folders, "--sets", "t").out
+    for wrong in (["--metrics", "nll", "acuracy"], ["--sets", "t", "acuracy"]):
+        assert "acuracy: not found in any row" in refusal(table, capsys, *folders, *wrong)
 
 
-def test_a_run_is_named_by_what_differs_within_its_script(runs_of_two_rates, capsys, tmp_path):
-    _, folders = runs_of_two_rates
-    content = json.loads((folders[0] / "results.json").read_text())
-    content["script"] = "y"
-    content["config"] |= {"lr": 0.3, "coeff": 3}  # the only run of its script
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "results.json").write_text(json.dumps(content))
-    text = table(capsys, *folders, tmp_path / "other").out
-    labels = {line.split("  ")[0] for line in text.splitlines() if "  DDU  " in line}
-    assert labels == {"x lr=0.1", "x lr=0.2", "y"}
-    text = table(capsys, folders[0], tmp_path / "other").out
-    labels = [line.split("  ")[0] for line in text.splitlines() if "  DDU  " in line]
-    assert labels == ["x", "y", "x", "y"]  # of the set, and of the pair of sets
+def test_runs_that_differ_only_in_their_data_directory_are_kept_apart(tmp_path, capsys):
+    rows = {place: rows_of([1], shift) for place, shift in (("here", 0.0), ("there", 1.0))}
+    for place in rows:
+        make_run(tmp_path, "--data-dir", place, name=place).report(rows[place], ["accuracy"])
+    lines = table(capsys, *(tmp_path / "x").iterdir()).out.splitlines()
+    for place in rows:
+        [line, _] = [line for line in lines if f"data_dir={place}" in line]
+        assert f" {rows[place][0]['accuracy']:.4f}" in line
 
 
-def test_long_labels_of_runs_are_numbered_and_explained(runs_of_two_rates, capsys):
-    accuracies, folders = runs_of_two_rates
-    long = "taste=" + 50 * "z"
-    path = folders[0] / "results.json"
-    content = json.loads(path.read_text())
-    content["config"]["taste"] = 50 * "z"
-    path.write_text(json.dumps(content))
-    text = table(capsys, *folders).out
-    legend, shown = text.split("\n\n")[0].splitlines(), text.split("\n\n")[1]
-    assert [line.split(": ")[0] for line in legend] == ["run 1", "run 2", "run 3"]
-    assert long in legend[0] and "lr=0.1" in legend[1] and "lr=0.2" in legend[2]
-    assert long not in shown and "lr=" not in shown
-    line = next(line for line in shown.splitlines() if line.startswith("run 3 "))
-    assert f"{np.mean(accuracies['0.2']):.4f}" in line
+def test_runs_of_several_scripts_make_one_table(tmp_path, capsys):
+    """One row for each method, set and OOD set: with the scores of the set, too."""
+    ddu = []
+    for seed in (1, 2):
+        row = {"method": "DDU", "seed": seed, "set": "t", "n": 10}
+        ddu += [{**row, "accuracy": 0.25 * seed, "ms": 0.5, "bytes": 1234, "secret": 7.0},
+                {**row, "against": "a", "auroc_total": 0.3 * seed},
+                {**row, "against": "b", "auroc_total": 0.3 * seed}]
+    swag = [{"set": "t", "n": 9, "method": "SWAG", "seed": 1, "accuracy": 0.5, "nll": 1.25},
+            {"set": "u", "n": 9, "method": "MAP", "seed": 1, "accuracy": 0.75}]
+    folders = [write_results(tmp_path / "d", ddu, "ddu", lr=0.1, width=1),
+               write_results(tmp_path / "s", swag, "swag", lr=0.2),
+               write_results(tmp_path / "w", swag, "swag", lr=0.3)]
+    header, _, *lines = table(capsys, *folders).out.splitlines()
+    assert header.split() == ["run", "method", "set", "against", "n", "seeds", "accuracy", "nll",
+                              "auroc_total", "ms", "bytes"]
+    pooled = "10  2  0.3750 ± 0.1250  0.4500 ± 0.1500  0.5000 ± 0.0000  1234"
+    assert [re.sub("  +", "  ", line) for line in lines] == [
+        f"ddu  DDU  t  a  {pooled}", f"ddu  DDU  t  b  {pooled}",
+        "swag lr=0.2  SWAG  t  9  1  0.5000  1.2500", "swag lr=0.2  MAP  u  9  1  0.7500",
+        "swag lr=0.3  SWAG  t  9  1  0.5000  1.2500", "swag lr=0.3  MAP  u  9  1  0.7500"]
+    assert "7.0000" in table(capsys, *folders, "--metrics", "secret").out
+    # Of equal seeds, no run hides another.
+    folders.append(write_results(tmp_path / "again", ddu, "ddu", lr=0.1, width=1))
+    assert "2 in 4 runs" in table(capsys, *folders).out
 
 
-@pytest.mark.parametrize("argv, message", [
-    ("--metrics nll acuracy", "--metrics acuracy: not found in any row"),
-    ("--sets acuracy", "no rows to show")])
-def test_tables_refuse_what_no_row_has(runs_of_two_rates, capsys, argv, message):
-    _, folders = runs_of_two_rates
-    assert "DDU" in table(capsys, *folders, "--sets", "t", "acuracy").out
-    with pytest.raises(UserError, match=message):
-        table(capsys, *folders, *argv.split())
+@pytest.mark.parametrize("text", ["{}", "[]", "3", "text", "", '{"rows": []}', None])
+def test_other_directories_are_skipped_in_one_line(tmp_path, capsys, text):
+    run = write_results(tmp_path / "run", rows_of([1]))
+    alone = table(capsys, run)
+    if text is not None:
+        (tmp_path / "results.json").write_text(text)
+    shown = table(capsys, tmp_path, run)
+    assert shown.out == alone.out and alone.err == ""
+    assert shown.err == f"skipped: {tmp_path} is not the directory of a finished run\n"
+    assert "no rows to show" in refusal(table, capsys, tmp_path)
 
 
 ROW = {"method": "a", "seed": 1, "set": "s", "n": 3, "accuracy": 0.5}
 
 
-@pytest.mark.parametrize("edit", [
-    {"rows": None}, {"rows": [None]}, {"rows": "text"}, {"rows": [dict(ROW, method={"a": 1})]},
-    {"rows": [dict(ROW, seed=[1])]}, {"rows": [dict(ROW, members="abc")]}, {"config": "text"},
-    {"config": None}, {"columns": 3}, "{}", "[]", "3", "text", "", '{"rows": ' + "[" * 100_000])
-def test_results_that_were_edited_by_hand_are_skipped_in_one_line(tmp_path, capsys, edit):
-    run = make_run(tmp_path)
-    run.report(rows_of([1]), ["accuracy"])
-    whole = table(capsys, run.dir)
-    text = edit
-    if isinstance(edit, dict):
-        text = json.dumps(strict_json(run.dir / "results.json") | edit)
-    (tmp_path / "results.json").write_text(text)
-    shown = table(capsys, tmp_path, run.dir)
-    assert shown.out == whole.out and whole.err == ""
-    assert shown.err == f"skipped: {tmp_path} is not the directory of a finished run\n"
-
-
-@pytest.mark.parametrize("first, second", [
-    (0.5, "high"), ("high", 0.5), (0.5, [1]), ({"a": 1}, 0.5), (0.5, math.nan)])
-def test_odd_values_of_a_metric_are_shown(tmp_path, capsys, first, second):
-    rows = [dict(ROW, seed=1, accuracy=first), dict(ROW, seed=2, accuracy=second)]
-    content = {"script": "x", "config": {}, "columns": ["accuracy", ["n"]], "rows": rows}
-    (tmp_path / "results.json").write_text(json.dumps(content))
-    shown = table(capsys, tmp_path)
-    assert str(first) in shown.out and not shown.err
-
-
 def test_pooled_cells():
     metrics = ["x", "kind", "y", "absent"]
-    lines = common.pool([
-        {"method": "a", "seed": 1, "set": "s", "n": 3, "x": 1.5, "kind": "flat"},
-        {"method": "a", "seed": 2, "set": "s", "n": 3, "x": 2.5, "kind": "flat"},
-        {"method": "b", "seed": 1, "set": "s", "n": 3, "x": None, "y": 123456.7}], metrics)
+    row = {"method": "a", "set": "s", "n": 3, "kind": "flat"}
+    lines = common.pool([{**row, "seed": 1, "x": 1.5}, {**row, "seed": 2, "x": 2.5},
+                         {"method": "b", "seed": 1, "set": "s", "n": 3, "y": 123456.7}], metrics)
     keys = {"run": None, "set": "s", "against": None, "n": 3, "absent": None}
     assert lines == [
         {"method": "a", "seeds": 2, "x": "2.0000 ± 0.5000", "kind": "flat", "y": None, **keys},
@@ -1144,55 +1128,74 @@ def test_pooled_cells():
     assert text[3].split() == ["b", "s", "3", "1", "1.2346e+05"]
 
 
-def test_seeds_that_share_members_are_not_pooled_as_independent():
+@pytest.mark.parametrize("values, text", [
+    ([1.5, 2.5, None], "2.0000 ± 0.5000 (2 of 3)"), ([None, 1.5], "1.5000 (1 of 2)"),
+    ([None, None], None), ([0.25], "0.2500"), ([7, 7, 7], "7"), ([7, 8], "7.5000 ± 0.5000"),
+    ([7, None], "7 (1 of 2)"), (["flat", None], "flat (1 of 2)"), (["a", "b", "a"], "a or b"),
+    ([0, 0], "0"), ([1e6, 3e6], "2e+06 ± 1e+06")])
+def test_a_mean_says_of_how_many_values_it_is_made(values, text):
+    assert common.pooled_text(values) == text
+
+
+def test_what_is_not_independent_has_no_standard_error():
+    """Ensembles of different seeds that share members, and runs of the same seed."""
     rows = [dict(ROW, seed=1, x=1.5, members=[1, 2]), dict(ROW, seed=2, x=2.5, members=[3, 4])]
     assert common.pool(rows, ["x"])[0]["x"] == "2.0000 ± 0.5000"
     rows[1]["members"] = [2, 3]
     assert common.pool(rows, ["x"])[0]["x"] == "2.0000"
     rows[1]["method"] = "another"  # not in one group
     assert [line["x"] for line in common.pool(rows, ["x"])] == ["1.5000", "2.5000"]
-
-
-class Files:
-    """A set of image files, of which the second has no known label."""
-
-    files = ("a/0.png", "b, c/1.png")
-    labels = torch.tensor([1, -1])
+    [line] = common.pool([dict(ROW, x=1.5), dict(ROW, x=2.5)], ["x"])
+    assert line["x"] == "2.0000" and line["seeds"] == "1 in 2 runs"
 
 
 class Rows(list):
-    """A set without files: of numbered rows."""
+    """A set of data.py, as far as `prediction_columns` knows it."""
 
 
 def read_predictions(run, columns):
     run.write_csv("predictions.csv", columns)
-    with open(run.dir / "predictions.csv") as file:
-        return list(csv.DictReader(file))
+    return list(csv.DictReader((run.dir / "predictions.csv").read_text().splitlines()))
 
 
-@pytest.mark.parametrize("members, classes, names", [
-    (1, (), ["0", "1", "2", "3"]), (3, ("cat", "dog", "cow", "emu"), ["cat", "dog", "cow", "emu"])])
-def test_predictions_are_a_line_for_each_example(tmp_path, capsys, members, classes, names):
-    log_probs = torch.randn(members, 2, 4, dtype=torch.float64).log_softmax(-1)
-    given = log_probs[0] if members == 1 else log_probs
-    columns = common.prediction_columns(Files, given, classes)
-    columns["density"] = torch.tensor([1.5, -math.inf])
-    columns["decision"] = ["ood", "clean"]
-    rows = read_predictions(make_run(tmp_path), columns)
-    probs = log_probs.exp().numpy()
+def uncertainties(log_probs):
+    """{column: values} by SciPy."""
+    probs = log_probs.double().exp().numpy()
     mean = probs.mean(0)
     total = entropy(mean, axis=1)
     aleatoric = entropy(probs, axis=2).mean(0)
-    numbers = {"confidence": mean.max(1), "total": total, "aleatoric": aleatoric,
-               "epistemic": total - aleatoric}
-    for name, values in numbers.items():
-        found = [float(row[name]) for row in rows]
-        assert found == pytest.approx(list(values), abs=1e-9), name
+    return {"predicted": mean.argmax(1), "confidence": mean.max(1), "total": total,
+            "aleatoric": aleatoric, "epistemic": total - aleatoric}
+
+
+@pytest.mark.parametrize("classes", [(), ("cat", "dog", "cow", "emu")])
+def test_predictions_have_a_line_for_each_example_and_methods_side_by_side(tmp_path, classes):
+    names = [str(name) for name in classes or range(4)]
+    generator = torch.Generator().manual_seed(0)
+    methods = {name: torch.randn(members, 2, 4, generator=generator).log_softmax(-1)
+               for name, members in (("ddu", 1), ("ensemble", 3), ("swag", 2))}
+    dataset = Rows([0, 0])
+    dataset.files = ("a/0.png", "b, c/1.png")
+    dataset.labels = torch.tensor([1, -1])  # the second one is not known
+    columns = common.prediction_columns(dataset, methods, classes)
+    parts = list(uncertainties(methods["ddu"]))
+    endings = ["", "_ensemble", "_swag"]
+    assert list(columns) == ["file", "label"] + [part + end for end in endings for part in parts]
+    columns |= {"density": torch.tensor([1.5, -math.inf]), "decision": ["ood", "clean"]}
+    rows = read_predictions(make_run(tmp_path), columns)
     texts = {"file": ["a/0.png", "b, c/1.png"], "label": [names[1], ""], "density": ["1.5", ""],
-             "predicted": [names[k] for k in mean.argmax(1)], "decision": ["ood", "clean"]}
+             "decision": ["ood", "clean"], "epistemic": ["", ""]}  # of a single network
+    for ending, log_probs in zip(endings, methods.values(), strict=True):
+        expected = uncertainties(log_probs)
+        texts[f"predicted{ending}"] = [names[k] for k in expected.pop("predicted")]
+        if not ending:
+            del expected["epistemic"]
+        for name, values in expected.items():
+            found = [row[name + ending] for row in rows]
+            assert [float(cell) for cell in found] == pytest.approx(list(values), rel=1e-5), name
+            assert found == [f"{float(cell):.6g}" for cell in found]
     for name, values in texts.items():
-        assert [row[name] for row in rows] == values
-    assert "predictions.csv: 2 rows" in capsys.readouterr().out
+        assert [row[name] for row in rows] == values, name
 
 
 @pytest.mark.parametrize("labels, expected", [
@@ -1204,6 +1207,8 @@ def test_examples_without_files_are_numbered_and_may_have_no_label(tmp_path, lab
     rows = read_predictions(make_run(tmp_path), common.example_columns(dataset))
     assert [row["index"] for row in rows] == ["0", "1"]
     assert [row.get("label") for row in rows] == expected
+    with pytest.raises(ValueError):
+        read_predictions(make_run(tmp_path, name="short"), {"a": [1, 2], "b": [1]})
 
 
 # ---- Signals, errors, platforms, pictures -------------------------------------------------------
@@ -1218,75 +1223,58 @@ def test_launch_hides_no_programming_error(monkeypatch):
             common.launch(main)
 
 
-def allocate_too_much():
-    torch.empty(2**60, dtype=torch.uint8)
-
-
-def allocate_too_much_on_a_gpu():
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\n 2.00 GiB")
-
-
-def allocate_too_much_in_python():
-    bytearray(2**62)
-
-
-@pytest.mark.parametrize("main", [allocate_too_much, allocate_too_much_on_a_gpu,
-                                  allocate_too_much_in_python])
-def test_out_of_memory_is_one_line_that_names_what_helps(tmp_path, main):
-    child = Child(tmp_path, in_launch, main).wait(60)
+@pytest.mark.parametrize("main, argument", [
+    (torch.empty, 2**60), (bytearray, 2**62),
+    (throw, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\n 2.00 GiB"))])
+def test_out_of_memory_is_one_line_that_names_what_helps(tmp_path, main, argument):
+    child = Child(tmp_path, in_launch, main, argument).wait(60)
     assert child.status == 2 and child.stderr.count("\n") == 1
     assert child.stderr.startswith("x.py: error: out of memory; ")
     for option in ("--batch-size", "--width", "--amp bf16"):
         assert option in child.stderr
 
 
-def run_out_of_memory_on_main():
-    common.start("cpu")
-    try:
-        common.on_main(allocate_too_much)
-    except UserError as error:
-        return str(error)
+def run_common(*argv):
+    """`python common.py ARGV`."""
+    sys.argv = ["common.py", *argv]
+    runpy.run_path(str(REPO / "common.py"), run_name="__main__")
 
 
-def test_out_of_memory_on_the_main_process_reaches_all(ranks):
-    messages = ranks(run_out_of_memory_on_main)
-    assert len(messages) == 2 and all(text.startswith("out of memory") for text in messages)
+def show_help(length):
+    parser = make_parser()
+    parser.add_argument("--long", help="a word " * length)
+    parser.parse(["--help"])
 
 
-def wrap_batch_norm(layer):
-    common.start("cpu")
-    dist.barrier()  # the first process would end before the other one has joined
-    try:
-        common.data_parallel(nn.Sequential(layer, nn.Linear(2, 1)), torch.device("cpu"))
-    except UserError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("layer", [nn.BatchNorm1d(2), nn.BatchNorm2d(2, affine=False),
-                                   nn.BatchNorm2d(2, momentum=None),
-                                   nn.BatchNorm2d(2, track_running_stats=False)])
-def test_batch_norm_that_cannot_be_shared_is_refused(ranks, layer):
-    for message in ranks(wrap_batch_norm, layer):
-        assert "BatchNorm" in message and "start one process" in message
-
-
-def print_without_a_reader(target, end):
-    """Print to a full device or to a pipe that was closed, at once or when the script ends."""
+def print_without_a_reader(target, function, *arguments):
+    """Print to a full device or to a pipe that was closed, buffered as where output is a file."""
     if target == "full":
         out = os.open("/dev/full", os.O_WRONLY)
     else:
         reader, out = os.pipe()
         os.close(reader)
     os.dup2(out, 1)
-    in_launch(sys.stdout.write, "a row" + end)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    function(*arguments)
 
 
 @pytest.mark.parametrize("target, reason", [("full", "No space left"), ("pipe", "Broken pipe")])
-@pytest.mark.parametrize("end", ["\n", ""])
-def test_output_without_a_reader_is_one_line_and_status_2(tmp_path, target, reason, end):
-    child = Child(tmp_path, print_without_a_reader, target, end).wait(60)
+@pytest.mark.parametrize("main, argument", [(common.print_on_main, "a row"), (show_help, 1),
+                                            (show_help, 4000)])
+def test_output_without_a_reader_is_one_line(tmp_path, target, reason, main, argument):
+    child = Child(tmp_path, print_without_a_reader, target, in_launch, main, argument).wait(60)
     assert child.status == 2 and child.stderr.count("\n") == 1
     assert f"x.py: error: cannot print ({reason}" in child.stderr
+
+
+def test_a_table_without_a_reader(tmp_path):
+    """`table ... | head -1` ends in silence; a full disk is told."""
+    command = (run_common, "table", str(write_results(tmp_path / "run", rows_of([1]))))
+    child = Child(tmp_path, print_without_a_reader, "pipe", *command).wait(60)
+    assert child.status == -signal.SIGPIPE and child.stderr == ""
+    child = Child(tmp_path, print_without_a_reader, "full", *command).wait(60)
+    assert child.status == 2 and child.stderr.count("\n") == 1
+    assert "common.py: error: cannot print (No space left" in child.stderr
 
 
 def print_nowhere():
@@ -1299,12 +1287,19 @@ def test_a_closed_output_is_no_error(tmp_path):
     assert child.status == 0 and child.stderr == ""
 
 
+@pytest.mark.parametrize("argv", [[], ["--help"], ["tabel", "runs/x"]])
+def test_common_as_a_program_says_what_it_does(tmp_path, argv):
+    child = Child(tmp_path, run_common, *argv).wait(60)
+    assert child.status == 2 and child.stderr.count("\n") == 1
+    assert "usage: python common.py table RUN ..." in child.stderr
+
+
 def train_for_ever(folder):
     def main():
         if os.fork() == 0:  # as the processes that decode images, which Ctrl-C reaches, too
             signal.raise_signal(signal.SIGINT)
         os.wait()
-        fit(make_run(folder, "-e", "1000000"), 1_000_000)
+        fit(make_run(folder, "-e", "1000000"))
 
     in_launch(main)
 
@@ -1318,7 +1313,7 @@ def test_a_signal_is_one_line_and_128_more(tmp_path, number):
     assert child.wait(30).status == 128 + number
     assert child.stderr.count("\n") == 1
     assert f"x.py: stopped by {number.name}; the same command resumes" in child.stderr
-    assert common.load_checkpoint(path)["history"]
+    assert load_last(tmp_path)["history"]
 
 
 def on_windows(folder):
@@ -1330,6 +1325,7 @@ def on_windows(folder):
             delattr(os, name)
     module = importlib.reload(common)
     assert module.fcntl is None
+    importlib.reload(importlib.import_module("ddu"))
     run = make_run(folder)
     fit(run)
     run.report(rows_of([1]), ["accuracy"])
@@ -1340,35 +1336,18 @@ def test_scripts_start_without_posix_modules(tmp_path):
     assert Child(tmp_path, on_windows, tmp_path).value() is None
 
 
-class Loader:
-    def __len__(self):
-        return 3
-
-    def epoch(self, epoch):
-        return [f"{epoch}:{i}" for i in range(3)]
-
-
-def test_steps_are_limited_and_silent_off_a_terminal(capsys, tmp_path):
-    run = make_run(tmp_path, "--limit-steps", "2")
-    assert run.steps_per_epoch(Loader()) == 2
-    assert list(run.steps(Loader(), 5)) == [(0, "5:0"), (1, "5:1")]
-    run = make_run(tmp_path / "all")
-    assert run.steps_per_epoch(Loader()) == 3
-    assert len(list(run.steps(Loader(), 5))) == 3
-    assert make_run(tmp_path, "--limit-steps", "9").steps_per_epoch(Loader()) == 3
-    assert capsys.readouterr().err == ""
-
-
 def test_figures_are_written_and_freed(tmp_path):
     from matplotlib import pyplot
 
-    figure, (left, right) = common.make_figure(1, 2, figsize=(4, 2))
-    left.plot([1, 2], color=common.colours(1)[0])
-    right.plot([1, 2], color=common.colours(9)[8])
+    figure, axes = common.make_figure(1, 2, figsize=(4, 2))
+    for axis, count in zip(axes, (1, 9)):
+        axis.plot([1, 2], color=common.colours(count)[-1])
     run = make_run(tmp_path)
     run.save_figure(figure, "x.png")
     assert (run.dir / "x.png").read_bytes().startswith(b"\x89PNG")
-    assert not pyplot.get_fignums()
+    assert not pyplot.fignum_exists(figure.number)
+    for count in (1, 6, 7, 20, 100):
+        assert len({str(colour) for colour in common.colours(count)}) == count  # all differ
 
 
 def test_without_matplotlib_pictures_are_skipped_in_one_line(monkeypatch, capsys):
@@ -1377,12 +1356,6 @@ def test_without_matplotlib_pictures_are_skipped_in_one_line(monkeypatch, capsys
     assert capsys.readouterr().out.count("pip install matplotlib") == 1
     assert parse("--no-plot").plot is False
     assert "matplotlib" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("count", [1, 6, 7, 20, 100])
-def test_colours_are_different(count):
-    found = {str(colour) for colour in common.colours(count)}
-    assert len(found) == count
 
 
 # ---- The README ---------------------------------------------------------------------------------
