@@ -138,6 +138,8 @@ class Prints(NamedTuple):
     strokes: tuple          # stroke widths of the pen
     train_rows: int
     test_rows: int
+    mean: float             # of the training pixels in [0, 1]
+    std: float
 
 
 DIGITS = list("0123456789")
@@ -147,14 +149,15 @@ NUMBERS = [f"{k:03d}" for k in range(1000)]
 TO_LETTERS = str.maketrans("0123456789abcdef", "ACEFHKMNPRTUVWXY")
 WORDS = [f"{4 * k:03x}".translate(TO_LETTERS) for k in range(1000)]
 EMBEDDED = {  # the random numbers of a set depend on its place in this table
-    "glyphs": Prints(DIGITS, 52, (0, 1, 2, 3), 10000, 2000),
+    "glyphs": Prints(DIGITS, 52, (0, 1, 2, 3), 10000, 2000, 0.2100, 0.2746),
     # Blends of two digits. Each training image occurs twice, with a label drawn for each.
-    "glyphs_ambiguous": Prints(DIGITS, 50, (0, 1), 5000, 2000),
-    "dirty_glyphs": None,  # 8,000 training rows and all test rows of each of the two above
-    "glyphs_letters": Prints(LETTERS, 50, (0, 1, 2, 3), 10000, 2000),
-    "numbers": Prints(NUMBERS, 27, (0, 1), 30000, 5000),
-    "numbers_letters": Prints(WORDS, 27, (0, 1), 30000, 5000),
-    "numbers_ambiguous": Prints(NUMBERS, 27, (0, 1), 5000, 2000),
+    "glyphs_ambiguous": Prints(DIGITS, 50, (0, 1), 5000, 2000, 0.1904, 0.2425),
+    # 8,000 training rows and all test rows of each of the two above
+    "dirty_glyphs": Prints(DIGITS, 0, (), 16000, 4000, 0.2002, 0.2592),
+    "glyphs_letters": Prints(LETTERS, 50, (0, 1, 2, 3), 10000, 2000, 0.2159, 0.2794),
+    "numbers": Prints(NUMBERS, 27, (0, 1), 30000, 5000, 0.1784, 0.2284),
+    "numbers_letters": Prints(WORDS, 27, (0, 1), 30000, 5000, 0.1859, 0.2361),
+    "numbers_ambiguous": Prints(NUMBERS, 27, (0, 1), 5000, 2000, 0.2288, 0.2745),
 }
 IN_MEMORY = tuple(EMBEDDED) + tuple(TORCHVISION) + ("ambiguous_mnist", "dirty_mnist")
 DATASETS = IN_MEMORY + ("tiny_imagenet", "imagenet", "imagenet_a", "imagenet_o", "imagenet_r",
@@ -640,7 +643,7 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
     published_split  "forde" takes an equal share of each class, see stratified_split
     image_size       side of the square images that are read from files (folders: 32)
     preparation      a Preparation of image files, instead of image_size; images in memory keep
-                     their pixels, and RGB ones are normalised by its mean and std
+                     their pixels, but RGB ones are normalised by its mean and std
     limit            number of rows to keep, see evenly and, for "train", limit_train
 
     Raises Absent if the set is not found.
@@ -667,7 +670,7 @@ def _read(name, split, data_dir, image_size, preparation):
     """The whole training set, the test set, or a part of a folder of the user."""
     training = split in ("train", "val")
     if name in IN_MEMORY:
-        if image_size is not None:
+        if image_size is not None and preparation is None:
             raise UserError(f"--image-size has no effect on {', '.join(IN_MEMORY)}; remove this "
                             "option")
         return _read_in_memory(name, training, data_dir)
@@ -932,25 +935,25 @@ def _own_folder(name, split, preparation):
     if split == "ood":
         return _all_images(name, root, preparation)
     classes = _folders_in(root / "train")
-    found = len(_folders_in(root / "test"))
-    if len(classes) < 2 or not found:
-        raise UserError(f"folder {root} has {len(classes)} class(es) in train/ and {found} in "
-                        f"test/: expected {root}/train/<class>/* with two classes or more and "
-                        f"{root}/test/<class>/*; {root}/val/<class>/* is for validation. "
+    if len(classes) < 2 or not _folders_in(root / "test"):
+        raise UserError(f"folder {root}: expected {root}/train/<class>/* with two classes or more "
+                        f"and {root}/test/<class>/*; {root}/val/<class>/* is for validation. "
                         "A test set is never the training set")
     part = "train" if split == "val" and not _has_own_val(name) else split
     dataset = _class_folders(set_name(name), root / part, classes, preparation)
     _print_skipped(root / part, dataset.files)
+    here = _places_on_disk(root / part)
     for other in ("train", "val"):
-        if other != part and _real_images(root / part) & _real_images(root / other):
+        if other != part and here & _places_on_disk(root / other):
             raise UserError(f"folder {root}: {part} and {other} share images, by a link; a test "
                             "set is never the training set")
     return dataset
 
 
-def _real_images(folder):
-    """The places of all images below a folder, free of links."""
-    return {(folder / file).resolve() for file in _images_among(_files_below(folder))}
+def _places_on_disk(folder):
+    """{(device, inode)} of all images below a folder, those of links being where they lead to."""
+    statuses = [os.stat(folder / file) for file in _images_among(_files_below(folder))]
+    return {(status.st_dev, status.st_ino) for status in statuses}
 
 
 def _all_images(name, root, preparation):
@@ -1284,16 +1287,15 @@ def match(dataset, like):
     return replace(dataset, images=torch.cat(blocks))
 
 
-def ood_sets(names, like, data_dir="data", *, required=False, taken=()):
+def ood_sets(names, like, data_dir="data", *, required=False):
     """The OOD sets {name: set} for a training set `like`, resized and normalised like it.
 
     A name is that of a set of the kind of `like`, for images also folder:PATH, for features
     PATH.npz. `required`: the user named the sets. Then it is an error
-    if a set is absent, or has the name of another set, of `like` or of those in `taken`; else the
-    set is skipped, which one line reports.
+    if a set is absent or has the name of another set; else it is skipped, which one line reports.
     """
     found = {}
-    used = {"train", "val", "test", like.name}.union(taken)
+    used = ("train", "val", "test", like.name)
     for name in names:
         title = set_name(name)
         try:
@@ -1520,27 +1522,26 @@ class _Batches:
     Together they are the batch of a single process.
 
     limit_steps   an epoch ends after this number of batches
-    drop_last     an epoch ends before a last, smaller batch, unless it has no other one
+    drop_last     an epoch has no smaller batch, unless it has no other one
     """
 
     def __init__(self, dataset, batch_size, device, seed, shuffle, limit_steps, drop_last):
-        if min(batch_size, len(dataset)) < common.world_size():
-            raise UserError(f"{dataset.name}: {len(dataset)} rows in batches of {batch_size} are "
-                            f"too few for {common.world_size()} process(es)")
+        check_sizes(dataset, limit=batch_size)
         self.dataset = dataset
         self.batch_size = batch_size
         self.device = torch.device(device)
         self.seed = seed
         self.shuffle = shuffle
-        self.steps = math.ceil(len(dataset) / batch_size)
+        self.num_batches = math.ceil(len(dataset) / batch_size)
         if drop_last:
-            self.steps = max(1, len(dataset) // batch_size)
+            self.num_batches = max(1, len(dataset) // batch_size)
+        self.steps = self.num_batches
         if limit_steps is not None:
             self.steps = min(self.steps, limit_steps)
         self.labels = dataset.labels.to(self.device)
 
     def __len__(self):
-        """Number of batches in an epoch, the same for all processes."""
+        """Number of steps in an epoch, the same for all processes."""
         return self.steps
 
     def epoch(self, epoch=0):
@@ -1687,7 +1688,7 @@ class SequenceLoader(_Batches):
         for chunk in order.split(chunk_size):
             by_length = lengths[chunk].argsort(stable=True)
             chunks.append(chunk[by_length])
-        batches = torch.cat(chunks).split(self.batch_size)
+        batches = torch.cat(chunks).split(self.batch_size)[:self.num_batches]
         numbers = range(len(batches))
         if self.shuffle:
             numbers = torch.randperm(len(batches), generator=generator).tolist()
@@ -1762,29 +1763,26 @@ BLENDED_DIGIT = Style(10.0, 0.15, (0.75, 0.95), 0.0, 0.03)
 @lru_cache(maxsize=None)
 def _embedded(name, training):
     """The training set or the test set of a name in EMBEDDED."""
+    prints = EMBEDDED[name]
     if name == "dirty_glyphs":
         clean = _embedded("glyphs", training).select(slice(8000))
         ambiguous = _embedded("glyphs_ambiguous", training).select(slice(8000))
-        dataset = concat(name, clean, ambiguous)
-    else:
-        prints = EMBEDDED[name]
-        n = prints.train_rows if training else prints.test_rows
-        generator = _generator(2102, list(EMBEDDED).index(name), training)
-        if name.endswith("ambiguous"):
-            dataset = _blends(name, n, generator, training)
-        else:
-            style = SMALL_PRINT if name.startswith("numbers") else LARGE_PRINT
-            labels = torch.randperm(n, generator=generator) % len(prints.texts)
-            images = _print(_draw_ink(name, labels, style, generator), generator)
-            dataset = _grey_set(name, images, labels)
-    pool = dataset if training else _embedded(name, True)
-    std, mean = torch.std_mean(_to_unit(pool.images))
-    return replace(dataset, mean=(round(mean.item(), 4),), std=(round(std.item(), 4),))
+        dirty = concat(name, clean, ambiguous)
+        return replace(dirty, mean=(prints.mean,), std=(prints.std,))
+    n = prints.train_rows if training else prints.test_rows
+    generator = _generator(2102, list(EMBEDDED).index(name), training)
+    if name.endswith("ambiguous"):
+        return _blends(name, n, generator, training)
+    style = SMALL_PRINT if name.startswith("numbers") else LARGE_PRINT
+    labels = torch.randperm(n, generator=generator) % len(prints.texts)
+    images = _print(_draw_ink(name, labels, style, generator), generator)
+    return _grey_set(name, images, labels)
 
 
 def _grey_set(name, images, labels):
-    texts = EMBEDDED[name].texts
-    return ImageSet(name, images, labels, len(texts), (0.0,), (1.0,), classes=tuple(texts))
+    prints = EMBEDDED[name]
+    return ImageSet(name, images, labels, len(prints.texts), (prints.mean,), (prints.std,),
+                    classes=tuple(prints.texts))
 
 
 def _blends(name, n, generator, training):
@@ -2125,8 +2123,8 @@ def _qm9(folder, target):
     molecules = _read_molecules(path)
     values = _read_targets(folder / "gdb9.sdf.csv", target)
     if molecules.keys() != values.keys():
-        raise _absent("qm9", path, f"its {len(molecules)} molecules are not the {len(values)} of "
-                                   "gdb9.sdf.csv")
+        raise _absent("qm9", path, f"its molecules ({len(molecules)}) are not those of "
+                                   f"gdb9.sdf.csv ({len(values)})")
     for line in _read_file("qm9", folder / "uncharacterized.txt").split("\n"):
         if line.strip()[:1].isdecimal():
             molecules.pop(int(line.split()[0]), None)
@@ -2135,11 +2133,14 @@ def _qm9(folder, target):
     numbers = []
     positions = []
     sizes = []
-    for elements, places in (molecules[number] for number in sorted(molecules)):
+    labels = []
+    for number in sorted(molecules):
+        elements, places = molecules[number]
         numbers += elements
         positions += places
         sizes.append(len(elements))
-    labels = torch.tensor([values[number] for number in sorted(molecules)], dtype=torch.float64)
+        labels.append(values[number])
+    labels = torch.tensor(labels, dtype=torch.float64)
     return MoleculeSet("qm9", torch.tensor(numbers), torch.tensor(positions, dtype=torch.float64),
                        torch.tensor(sizes), labels * QM9_TARGETS[target],
                        atom_references(target), quantity=target)
