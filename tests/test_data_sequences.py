@@ -606,18 +606,6 @@ def test_embedded_molecules(name, low, high, want):
     assert bound.std() > 0.5
 
 
-def test_composition_alone_does_not_give_the_energy_of_a_cluster():
-    """Least squares on the numbers of atoms leaves an error that the geometry explains."""
-    train = load_molecules("clusters", "train")
-    counts = torch.stack([numbers.bincount(minlength=9)
-                          for numbers in train.numbers.split(train.sizes.tolist())]).double()
-    counts = torch.cat([counts, torch.ones(len(train), 1)], 1)
-    bound = train.labels - counts[:, :9] @ train.references[:9]
-    weights = torch.linalg.lstsq(counts, bound, driver="gelsd").solution
-    error = (counts @ weights - bound).abs().mean()
-    assert error > 1
-
-
 @pytest.mark.parametrize("name, want, share", [
     ("reviews", "ce9b19404999", 0.5), ("reviews_finance", "afa710403caa", 0)])
 def test_embedded_texts(name, want, share):
