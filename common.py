@@ -25,6 +25,7 @@ import inspect
 import io
 import json
 import math
+import operator
 import os
 import platform
 import random
@@ -344,14 +345,14 @@ def fit_temperature(logits, labels):
         probs = (z / math.exp(log_t)).softmax(1)
         return (probs * z).sum(1).mean().item()
 
-    low, high = TEMPERATURES
-    if slope(math.log(high)) > 0:
-        return high  # worse than guessing: the flatter, the better
-    if slope(math.log(high)) == 0:
+    low, high = map(math.log, TEMPERATURES)
+    if slope(high) > 0:
+        return TEMPERATURES[1]  # worse than guessing: the flatter, the better
+    if slope(high) == 0:
         return 1.0
-    if slope(math.log(low)) <= 0:
-        return low  # no errors: the sharper, the better
-    return math.exp(brentq(slope, math.log(low), math.log(high), xtol=1e-9))
+    if slope(low) <= 0:
+        return TEMPERATURES[0]  # no errors: the sharper, the better
+    return math.exp(brentq(slope, low, high, xtol=1e-9))
 
 
 def _mixture(means, variances):
@@ -444,7 +445,6 @@ def start(device="auto"):
 
     device: auto (a GPU if there is one), cpu, cuda or mps.
     """
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "mps" and not torch.backends.mps.is_available():
@@ -459,7 +459,7 @@ def start(device="auto"):
         torch.cuda.set_device(device)
         # The shapes of a script's batches hardly change, so the search for fast kernels pays.
         torch.backends.cudnn.benchmark = True
-    if several and not dist.is_initialized():
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
         # One process may wait for another for a day, for example while that one fits or plots.
         dist.init_process_group(backend, timeout=datetime.timedelta(days=1))
@@ -477,14 +477,12 @@ def _end_with_parent(parent):
 
 def rank():
     """The number of this process, from 0."""
-    return int(os.environ.get("RANK", 0))
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size():
     """The number of processes."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
-    return 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_main():
@@ -518,8 +516,8 @@ def gather_objects(value):
 def on_main(work, *arguments):
     """Call work(*arguments) on the main process alone; every process gets its result or its error.
 
-    The other processes wait meanwhile. So `work` computes on gathered tensors or reads and writes
-    files, but calls nothing that all processes must call together: no loader, no `on_main`.
+    The others wait meanwhile: `work` computes on gathered tensors or handles files, but calls
+    nothing that all processes must call together, such as a loader or `on_main`.
     """
     result = None
     error = None
@@ -545,8 +543,8 @@ def on_each_machine(work, *arguments):
     is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     result = None
     error = None
-    for turn in ("first", "others"):
-        if (turn == "first") == is_first:
+    for turn_of_first in (True, False):
+        if is_first == turn_of_first:
             try:
                 result = work(*arguments)
             except UserError as found:
@@ -574,9 +572,8 @@ def seed_all(*key):
 
 def progress(loader, epoch):
     """The batches of an epoch, with a progress bar where the main process has a terminal."""
-    show = is_main() and sys.stderr.isatty()
-    batches = loader.epoch(epoch)
-    return tqdm(batches, f"epoch {epoch + 1}", len(loader), leave=False, disable=not show)
+    hide = not (is_main() and sys.stderr.isatty())
+    return tqdm(loader.epoch(epoch), f"epoch {epoch + 1}", len(loader), leave=False, disable=hide)
 
 
 def all_reduce(tensor):
@@ -586,25 +583,27 @@ def all_reduce(tensor):
     return tensor
 
 
+def _concatenate(parts):
+    columns = {}
+    for name in parts[0]:
+        columns[name] = torch.cat([part[name] for part in parts]).cpu()
+    return columns
+
+
 def gather_rows(batches):
-    """Bring together the rows that all processes computed for one set.
+    """Bring together the rows that all processes computed for one set, on the main process.
 
     batches: for each batch a dictionary {"index": the rows of the set [b], name: values [b, ...]}.
-    Returns {name: [N, ...]} on the CPU, in the order of the set, exactly one row for each example;
-    on the processes other than the main one {}.
+    Returns {name: [N, ...]} on the CPU, in the order of the set; {} on the other processes.
     """
-    own = {}
-    for name in batches[0]:
-        own[name] = torch.cat([batch[name] for batch in batches]).cpu()
+    own = _concatenate(batches)
     parts = [own]
     if world_size() > 1:
-        parts = None
-        if is_main():
-            parts = [None for _ in range(world_size())]
+        parts = [None for _ in range(world_size())] if is_main() else None
         dist.gather_object(own, parts)
     if not is_main():
         return {}
-    columns = {name: torch.cat([part[name] for part in parts]) for name in own}
+    columns = _concatenate(parts)
     index = columns.pop("index")
     order = index.argsort()
     if not torch.equal(index[order], torch.arange(len(index))):
@@ -613,10 +612,7 @@ def gather_rows(batches):
 
 
 class AllReduceSum(torch.autograd.Function):
-    """The sum of x over all processes, differentiable any number of times.
-
-    Every process's loss depends on every process's x: the gradients are summed, too.
-    """
+    """The sum of x over all processes. Each loss depends on every x: gradients are summed, too."""
 
     @staticmethod
     def forward(ctx, x):
@@ -630,9 +626,8 @@ class AllReduceSum(torch.autograd.Function):
 class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Batch norm with the statistics of the global batch, on every device, differentiable twice.
 
-    x is [B, C] or [B, C, ...]. The statistics are computed in float32, also of bfloat16, and in two
-    passes (the mean, then the centred second moment), because E[x^2] - E[x]^2 cancels. A process
-    may have no example of a batch.
+    x is [B, C, ...], where B may be 0. The statistics are computed in float32, also of bfloat16,
+    and in two passes (the mean, then the variance), because E[x^2] - E[x]^2 cancels.
     """
 
     def _check_input_dim(self, x):
@@ -641,14 +636,14 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
     def forward(self, x):
         if not self.training or world_size() == 1:
             return super().forward(x)
-        channels = [1, x.shape[1]] + [1] * (x.ndim - 2)  # the shape that broadcasts over x
-        others = [0] + list(range(2, x.ndim))
+        rows = x.movedim(1, -1)                                        # [B, ..., C]
+        others = list(range(rows.ndim - 1))
         # The number of values travels with the sums, because processes may differ in it.
         values = self.weight.new_full((1,), x.numel() / x.shape[1])
-        sums = torch.cat([x.sum(others, dtype=values.dtype), values])
+        sums = torch.cat([rows.sum(others, dtype=values.dtype), values])
         total, count = AllReduceSum.apply(sums).split([x.shape[1], 1])
         mean = total / count                                           # [C]
-        centred = x - mean.view(channels)                              # [B, C, ...]
+        centred = rows - mean                                          # [B, ..., C]
         var = AllReduceSum.apply(centred.square().sum(others)) / count  # [C]
         with torch.no_grad():
             # As in PyTorch, the running variance is the unbiased one.
@@ -656,9 +651,8 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
             self.num_batches_tracked += 1
             self.running_mean.lerp_(mean, self.momentum)
             self.running_var.lerp_(unbiased, self.momentum)
-        scale = self.weight * torch.rsqrt(var + self.eps)
-        normalised = centred * scale.view(channels) + self.bias.view(channels)
-        return normalised.to(x.dtype)
+        normalised = centred * (self.weight * torch.rsqrt(var + self.eps)) + self.bias
+        return normalised.movedim(-1, 1).to(x.dtype)
 
 
 def data_parallel(net, device):
@@ -697,40 +691,33 @@ def at_least(low, kind=int):
 
 def between(low, high, kind=float):
     """An argparse type: a finite number of a kind (int or float) in [low, high]."""
-    limits = f"between {low} and {high}"
-    if high == math.inf:
-        limits = f"at least {low}"
+    limits = f"at least {low}" if high == math.inf else f"between {low} and {high}"
 
     def number(text):
-        try:
+        with contextlib.suppress(ValueError, OverflowError):  # no number, or one of 400 digits
             value = kind(text)
             if low <= value <= high and math.isfinite(value):
                 return value
-        except (ValueError, OverflowError):  # not a number, or an integer of 400 digits
-            pass
-        raise argparse.ArgumentTypeError(f"{text}: must be a number, {limits}")
+        noun = "a whole number" if kind is int else "a number"
+        raise argparse.ArgumentTypeError(f"{text}: must be {noun}, {limits}")
 
     return number
 
 
-# A run is identified by the values of its options: other values need another run directory. Not so
-# these, which say where and how fast it runs and what is written, nor those that a script names as
-# options of its evaluation.
-NOT_IDENTITY = ("data_dir", "out_dir", "name", "device", "workers", "compile", "eval", "fresh",
-                "plot", "predict", "runs")
+# A run is identified by the values of its options: other values need another run directory. Not by
+# these, which say where and how fast it runs and what is written, nor by those that a script names
+# as options of its evaluation. --eval --name takes all but NOT_STORED from options.json.
+NOT_STORED = {"out_dir", "name", "device", "eval", "fresh", "plot", "predict"}
+NOT_IDENTITY = NOT_STORED | {"data_dir", "workers", "compile", "runs"}
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the default of each option that has one."""
+    """Shows the default of each option that has one; a mere flag has none."""
 
     def _get_help_string(self, action):
-        if action.default is None or action.default is False:
+        if action.default is None or action.const:
             return action.help
         return super()._get_help_string(action)
-
-
-# Presets that are not names of data sets.
-FOR_ALL_SETS = ("folder", "pretrained", "frozen")
 
 
 class Parser(argparse.ArgumentParser):
@@ -738,18 +725,18 @@ class Parser(argparse.ArgumentParser):
 
     script: its name, which is also that of the folder of its runs; networks: names for --model.
     presets: {data set: {option: default}}; "folder" is for the user's own images, "pretrained" is
-    added to these by --model torchvision/NAME, and "frozen" by --freeze. defaults: of the shared
-    options, where no preset says anything else.
+    added by --model torchvision/NAME to those with another network, and "frozen" by --freeze.
+    defaults: of the shared options, where no preset says anything else.
     """
 
     def __init__(self, script, doc, presets, networks, **defaults):
         super().__init__(prog=Path(sys.argv[0]).name, description=doc.splitlines()[0],
                          epilog="Equations and differences from the paper: the top of the file.",
-                         formatter_class=HelpFormatter,
-                         add_help=False)
+                         formatter_class=HelpFormatter, add_help=False)
         self.script = script
         self.presets = presets
-        self.names = ", ".join(name for name in presets if name not in FOR_ALL_SETS)
+        others = ("folder", "pretrained", "frozen")
+        self.names = ", ".join(name for name in presets if name not in others)
         add_training_options(self, self.names, ", ".join(networks))
         add_run_options(self)
         self.set_defaults(**defaults)
@@ -762,23 +749,23 @@ class Parser(argparse.ArgumentParser):
 
         Starts the device. `args.given` names the options of the command line.
         """
-        defaults = vars(self.parse_args([]))
-        # argparse sets no default where the namespace has a value. None cannot be typed, so
-        # what is None afterwards was not given.
-        typed = self.parse_args(argv, argparse.Namespace(**dict.fromkeys(defaults)))
-        given = {name: value for name, value in vars(typed).items() if value is not None}
-        values = {**defaults, **self._chosen_defaults(defaults, given), **given}
-        if values.pop("help"):
-            self.set_defaults(**values)
-            self.print_help()
-            sys.stdout.flush()  # or else a full disk would go unnoticed
+        nothing = dict.fromkeys(vars(self.parse_args([])))
+        # argparse sets no default where the namespace has a value, and None cannot be typed.
+        typed = vars(self.parse_args(argv, argparse.Namespace(**nothing)))
+        given = {name: value for name, value in typed.items() if value is not None}
+        self.set_defaults(**self._chosen_defaults(given))
+        args = self.parse_args(argv)
+        if "help" in given:
+            print(self.format_help(), flush=True)  # argparse's own would ignore a full disk
             self.exit()
-        # The shell completes the names of folders with a slash.
-        values["dataset"] = values["dataset"].rstrip("/")
-        args = argparse.Namespace(**values, given=set(given))
         if args.eval and args.fresh:
             self.error("--eval evaluates a finished run, --fresh starts it over: choose one")
-        args.device = start(args.device)
+        device = start(args.device)
+        # Where no disk is shared, only the main process has the run of --eval --name.
+        args = broadcast(args)
+        args.device = device
+        args.given = set(given)
+        args.dataset = args.dataset.rstrip("/")  # of a folder, from the shell's completion
         if args.batch_size < world_size():
             self.error(f"--batch-size {args.batch_size}: this is the global batch size, which must "
                        f"be at least the number of processes, {world_size()}")
@@ -788,13 +775,14 @@ class Parser(argparse.ArgumentParser):
             args.plot = False
         return args
 
-    def _chosen_defaults(self, defaults, given):
+    def _chosen_defaults(self, given):
         """The defaults {option: value} of the run, or of the data set and the network."""
         if given.get("eval") and given.get("name"):
-            folder = Path(given.get("out_dir", defaults["out_dir"]), self.script, given["name"])
-            if folder.is_dir():
+            out_dir = given.get("out_dir", self.get_default("out_dir"))
+            folder = Path(out_dir, self.script, given["name"])
+            if os.path.isdir(folder):
                 return read_options(folder)
-        preset = given.get("preset", given.get("dataset", defaults["dataset"]))
+        preset = given.get("preset", given.get("dataset", self.get_default("dataset")))
         preset = preset.split(":")[0]  # folder:PATH
         if preset not in self.presets or preset in ("pretrained", "frozen"):
             self.error(f"--dataset or --preset {preset}: choose one of {self.names}; or --dataset "
@@ -815,13 +803,12 @@ def add_training_options(parser, datasets, networks):
         "your own images in PATH/train/<class>/* and PATH/test/<class>/*")
     add("--preset", metavar="NAME", help="use the settings of another data set")
     add("--image-size", type=between(1, 4096, int),
-        help="side length of the images in pixels, for images that are read from files (folders: "
-        "32) and for torchvision/NAME (what its weights were trained on)")
+        help="side length in pixels, of images from files (folders: 32) and for torchvision/NAME "
+        "(what its weights were trained on)")
     add("--limit-train", type=at_least(2), metavar="N",
         help="train on N examples only, in which the classes keep their shares")
     add("--model", metavar="NAME",
-        help=f"network: {networks}; or torchvision/NAME for a classifier of torchvision, with NAME "
-        "as in torchvision.models.get_model")
+        help=f"network: {networks}; or torchvision/NAME, with NAME as in torchvision.models")
     add("--weights", metavar="W",
         help="weights of torchvision/NAME: DEFAULT (if nothing is given) downloads them, none "
         "draws random ones, and FILE is a state dict of your own")
@@ -843,7 +830,7 @@ def add_training_options(parser, datasets, networks):
 def add_run_options(parser):
     flag = argparse.BooleanOptionalAction
     add = parser.add_argument_group("the run, in all scripts").add_argument
-    add("-h", "--help", action="store_true",
+    add("-h", "--help", action="store_true", default=argparse.SUPPRESS,
         help="show the options, with the defaults of the chosen data set")
     add("--runs", type=at_least(1), default=1,
         help="number of repetitions with other seeds, for mean and standard error")
@@ -882,16 +869,11 @@ def with_options(args, **changes):
     return argparse.Namespace(**{**vars(args), **changes})
 
 
-def flag_of(name):
-    """The command-line flag of an option."""
-    return "--" + name.replace("_", "-")
-
-
 def refuse(args, names, reason):
     """Refuse options that were given although they would have no effect."""
-    for name in sorted(names):
-        if name in args.given:
-            raise UserError(f"{flag_of(name)} has no effect {reason}; remove this option")
+    for name in sorted(args.given.intersection(names)):
+        flag = name.replace("_", "-")
+        raise UserError(f"--{flag} has no effect {reason}; remove this option")
 
 
 def join_name(*parts):
@@ -964,17 +946,15 @@ def load_tensors(path):
     file = io.BytesIO(on_main(read))
     state = None
     try:
-        # testzip returns the name of the first file whose checksum is wrong. Files of PyTorch
-        # before version 1.6 are no archives.
+        # testzip names the first record with a wrong checksum; before PyTorch 1.6 there was no zip.
         damaged = zipfile.is_zipfile(file) and zipfile.ZipFile(file).testzip()
         file.seek(0)
         if not damaged:
             state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # of many types; PyTorch's own text proposes weights_only=False
         if "Unsupported global" in str(error):
-            raise UserError(f"{path} holds a whole pickled network or other objects, which can run "
-                            "any code when they are read; save tensors alone: "
-                            "torch.save(net.state_dict(), FILE)") from None
+            raise UserError(f"{path} holds a whole pickled network, which can run any code when it "
+                            "is read; save tensors: torch.save(net.state_dict(), FILE)") from None
     if not isinstance(state, dict):
         raise UserError(f"{path} is damaged, or holds no dictionary of tensors; a checkpoint of "
                         "this script is replaced by --fresh")
@@ -989,7 +969,7 @@ def all_finite(value):
         return all(all_finite(item) for item in value)
     if isinstance(value, Tensor):
         return bool(value.isfinite().all())
-    return not isinstance(value, float) or math.isfinite(value)
+    return not isinstance(value, (float, np.floating)) or math.isfinite(value)
 
 
 def digest(net):
@@ -1003,18 +983,18 @@ def digest(net):
 # ---- Runs ---------------------------------------------------------------------------------------
 
 # These options identify a run, but only act on its training: with --eval they may differ.
-ONLY_TRAINING = ("augment", "batch_size", "limit_steps")
-# What --fresh deletes. The options come last: while they are there, they fit the other files.
-RUN_FILES = ("*.pt", "*.csv", "*.png", "results.json", "options.json")
+ONLY_TRAINING = {"augment", "batch_size", "limit_steps"}
+# What --fresh deletes; the first are left by a process that was killed, and always deleted. The
+# options come last: while they are there, they fit the other files.
+RUN_FILES = (".*.tmp", "*.pt", "*.csv", "*.png", "results.json", "options.json")
 
 
 class Run:
     """A run directory OUT_DIR/<script>/<name> with checkpoints, results and pictures.
 
-    It belongs to one set of options (see NOT_IDENTITY) and to one command at a time. Make it after
-    all other checks, because making it creates and locks the directory. All processes call its
-    methods together, and the main process reads and writes the files; `write`, `write_csv` and
-    `save_figure` are called by the main process alone.
+    It belongs to one set of options (see NOT_IDENTITY) and one command at a time. Make it after all
+    other checks, because this creates and locks the directory. All processes call its methods
+    together, but `write`, `write_csv` and `save_figure`: these are for the main process alone.
     """
 
     def __init__(self, args, script, name, evaluation_options=()):
@@ -1028,40 +1008,36 @@ class Run:
         self.dir = Path(args.out_dir, script, name)
         self.began = time.perf_counter()
         self.histories = {}  # {checkpoint: a row for each epoch}
-        self.not_identity = NOT_IDENTITY + tuple(evaluation_options)
-        self.identity = self._identity_of(as_json(options(args)))
-        on_main(self._open)
+        self.not_identity = NOT_IDENTITY.union(evaluation_options)
+        self.identity = on_main(self._open)  # the options that identify it
         shown = [f"{name} {value}" for name, value in self.identity.items() if value is not None]
         print_on_main(f"{script}: {', '.join(shown)}; {args.device.type}, {world_size()} "
                       f"process(es) of {torch.get_num_threads()} thread(s)")
         print_on_main(f"run directory {self.dir}")
 
-    def _identity_of(self, values):
-        return {name: value for name, value in values.items() if name not in self.not_identity}
-
     def _open(self):
-        """Create and lock the directory, and refuse one that was made with other options."""
-        exists = self.dir.is_dir()
+        """Create and lock the directory; returns the options that it was made with."""
+        exists = os.path.isdir(self.dir)
         if self.args.eval and self.args.epochs > 0 and not exists:
-            raise UserError(f"no run in {self.dir}; train it first (the same command without "
-                            "--eval)")
+            raise UserError(f"no run in {self.dir}; train it first, without --eval")
         # A finished run may lie where nothing can be written: it can still be evaluated.
         self.writable = not (self.args.eval and exists and not os.access(self.dir, os.W_OK))
         if self.writable:
             self._lock()
         elif self.args.predict:
-            raise UserError(f"{self.dir} is read-only, and --predict writes to it; copy it to "
-                            "another --out-dir")
+            raise UserError(f"{self.dir} is read-only; --predict needs a copy of it")
         else:
             print(f"skipped: writing to {self.dir}, which is read-only", flush=True)
-        path = self.dir / "options.json"
+        here = {name: value for name, value in as_json(options(self.args)).items()
+                if name not in NOT_STORED}
+        there = here
         # Without the options, nobody knows what checkpoints were made with.
-        if path.exists() or any(self.dir.glob("*.pt")):
-            self._check_identity(self._identity_of(read_options(self.dir)))
-        else:
-            shown = {name: value for name, value in as_json(options(self.args)).items()
-                     if name not in NOT_IDENTITY}
-            self.write(path.name, json.dumps(shown, indent=1))
+        if os.path.exists(self.dir / "options.json") or any(self.dir.glob("*.pt")):
+            there = read_options(self.dir)
+        identity = self._check_identity(here, there)
+        if not (self.args.eval and exists):
+            self.write("options.json", json.dumps(here, indent=1))
+        return identity
 
     def _lock(self):
         try:
@@ -1069,10 +1045,8 @@ class Run:
             self.lock = open(self.dir / ".lock", "a")  # locked while this object exists
             if fcntl:
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            stale = [".*.tmp"]  # of a process that was killed
-            if self.args.fresh:
-                stale += RUN_FILES
-            for pattern in stale:
+            patterns = RUN_FILES if self.args.fresh else RUN_FILES[:1]
+            for pattern in patterns:
                 for path in self.dir.glob(pattern):
                     path.unlink()
         except BlockingIOError:
@@ -1082,39 +1056,42 @@ class Run:
             raise UserError(f"cannot write to {self.dir} ({error.strerror}); use another --out-dir "
                             "or --name") from None
 
-    def _check_identity(self, there):
-        """Refuse options that differ from those `there`, with which the directory was made."""
-        here = self.identity
-        names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    def _check_identity(self, here, there):
+        """Refuse options that differ from those `there`; returns those that identify the run."""
+        names = (there.keys() | here.keys()) - self.not_identity
         advice = "use another --name, or --fresh to start over"
         if self.args.eval:
-            names = [name for name in names if name not in ONLY_TRAINING]
+            names -= ONLY_TRAINING
             advice = "use these to evaluate it"
-        if names:
-            shown = ", ".join(f"{name} {there.get(name)}" for name in names)
+        differing = [name for name in sorted(names) if there.get(name) != here.get(name)]
+        if differing:
+            shown = ", ".join(f"{name} {there.get(name)}" for name in differing)
             raise UserError(f"{self.dir} was made with other options: {shown}; {advice}")
         # With --eval, too, results.json names the options of the training.
-        self.identity = there
+        return {name: there[name] for name in there if name not in self.not_identity}
+
+    def _origin(self, made_from):
+        """What a file is made from: `made_from`, as JSON, and the options of the run."""
+        return {**broadcast(as_json(made_from)), "options": self.identity}
 
     def resume(self, name, epochs, made_from, **parts):
         """Restore `parts` from the checkpoint `name`; returns its history, a row for each epoch.
 
         parts: objects with a state_dict, such as net=... and optimiser=...; without a checkpoint
-        they stay as they are, and the history is []. made_from: {plural noun: value} of what the
-        training depends on beside the options; a checkpoint with other values is refused. With
-        --eval, so is one of fewer than `epochs` epochs.
+        they are not changed, and the history is []. made_from: {plural noun: value} of what the
+        training depends on beside the options. A checkpoint with other values is refused, and with
+        --eval one of fewer than `epochs` epochs.
         """
         path = self.dir / f"{name}.pt"
         history = []
-        made_from = broadcast(as_json(made_from))
+        made_from = self._origin(made_from)
         if on_main(path.exists):
             state = load_tensors(path)
-            found = state.get("made_from", {})
-            if found != {**made_from, "options": self.identity}:
-                names = [noun for noun in made_from if found.get(noun) != made_from[noun]]
-                nouns = " or ".join(names or ["options"])
-                raise UserError(f"{path} was made from other {nouns}; use another --name, or "
-                                "--fresh to start over")
+            found = state.get("made_from") or {}
+            nouns = [noun for noun in made_from if found.get(noun) != made_from[noun]]
+            if nouns:
+                raise UserError(f"{path} was made from other {' or '.join(nouns)}; use another "
+                                "--name, or --fresh to start over")
             try:
                 for key, part in parts.items():
                     part.load_state_dict(state[key])
@@ -1123,8 +1100,7 @@ class Run:
                 raise UserError(f"{path} does not fit this network ({one_line(error)}); use "
                                 "--fresh to start over") from None
         if self.args.eval and len(history) < epochs:
-            raise UserError(f"{path} has {len(history)} of {epochs} epochs; finish this run first "
-                            "(the same command without --eval)")
+            raise UserError(f"{path} has {len(history)} of {epochs} epochs; finish this run first")
         if not self.args.eval and len(history) >= epochs > 0:
             print_on_main(f"{name}: trained already; --fresh trains again")
         self.histories[name] = history
@@ -1133,32 +1109,27 @@ class Run:
     def save(self, name, history, made_from, **parts):
         """Save `parts` and the history as the checkpoint `name`, and print the last row.
 
-        NaN and infinity are refused; the checkpoint of the epoch before then remains.
+        history: {"epoch": from 1, name: number, ...} for each epoch. NaN and infinity are refused.
         """
         state = {key: part.state_dict() for key, part in parts.items()}
         if not all_finite([history, state]):
-            raise UserError(f"{name}: training diverged in epoch {len(history)}: the loss or a "
-                            "weight is not finite; the checkpoint before it is kept. Use a lower "
-                            "learning rate")
-        state.update(history=history, made_from={**as_json(made_from), "options": self.identity})
-
-        def store():
-            # The log comes first: a kill between the two leaves no checkpoint without its log.
-            self.write(f"{name}.csv", to_csv(history))
-            self.write(f"{name}.pt", to_bytes(state))
-
-        on_main(store)
+            raise UserError(f"{name}: training diverged in epoch {len(history)}; the checkpoint "
+                            "before it is kept; use a lower learning rate")
+        state.update(history=as_json(history), made_from=self._origin(made_from))
+        # The log comes first: a kill between the two leaves no checkpoint without its log.
+        on_main(self.write, f"{name}.csv", to_csv(history))
+        on_main(lambda: self.write(f"{name}.pt", to_bytes(state)))
         shown = [f"{key} {value:.4g}" for key, value in history[-1].items()]
         print_on_main(f"{name}  {'  '.join(shown)}")
 
     def load_or_compute(self, name, made_from, compute):
-        """The values `name`, {name: tensor or plain value}: read, or else computed and saved.
+        """The values `name`, {name: CPU tensor or plain value}: read, or else computed and saved.
 
-        They are read if they were made from the same `made_from`, {name: value}. All processes
-        call compute(); the main process's result is saved, and returned on all.
+        They are read if they were made from the same `made_from`, {name: value}, with the same
+        options. All processes call compute(); the main process's result is saved, and returned.
         """
         path = self.dir / f"{name}.pt"
-        made_from = broadcast(as_json(made_from))
+        made_from = self._origin(made_from)
         if on_main(path.exists):
             state = load_tensors(path)
             if state.get("made_from") == made_from:
@@ -1176,8 +1147,8 @@ class Run:
 
     def write_csv(self, name, columns):
         """Write a table {column: values [N]} as a CSV file of the directory."""
-        values = [as_json(column) for column in columns.values()]
-        rows = [dict(zip(columns, line)) for line in zip(*values, strict=True)]
+        columns = as_json(columns)
+        rows = [dict(zip(columns, line)) for line in zip(*columns.values(), strict=True)]
         self.write(name, to_csv(rows))
         if self.writable:
             print(f"{self.dir / name}: {len(rows)} rows", flush=True)
@@ -1222,9 +1193,7 @@ def environment(device):
     command = ["git", "-C", Path(__file__).resolve().parent, "describe", "--always", "--dirty"]
     with contextlib.suppress(OSError):  # git is not installed
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
-    name = platform.machine()
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {"commit": commit, "python": platform.python_version(), "torch": torch.__version__,
             "device": name, "tf32_in_convolutions": torch.backends.cudnn.allow_tf32,
             "processes": world_size(), "threads": torch.get_num_threads()}
@@ -1233,8 +1202,7 @@ def environment(device):
 def device_memory(device):
     """The memory of a device in bytes; None where the system does not tell."""
     if device.type == "cuda":
-        _, total = torch.cuda.mem_get_info(device)
-        return total
+        return torch.cuda.get_device_properties(device).total_memory
     with contextlib.suppress(AttributeError, ValueError):  # Windows has neither name
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
@@ -1247,16 +1215,15 @@ def prediction_columns(dataset, log_probs, classes=()):
     """The columns of predictions.csv for a set: what each example is, and what is predicted.
 
     dataset: a set of data.py; log_probs {method: [M, N, K]} of M members or samples (1 of a single
-    network), the script's main method first; classes: the names of the K classes. After file (or
-    index) and label (if known) come, for each method, predicted class, confidence, and total,
-    aleatoric and epistemic uncertainty in nats; the names of all but the first method's columns
-    end with the method. A single network has no epistemic uncertainty: its column is empty.
+    network); classes: the names of the K classes. After file (or index) and label (if known) come,
+    for each method, predicted class, confidence, and total, aleatoric and epistemic uncertainty in
+    nats; the columns of all methods but the first end with its name. The epistemic uncertainty of
+    a single network is empty.
     """
     columns = example_columns(dataset, classes)
-    ending = ""
+    first = next(iter(log_probs))
     for method, members in log_probs.items():
-        if columns.keys() - {"file", "index", "label"}:
-            ending = f"_{method}"
+        ending = "" if method == first else f"_{method}"
         members = members.double()
         confidence, predicted = members.exp().mean(0).max(1)
         columns[f"predicted{ending}"] = class_names(predicted, classes)
@@ -1271,12 +1238,8 @@ def prediction_columns(dataset, log_probs, classes=()):
 
 def example_columns(dataset, classes=()):
     """File (or index) and label, if any is known, of each example of a set of data.py."""
-    columns = {}
     files = getattr(dataset, "files", None)
-    if files:
-        columns["file"] = list(files)
-    else:
-        columns["index"] = list(range(len(dataset)))
+    columns = {"file": list(files)} if files else {"index": list(range(len(dataset)))}
     labels = dataset.labels
     if labels.is_floating_point():
         if not labels.isnan().all():
@@ -1287,14 +1250,10 @@ def example_columns(dataset, classes=()):
 
 
 def class_names(labels, classes):
-    """Class names of labels [N], or numbers where there are no names; None where it is unknown."""
-    names = []
-    for label in labels.tolist():
-        name = None
-        if label >= 0:
-            name = classes[label] if classes else label
-        names.append(name)
-    return names
+    """Class names of labels [N], or numbers where there are no names; None where it is -1."""
+    names = dict(enumerate(classes))
+    names[-1] = None
+    return [names.get(label, label) for label in labels.tolist()]
 
 
 KEYS = ("run", "method", "set", "against", "n")  # of a row; all else but the seed is a metric
@@ -1313,11 +1272,9 @@ def pool(rows, metrics):
         line["seeds"] = len(seeds)
         if len(group) > len(seeds):
             line["seeds"] = f"{len(seeds)} in {len(group)} runs"
-        # Ensembles of different seeds that share members are not independent.
-        members = []
-        for row in group:
-            members += row.get("members") or []
-        independent = len(set(members)) == len(members)
+        # Neither runs of one seed nor ensembles that share members are independent.
+        members = sum([row.get("members") or [] for row in group], [])
+        independent = len(group) == len(seeds) and len(set(members)) == len(members)
         for metric in metrics:
             line[metric] = pooled_text([row.get(metric) for row in group], independent)
         lines.append(line)
@@ -1333,10 +1290,9 @@ def pooled_text(values, independent=True):
     found = [value for value in values if value is not None]
     if not found:
         return None
-    text = str(found[0])
-    is_text = not isinstance(found[0], (int, float))
-    is_count = isinstance(found[0], int) and all(value == found[0] for value in found)
-    if not is_text and not is_count:
+    text = " or ".join(dict.fromkeys(map(str, found)))  # of texts and equal counts
+    is_count = isinstance(found[0], int) and len(set(found)) == 1
+    if isinstance(found[0], (int, float)) and not is_count:
         mean = float(np.mean(found))
         digits = ".4f" if abs(mean) < 1000 else ".5g"
         text = format(mean, digits)
@@ -1384,40 +1340,32 @@ def format_results(rows, metrics):
     return "\n\n".join(tables)
 
 
-# Options in which the runs of one table may differ without a word.
-HIDDEN = tuple(name for name in NOT_IDENTITY if name != "data_dir")
-
-
 def run_label(content, contents):
     """The options in which a run differs from others of its script: "width=0.5 epochs=3".
 
     It begins with the name of the script if there are several: their rows are not pooled.
     """
-    words = []
-    if any(other["script"] != content["script"] for other in contents):
-        words.append(content["script"])
     configs = [other["config"] for other in contents if other["script"] == content["script"]]
+    words = []
+    if len(configs) < len(contents):
+        words.append(content["script"])
+    # Where the data lie may be all that differs: two sets of one name.
+    hidden = NOT_IDENTITY - {"data_dir"} | {"seed"}
     for name, value in content["config"].items():
-        differs = any(config.get(name) != value for config in configs)
-        if differs and name not in ("seed",) + HIDDEN:
+        if name not in hidden and any(config.get(name) != value for config in configs):
             words.append(f"{name}={value}")
     return " ".join(words) or None
 
 
 def join_pairs(rows):
-    """The rows that compare two sets, each with the predictions on the first of them; the rest."""
-    predictions = {}
-    for row in rows:
-        if not row.get("against"):
-            predictions[row["run"], row["method"], row["set"], row["seed"]] = row
-    joined = []
-    alone = dict(predictions)
-    for row in rows:
-        key = (row["run"], row["method"], row["set"], row["seed"])
-        if row.get("against"):
-            joined.append({**predictions.get(key, {}), **row})
-            alone.pop(key, None)
-    return joined + list(alone.values())
+    """The rows of a run that compare two sets, with the predictions on the first; the others."""
+    key_of = operator.itemgetter("method", "set", "seed")
+    pairs = [row for row in rows if row.get("against")]
+    predictions = {key_of(row): row for row in rows if not row.get("against")}
+    joined = [{**predictions.get(key_of(row), {}), **row} for row in pairs]
+    for row in pairs:
+        predictions.pop(key_of(row), None)
+    return joined + list(predictions.values())
 
 
 # What the rows of all scripts have; ms is the time of a prediction, bytes the size of the network.
@@ -1426,10 +1374,8 @@ SHARED_COLUMNS = ("accuracy", "nll", "ece15", "auroc_total", "auroc_epistemic", 
 
 
 def table(argv=None):
-    """`python common.py table RUN ...`: tabulate the results of finished runs."""
-    parser = argparse.ArgumentParser(prog="common.py table", description=table.__doc__,
-                                     epilog="Runs of several scripts make one table, with a row "
-                                     "for each method, set and OOD set.")
+    """Tabulate finished runs; those of several scripts by method, set and OOD set."""
+    parser = argparse.ArgumentParser(prog="common.py table", description=table.__doc__)
     parser.add_argument("runs", nargs="+", help="run directories")
     parser.add_argument("--metrics", nargs="+", help="columns [default: those that the runs print]")
     parser.add_argument("--sets", nargs="+", help="show only rows of these sets")
@@ -1437,28 +1383,33 @@ def table(argv=None):
     contents = []
     for directory in args.runs:
         try:
-            contents.append(json.loads(Path(directory, "results.json").read_text()))
-        except (OSError, ValueError):
+            found = json.loads(Path(directory, "results.json").read_text())
+            contents.append({name: found[name] for name in ("script", "config", "columns", "rows")})
+        except (OSError, ValueError, KeyError, TypeError):
             print(f"skipped: {directory} is not the directory of a finished run", file=sys.stderr)
+    one_script = len({content["script"] for content in contents}) == 1
     rows = []
+    known = set()  # the names of sets and metrics
     columns = {}  # a dictionary, because it keeps the order
     for content in contents:
         # Runs with the same label differ only in their seeds: their rows are pooled.
         label = run_label(content, contents)
         columns |= dict.fromkeys(content["columns"])
-        for row in content["rows"]:
+        rows_of_run = content["rows"] if one_script else join_pairs(content["rows"])
+        for row in rows_of_run:
+            known |= {row["set"]} | row.keys()
             if not args.sets or row["set"] in args.sets:
                 rows.append({**row, "run": label})
-    known = {name for row in rows for name in row}
-    for name in args.metrics or []:
-        if name not in known:
-            raise UserError(f"--metrics {name}: not found in any row")
+    for name in (args.metrics or []) + (args.sets or []):
+        if known and name not in known:
+            raise UserError(f"--metrics or --sets {name}: not found in any row")
     if not rows:
-        raise UserError("no rows to show: check the names of the runs and of --sets")
-    if len({content["script"] for content in contents}) > 1:
-        print(format_table(pool(join_pairs(rows), args.metrics or SHARED_COLUMNS)))
+        raise UserError("no rows to show: give the directories of finished runs")
+    if one_script:
+        text = format_results(rows, args.metrics or list(columns))
     else:
-        print(format_results(rows, args.metrics or list(columns)))
+        text = format_table(pool(rows, args.metrics or SHARED_COLUMNS))
+    print(text, flush=True)
 
 
 # ---- Pictures, and the start of a script --------------------------------------------------------
@@ -1489,17 +1440,18 @@ def draw_histories(histories):
     """A figure of {checkpoint: a row for each epoch}: a panel for each number that was logged."""
     names = {}  # a dictionary, because it keeps the order
     for history in histories.values():
-        names |= dict.fromkeys(name for row in history for name in row)
+        for row in history:
+            names |= row
     metrics = [name for name in names if name not in ("epoch", "seconds", "lr")]
-    figure, axes = make_figure(1, len(metrics), figsize=(4 * len(metrics), 3), squeeze=False)
-    for panel, metric in zip(axes[0], metrics):
-        for colour, (name, history) in zip(colours(len(histories)), histories.items()):
-            rows = [row for row in history if metric in row]
-            epochs = [row["epoch"] for row in rows]
-            panel.plot(epochs, [row[metric] for row in rows], ".-", color=colour, label=name)
+    figure, _ = make_figure(1, len(metrics), figsize=(4 * len(metrics), 3))
+    for panel, metric in zip(figure.axes, metrics):
+        panel.set_prop_cycle(color=colours(len(histories)))
+        for name, history in histories.items():
+            epochs = [row["epoch"] for row in history]
+            panel.plot(epochs, [row.get(metric) for row in history], ".-", label=name)
         panel.set(xlabel="epoch", title=metric)
     if len(histories) <= len(COLOURS):
-        axes[0, 0].legend(frameon=False)
+        figure.axes[0].legend(frameon=False)
     return figure
 
 
@@ -1547,7 +1499,7 @@ def launch(main):
             # What Python would print at its end has nowhere to go.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _fail(f"{script}: error: {' '.join(str(message).split())}")
-    if dist.is_available() and dist.is_initialized():
+    if world_size() > 1:
         dist.destroy_process_group()
 
 

@@ -529,18 +529,29 @@ PUBLISHED_BLOCKS = {"resnet18": (RESNET_BLOCK, 3, (2, 2, 2, 2)),
 PUBLISHED_NAME = r"(_sn_(?P<coeff>[0-9.e-]+))?(?P<mod>_mod)?_(?P<seed>\d+)_\d+\.model$"
 
 
-def published_options(path):
-    """{option: value} of the published network in a file, from its name and its tensors' names."""
+def take_published_options(path, args):
+    """Set the options that the name of a published file tells, and that were not given.
+
+    Of an ensemble, all files must have been trained with the same ones, but for the seed: that of
+    the first file splits off the validation images.
+    """
     names = data.read_state_dict(path).keys()
     found = {"sn": any(name.endswith(".weight_orig") for name in names)}
     name = re.search(PUBLISHED_NAME, str(path))
     if name is None:
         common.print_on_main(f"{path} does not tell --coeff, -mod and --seed: give them as trained")
-        return found
-    if name["coeff"]:
-        found["coeff"] = float(name["coeff"])
-    # The seed splits off the validation images.
-    return found | {"mod": name["mod"] is not None, "seed": int(name["seed"])}
+    else:
+        found["mod"] = name["mod"] is not None
+        if name["coeff"]:
+            found["coeff"] = float(name["coeff"])
+        if path == args.load[0]:
+            found["seed"] = int(name["seed"])
+    for option, value in found.items():
+        if path != args.load[0] and getattr(args, option) != value:
+            raise UserError(f"{path} was trained with other options than {args.load[0]}: {option} "
+                            f"{value:g}")
+        if option not in args.given:
+            setattr(args, option, value)
 
 
 def load_published(path, net, model):
@@ -609,10 +620,9 @@ def train(net, train_set, args, seed, run=None, name=None):
     """Step 1: minimise the cross entropy; with a run, save and resume the checkpoint `name`."""
     optimiser = make_optimiser(net, args)
     # The order and the augmentation of the images depend only on the seed and the epoch.
-    augment = "crop_flip" if args.augment else "none"
     loader = data.Loader(train_set, args.batch_size, args.device, seed=seed, shuffle=True,
-                         limit_steps=args.limit_steps, augment=augment, workers=args.workers,
-                         channels_last=True)
+                         limit_steps=args.limit_steps, workers=args.workers, channels_last=True,
+                         augment="crop_flip" if args.augment else "none")
     model = common.data_parallel(net, args.device)  # DDP, with batch norm over all processes
     if args.compile:
         model = torch.compile(model)
@@ -724,31 +734,23 @@ def forward_all(net, sets, args):
                      forward(net, sets.test, args), ood, predict)
 
 
-def gaussian_bytes(gaussians):
-    tensors = [gaussians.normal.loc, gaussians.normal.scale_tril, gaussians.log_prior]
-    return sum(tensor.nbytes for tensor in tensors)
-
-
 def fit_outputs(outputs, num_classes, args):
     """Step 2, and the thresholds and the temperature, which the validation set determines."""
     gaussians = fit(outputs.train.features, outputs.train.labels, num_classes, args)
-    val_density = log_density(gaussians, outputs.val.features).sort().values
+    val_density = log_density(gaussians, outputs.val.features)
     val_entropy = softmax_entropy(outputs.val.logits.double())
-    return Fitted(gaussians, val_density, *thresholds(val_density, val_entropy, args),
-                  fit_temperature(outputs.val))
+    temperature = common.fit_temperature(outputs.val.logits, outputs.val.labels)
+    return with_thresholds(gaussians, val_density, val_entropy, temperature, args)
 
 
-def fit_temperature(outputs):
-    return common.fit_temperature(outputs.logits, outputs.labels)
-
-
-def thresholds(val_density, val_entropy, args):
-    """Below which log density an input is OOD, and above which entropy it is ambiguous."""
-    density_threshold = val_density.quantile(args.density_quantile).item()
+def with_thresholds(gaussians, val_density, val_entropy, temperature, args):
+    """The Fitted whose thresholds are quantiles of the densities and entropies of validation."""
     entropy_threshold = args.entropy_threshold
     if entropy_threshold is None:
         entropy_threshold = val_entropy.quantile(args.entropy_quantile).item()
-    return density_threshold, entropy_threshold
+    density_threshold = val_density.quantile(args.density_quantile).item()
+    return Fitted(gaussians, val_density.sort().values, density_threshold, entropy_threshold,
+                  temperature)
 
 
 def fit(features, labels, num_classes, args):
@@ -767,24 +769,13 @@ def fit(features, labels, num_classes, args):
     return gaussians
 
 
-def density_columns(density, entropies, val_density, density_threshold, entropy_threshold):
+def density_columns(density, entropy, fitted):
     """Log density, its percentile in the validation set, and the decision, for each input [N]."""
-    region = decide(density, entropies, density_threshold, entropy_threshold)
+    region = decide(density, entropy, fitted.density_threshold, fitted.entropy_threshold)
     # The share of the validation set with a lower density: 0 is far out.
-    below = torch.searchsorted(val_density, density).double()
-    percentile = 100 * below / len(val_density)
-    return {"log_density": density, "density_percentile": percentile,
+    below = torch.searchsorted(fitted.val_density, density).double()
+    return {"log_density": density, "density_percentile": 100 * below / len(fitted.val_density),
             "decision": [REGIONS[r] for r in region]}
-
-
-def all_scores(outputs, fitted):
-    """All scores [N] of a set; <score>_scaled is that of the softmax at the temperature."""
-    scores = density_scores(class_log_densities(fitted.gaussians, outputs.features))
-    scores |= softmax_scores(outputs.logits)
-    scaled = softmax_scores(outputs.logits, fitted.temperature)
-    for name, values in scaled.items():
-        scores[f"{name}_scaled"] = values
-    return scores
 
 
 def by_set(outputs, names):
@@ -800,16 +791,52 @@ def by_set(outputs, names):
     return found | outputs.ood
 
 
-def network_rows(names, outputs, scores, fitted, seed):
-    """The rows of one network, from {set: Outputs} and {set: {score: [N]}}."""
-    rows = result_rows("DDU", seed, names, outputs, scores)
+class Scored(NamedTuple):
+    """The predictions of one method for a set, and their scores."""
+
+    logits: Tensor         # [N, K]
+    scaled_logits: Tensor  # [N, K]  at the temperatures that the validation set determines
+    labels: Tensor         # [N]
+    scores: dict           # {score: [N]}; <score>_scaled is that of the scaled logits
+
+
+def score_network(outputs, fitted):
+    """All scores of the Outputs of a network."""
+    scores = density_scores(class_log_densities(fitted.gaussians, outputs.features))
+    scores |= softmax_scores(outputs.logits)
+    scaled = softmax_scores(outputs.logits, fitted.temperature)
+    scores |= {f"{score}_scaled": values for score, values in scaled.items()}
+    logits = outputs.logits.double()
+    return Scored(logits, logits / fitted.temperature, outputs.labels, scores)
+
+
+def score_ensemble(outputs, temperatures):
+    """The scores of the mean probabilities of M networks, from their Outputs for a set."""
+    log_means = []
+    scores = {}
+    for ending, divisors in (("", [1.0 for _ in outputs]), ("_scaled", temperatures)):
+        each = stack_log_probs(outputs, divisors)                      # [M, N, K]
+        # Logarithms of probabilities are logits: softmax gives the probabilities back.
+        log_means.append(each.logsumexp(0) - math.log(len(outputs)))   # [N, K]
+        parts = common.ensemble_uncertainty(each)
+        for score in ("total", "epistemic"):
+            scores[f"{score}{ending}"] = parts[score]
+    return Scored(*log_means, outputs[0].labels, scores)
+
+
+def stack_log_probs(outputs, temperatures):
+    """Log probabilities [M, N, K], float64, from the Outputs of M networks for one set."""
+    pairs = zip(outputs, temperatures)
+    return torch.stack([(o.logits.double() / value).log_softmax(1) for o, value in pairs])
+
+
+def network_rows(names, scored, fitted, seed):
+    """The rows of one network, from {set: Scored}."""
+    rows = result_rows("DDU", seed, names, scored)
     for row in rows:
-        if "against" not in row:
-            out = outputs[row["set"]]
-            row |= scaled_metrics(out.logits.double() / fitted.temperature, out.labels)
         # The fractions of the three regions, in the OOD set if the row has one.
-        of_set = scores[row.get("against", row["set"])]
-        region = decide(of_set["density"], of_set["total"], fitted.density_threshold,
+        scores = scored[row.get("against", row["set"])].scores
+        region = decide(scores["density"], scores["total"], fitted.density_threshold,
                         fitted.entropy_threshold)
         fractions = region.bincount(minlength=3) / len(region)
         row |= {f"fraction_{name}": fraction for name, fraction in zip(REGIONS, fractions)}
@@ -819,72 +846,33 @@ def network_rows(names, outputs, scores, fitted, seed):
     return rows
 
 
-def ensemble_rows(names, members, temperatures, seed):
-    """The rows of an ensemble, from {set: Outputs} of each network; it averages probabilities.
-
-    temperatures: of each network. Scores and metrics that end with "_scaled" are those of the mean
-    of the probabilities at these.
-    """
-    outputs = {}
-    scores = {}
-    scaled_logits = {}
-    for name in members[0]:
-        of_set = [of_network[name] for of_network in members]
-        plain = ensemble_scores(of_set, [1.0 for _ in members])
-        scaled = ensemble_scores(of_set, temperatures)
-        # Logarithms of probabilities are logits: softmax gives the probabilities back.
-        outputs[name] = of_set[0]._replace(logits=plain.pop("log_probs"))
-        scaled_logits[name] = scaled.pop("log_probs")
-        scores[name] = plain | {f"{score}_scaled": values for score, values in scaled.items()}
-    rows = result_rows(f"ensemble of {len(members)}", seed, names, outputs, scores)
-    for row in rows:
-        if "against" not in row:
-            row |= scaled_metrics(scaled_logits[row["set"]], outputs[row["set"]].labels)
-    return rows
-
-
-def ensemble_scores(outputs, temperatures):
-    """The mean prediction "log_probs" [N, K] of M networks, and its uncertainties [N] in nats."""
-    each = stack_log_probs(outputs, temperatures)                      # [M, N, K]
-    log_probs = each.logsumexp(0) - math.log(len(outputs))             # [N, K]  log mean_m p_m
-    parts = common.ensemble_uncertainty(each)
-    return {"log_probs": log_probs, "total": parts["total"], "epistemic": parts["epistemic"]}
-
-
-def stack_log_probs(outputs, temperatures=None):
-    """Log probabilities [M, N, K], float64, from the Outputs of M networks for one set."""
-    each = []
-    for member, of_network in enumerate(outputs):
-        temperature = 1.0 if temperatures is None else temperatures[member]
-        each.append((of_network.logits.double() / temperature).log_softmax(1))
-    return torch.stack(each)
-
-
-def result_rows(method, seed, names, outputs, scores):
+def result_rows(method, seed, names, scored):
     """A row for each test set, then one for each pair of sets that the scores should separate.
 
-    names: the test set, then its clean and its ambiguous part, if it has them; outputs
-    {set: Outputs} and scores {set: {score: [N]}} of these and of the OOD sets
+    names: the test set, then its clean and its ambiguous part, if it has them; scored
+    {set: Scored} of these and of the OOD sets
     """
     rows = []
     for name in names:
-        out = outputs[name]
-        row = {"method": method, "seed": seed, "set": name, "n": len(out.labels)}
-        rows.append(row | prediction_metrics(out.logits, out.labels))
+        found = scored[name]
+        row = {"method": method, "seed": seed, "set": name, "n": len(found.labels)}
+        row |= prediction_metrics(found.logits, found.labels)
+        scaled = prediction_metrics(found.scaled_logits, found.labels)
+        rows.append(row | {f"{metric}_scaled": value for metric, value in scaled.items()})
 
     # OOD sets are compared with the whole test set and with its clean part; the
     # ambiguous part is compared with the clean one.
     pairs = []
     for inside in names[:2]:
-        for outside in outputs:
+        for outside in scored:
             if outside not in names:
                 pairs.append((inside, outside))
     if len(names) > 1:
         pairs.append((names[1], names[2]))
     for inside, outside in pairs:
         row = {"method": method, "seed": seed, "set": inside, "against": outside,
-               "n": len(outputs[inside].labels)}
-        rows.append(row | detection_metrics(scores[inside], scores[outside]))
+               "n": len(scored[inside].labels)}
+        rows.append(row | detection_metrics(scored[inside].scores, scored[outside].scores))
     return rows
 
 
@@ -894,11 +882,6 @@ def prediction_metrics(logits, labels):
     probs = log_probs.exp()
     return {"accuracy": common.accuracy(probs, labels), "nll": common.nll(log_probs, labels),
             "brier": common.brier(probs, labels), "ece15": common.ece(probs, labels)}
-
-
-def scaled_metrics(logits, labels):
-    metrics = prediction_metrics(logits, labels)
-    return {f"{metric}_scaled": value for metric, value in metrics.items()}
 
 
 def detection_metrics(inside, outside):
@@ -915,31 +898,30 @@ def detection_metrics(inside, outside):
 def write_predictions(members, fitted, sets, run):
     """--predict: predictions.csv, with the log density of the first network and the decision."""
     outputs = [of_network.predict for of_network in members]
-    log_probs = {"ddu": stack_log_probs(outputs)}
+    log_probs = {"ddu": stack_log_probs(outputs, [1.0 for _ in members])}
     columns = common.prediction_columns(sets.predict, log_probs, sets.train.classes)
-    scores = all_scores(outputs[0], fitted)
-    columns |= density_columns(scores["density"], scores["total"], fitted.val_density,
-                               fitted.density_threshold, fitted.entropy_threshold)
-    run.write_csv("predictions.csv", columns)
+    scores = score_network(outputs[0], fitted).scores
+    run.write_csv("predictions.csv",
+                  columns | density_columns(scores["density"], scores["total"], fitted))
 
 
 # ---- Plots --------------------------------------------------------------------------------------
 
 
-def plot_uncertainty(names, scores, fitted, run):
+def plot_uncertainty(names, scored, fitted, run):
     """Figures 1 and 2 of the paper for the sets `names`: entropy, density, and both."""
     # OOD densities may be very low; they are clipped to the left edge of the picture.
-    highest = max(scores[names[0]]["density"].max().item(), fitted.density_threshold)
+    highest = max(scored[names[0]].scores["density"].max().item(), fitted.density_threshold)
     lowest = fitted.density_threshold - 1.5 * (highest - fitted.density_threshold)
-    most = max(scores[name]["total"].max().item() for name in names)
+    max_entropy = max(scored[name].scores["total"].max().item() for name in names)
 
     figure, (left, middle, right) = common.make_figure(1, 3, figsize=(13, 3.8))
     for name, colour in zip(names, common.colours(len(names))):
         style = dict(color=colour, alpha=0.6, label=name.replace("_", " "))
-        entropies = scores[name]["total"].numpy()
-        densities = scores[name]["density"].clamp(lowest, highest).numpy()
+        entropies = scored[name].scores["total"].numpy()
+        densities = scored[name].scores["density"].clamp(lowest, highest).numpy()
         fraction = np.full(len(entropies), 1 / len(entropies))
-        left.hist(entropies, 40, range=(0, most), weights=fraction, **style)
+        left.hist(entropies, 40, range=(0, max_entropy), weights=fraction, **style)
         middle.hist(densities, 60, range=(lowest, highest), weights=fraction, **style)
         shown = np.linspace(0, len(entropies) - 1, 1500).astype(int)
         right.plot(densities[shown], entropies[shown], ".", ms=2.5, **style)
@@ -1008,11 +990,9 @@ def run_features(args):
             raise UserError(f"--score: two files are called {Path(path).stem}; rename one")
         files[Path(path).stem] = data.read_features(path, dim)
     gaussians, val = fit_features(train, args)
-    val_log_densities = class_log_densities(gaussians, val)
-    val_scores = density_scores(val_log_densities)
-    val_density = val_scores["density"].sort().values
     # Without a softmax, the entropy of q(c|z) tells ambiguous inputs from clean ones.
-    cuts = thresholds(val_density, val_scores["gmm_entropy"], args)
+    val_scores = density_scores(class_log_densities(gaussians, val))
+    fitted = with_thresholds(gaussians, val_scores["density"], val_scores["gmm_entropy"], 1.0, args)
 
     # Nothing is trained here: other options need no other directory.
     others = [option for option in vars(args) if option not in ("features", "seed")]
@@ -1027,7 +1007,7 @@ def run_features(args):
         columns["predicted"] = common.class_names(predicted, train.classes)
         columns["confidence"] = confidence
         columns["gmm_entropy"] = scores["gmm_entropy"]
-        columns |= density_columns(scores["density"], scores["gmm_entropy"], val_density, *cuts)
+        columns |= density_columns(scores["density"], scores["gmm_entropy"], fitted)
         run.write_csv(f"scores_{name}.csv", columns)
 
         row = {"method": "DDU", "seed": args.seed, "set": first, "n": len(files[first]),
@@ -1137,7 +1117,8 @@ def acquisition_step(pool, labelled, acquisition, seed, args):
         net = make_network(args, pool.images.num_classes, pool.images.shape)
         train(net, train_set, args, member_seed)
         nets.append(net)
-    test_log_probs = stack_log_probs([forward(net, pool.test, args) for net in nets])
+    outputs = [forward(net, pool.test, args) for net in nets]
+    test_log_probs = stack_log_probs(outputs, [1.0 for _ in nets])
     accuracy = common.accuracy(test_log_probs.exp().mean(0), pool.test.labels)
     print(f"{acquisition}: {len(labelled)} labels, test accuracy {accuracy:.4f}", flush=True)
 
@@ -1157,7 +1138,7 @@ def acquisition_score(nets, pool, labelled, acquisition, args):
         z = outputs[0].features
         gaussians = fit(z[labelled], pool.images.labels[labelled], pool.images.num_classes, args)
         return -log_density(gaussians, z)
-    parts = common.ensemble_uncertainty(stack_log_probs(outputs))
+    parts = common.ensemble_uncertainty(stack_log_probs(outputs, [1.0 for _ in nets]))
     if acquisition == "mi":
         return parts["epistemic"]
     # pe, or for a single network the entropy of its softmax
@@ -1329,9 +1310,8 @@ def parse_args(argv=None):
     args = parser.parse(argv)
     if args.load:
         args.ensemble = len(args.load)
-        for name, value in published_options(args.load[0]).items():
-            if name not in args.given:
-                setattr(args, name, value)
+        for path in args.load:
+            take_published_options(path, args)
     if args.active_learning:
         for name, value in ACTIVE_LEARNING.items():
             if name not in args.given:
@@ -1465,23 +1445,31 @@ def evaluate(members, sets, network_bytes, seed, args, run):
     names = [sets.test.name] + list(PARTS.get(args.dataset, []))
     outputs = [by_set(of_network, names) for of_network in members]
     start = time.perf_counter()
-    scores = {name: all_scores(out, fitted) for name, out in outputs[0].items()}
-    scored = sum(len(out.labels) for out in outputs[0].values())
-    ms = outputs[0][names[0]].ms + 1000 * (time.perf_counter() - start) / scored
-    rows = network_rows(names, outputs[0], scores, fitted, seed)
-    cost = {"ms": ms, "bytes": network_bytes + gaussian_bytes(fitted.gaussians)}
-    rows = [row | cost for row in rows]
+    scored = {name: score_network(out, fitted) for name, out in outputs[0].items()}
+    examples = sum(len(out.labels) for out in outputs[0].values())
+    scoring_ms = 1000 * (time.perf_counter() - start) / examples
+    normal = fitted.gaussians.normal
+    cost = {"ms": members[0].test.ms + scoring_ms,
+            "bytes": network_bytes + normal.loc.nbytes + normal.scale_tril.nbytes}
+    rows = [row | cost for row in network_rows(names, scored, fitted, seed)]
     if len(members) > 1:
-        temperatures = [fit_temperature(of_network.val) for of_network in members]
-        of_ensemble = ensemble_rows(names, outputs, temperatures, seed)
-        ms = sum(of_network[names[0]].ms for of_network in outputs)
-        cost = {"ms": ms, "bytes": len(members) * network_bytes}
-        rows += [row | cost for row in of_ensemble]
+        temperatures = []
+        for of_network in members:
+            val = of_network.val
+            temperatures.append(common.fit_temperature(val.logits, val.labels))
+        of_ensemble = {}
+        for name in scored:
+            of_set = [of_network[name] for of_network in outputs]
+            of_ensemble[name] = score_ensemble(of_set, temperatures)
+        cost = {"ms": sum(of_network.test.ms for of_network in members),
+                "bytes": len(members) * network_bytes}
+        method = f"ensemble of {len(members)}"
+        rows += [row | cost for row in result_rows(method, seed, names, of_ensemble)]
     if seed == args.seed and args.predict:
         write_predictions(members, fitted, sets, run)
     if seed == args.seed and args.plot:
         # The parts of the test set if it has any, else the test set.
-        plot_uncertainty(names[-2:] + list(sets.ood), scores, fitted, run)
+        plot_uncertainty(names[-2:] + list(sets.ood), scored, fitted, run)
         plot_reliability(members[0].test, fitted.temperature, run)
     return rows
 

@@ -6,7 +6,6 @@ import csv
 import fcntl
 import gc
 import importlib
-import io
 import itertools
 import json
 import math
