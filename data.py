@@ -190,14 +190,6 @@ def _choose_from(what, value, choices):
         raise UserError(f"{what} {value!r} is unknown; choose from {', '.join(map(str, choices))}")
 
 
-def _few(names):
-    """The first three of several names."""
-    text = ", ".join(names[:3])
-    if len(names) > 3:
-        text += f" and {len(names) - 3} more"
-    return text
-
-
 @lru_cache(maxsize=None)
 def _print_once(note):
     """Print on the main process what would be repeated each time that a set is read."""
@@ -333,7 +325,8 @@ class StreamedSet(_Rows):
             results = list(pool.map(attempt, range(len(self))))
         errors = [str(result) for result in results if isinstance(result, UserError)]
         if errors:
-            raise UserError(f"{self.name}: {len(errors)} unreadable image(s): {_few(errors)}")
+            raise UserError(f"{self.name}: {len(errors)} unreadable image(s), the first of them: "
+                            f"{', '.join(errors[:3])}")
         return results
 
     def in_memory(self):
@@ -971,8 +964,8 @@ def _print_skipped(root, used):
     skipped = sorted(set(_files_below(root)) - set(used))
     if skipped:
         _print_once(f"folder:{root}: skipped {len(skipped)} file(s) that are not of the types "
-                    f"{' '.join(SUFFIXES)} or not directly in a class folder of train: "
-                    f"{_few(skipped)}")
+                    f"{' '.join(SUFFIXES)} or not directly in a class folder of train, the first "
+                    f"of them: {', '.join(skipped[:3])}")
 
 
 def _imagenet(name, training, data_dir, preparation):
