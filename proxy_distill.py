@@ -7,41 +7,41 @@ Targets", NeurIPS 2021, arXiv:2105.06987. The method:
      pi = (1/M) sum_m p_m, and the spread is RMI = (1/M) sum_m KL(pi || p_m).
   2. The proxy of the ensemble is the Dirichlet distribution with mean pi and precision (sum of
      concentrations) beta_0 = (K - 1) / (2 RMI), for K classes.
-  3. A student's logits z define the Dirichlet with concentrations alpha = exp(z) + 1. It
-     minimises the REVERSE divergence KL(Dir(alpha) || Dir(pi beta_0 + 1)) / beta_0. Likely classes
-     dominate its gradient; in the forward divergence and in EnD2's likelihood the unlikely ones do.
+  3. A student's logits z define the Dirichlet with concentrations alpha = exp(z) + 1. It minimises
+     the REVERSE divergence KL(Dir(alpha) || Dir(pi beta_0 + 1)) / beta_0. Likely classes dominate
+     its gradient; in the forward divergence and in EnD2's likelihood the unlikely ones do.
   4. The student predicts softmax(z), the mean of Dir(exp(z)), now without the 1; its uncertainties
      are those of this Dirichlet.
 
 Usage:
-  python proxy_distill.py                        # numbers (1000 classes), offline, two CPU cores
-  torchrun --nproc_per_node 8 proxy_distill.py --dataset imagenet     # ten members, two students
-  python proxy_distill.py --dataset imagenet --members 1 --seed 3 --losses  # member 3, no student
-  python proxy_distill.py --dataset imagenet --ensemble-paths a.pt b.pt   # students of such members
-  python proxy_distill.py --dataset imagenet --eval --student-path FILE   # ours, or a published one
+  python proxy_distill.py                          # numbers (1000 classes), offline, two CPU cores
+  torchrun --nproc_per_node 8 proxy_distill.py --dataset imagenet --mimo 2   # ten members, MIMO
+  python proxy_distill.py --dataset folder:images --model torchvision/resnet18     # your network
+  python proxy_distill.py --dataset imagenet --published-evaluation --losses --ensemble-paths FILES
+    # the ten members of https://storage.yandexcloud.net/yandex-research/proxy-dirichlet-
+    # distillation/imagenet/ensemble.tar.gz; without --losses they also teach students
 
-Expected (more in tests/RESULTS.md): `OMP_NUM_THREADS=1 python proxy_distill.py`, also --seed 6, 11;
-  n = 3, 8.5 core-minutes per seed. Accuracy (%), NLL: ensemble of five 99.6 +- 0.04, 0.050 +- 0.002
-  (ECE 3.7 +- 0.1 %); one network 97.75 +- 0.03, 0.070 +- 0.001; EnD 98.5 +- 0.2, 0.061 +- 0.004;
-  reverse KL 98.3 +- 0.2, 0.075 +- 0.005: better than one network in accuracy, not in NLL; AUROC of
-  letters 0.997 by its epistemic uncertainty (one network's entropy: 0.986). EnD2 and the forward
-  KL to the proxy stay at 0.1 %.
+Expected (more in tests/RESULTS.md): to be measured.
 
 Differences from the published code (github.com/yandex-research/proxy-dirichlet-distillation):
-  - The default loss is the paper's (there, for ImageNet: forward KL), with offsets 1 (there: 0).
-  - Kept: the reverse KL's target has precision beta_0 + 2 K (paper: beta_0 + K, --target-offset 0).
-  - RMI is float64 and at least 0 (there: float32, and identical members have negative precisions).
-    2^-23 is added in beta_0 alone (there: also inside logarithms and gamma functions).
-  - The evaluated proxy has precision (K - 1) / (2 RMI) (there: (M - 1) / (2 RMI)), EPKL is a mean
-    over pairs (there: a sum), RMI is EPKL - MI (there: that sum - MI).
-  - A single softmax has no epistemic uncertainty (there: that of Dir(exp(z)), of arbitrary scale).
-  - MIMO averages probabilities (there: logits) and is evaluated as an ensemble.
-  - Batch norm and metrics are over all processes (there: over those of one GPU); --opt adam has the
-    schedule (there: AdamW without); the step schedule has no milestone before the second epoch.
-  - Images are resized in proportion, by Pillow (there: both sides to 256, by OpenCV), and those of
-    ImageNet-C not again. --amp is bfloat16 except in the last layer (there: float16).
-  - PRR shares ties (there: order of rows); ECE has 15 bins (a, b] (there: 10, [a, b)); means over
-    corruptions are new. The last epoch counts (there: the last, or the best on validation images).
+  - The default loss is the paper's (there, for ImageNet, the forward KL); offsets are 1 (there, 0).
+  - Kept: the target of the reverse KL has precision beta_0 + 2 K (--target-offset 0: the paper's
+    beta_0 + K).
+  - RMI is float64 and at least 0 (there, float32: identical members have negative precisions).
+    2^-23 is added in beta_0 alone (there, also inside logarithms and gamma functions). The reverse
+    KL is exact for logits from -80 to 690, and constant beyond (there, wrong from 40 on).
+  - The evaluated proxy has precision (K - 1) / (2 RMI) (there, (M - 1) / (2 RMI)), EPKL is a mean
+    over pairs (there, a sum), RMI is EPKL - MI (there, that sum - MI).
+  - A single softmax has no epistemic uncertainty (there, that of Dir(exp(z)), of arbitrary scale).
+  - MIMO averages probabilities (there, logits) and is evaluated as an ensemble.
+  - Batch norm and metrics are over all processes (there, of one GPU); --opt adam has the schedule
+    (there, AdamW without); the step schedule has no milestone before the second epoch.
+  - Images are resized in proportion, those of ImageNet-C not at all (--published-evaluation: both
+    sides to 256). In any case by Pillow (there, by OpenCV without antialiasing), and --amp is
+    bfloat16 (there, float16). PRR shares ties (there, order of rows; an area by trapezoids).
+  - ece15 has 15 bins (a, b], ece10 theirs. Means over corruptions are new. The last epoch counts
+    (there, the last, or the best on validation images).
+Not here: the paper's machine translation and speech recognition.
 """
 
 import argparse
@@ -55,7 +55,7 @@ import re
 import time
 from collections import OrderedDict
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -70,12 +70,11 @@ from common import UserError, at_least, between
 
 # ---- Method -------------------------------------------------------------------------------------
 # The paper, as functions of tensors. This section runs alone: paste it below the imports, of which
-# it needs those of typing and torch. B images, M members, K classes; z are a student's logits
-# [B, K]. All results are float64.
+# it needs those of math, typing and torch. B images, M members, K classes; z [B, K] are a student's
+# logits. All results are float64.
 
 LOSSES = ("forward_kl", "dirichlet_likelihood", "proxy", "rkl_proxy")
 EPS = 2.0**-23          # published code: keeps the precision of members that agree finite
-LARGEST_LOGIT = 30.0    # above ln((K - 1) / EPS) for every K up to a million
 
 
 class Ensemble(NamedTuple):
@@ -172,34 +171,58 @@ class ReverseKL(torch.autograd.Function):
     """The reverse KL to the proxy [B], with its gradient in closed form.
 
         L = KL(Dir(alpha) || Dir(pi b + 1)) / b + constant, with alpha = exp(z) + m
-        w_k = (alpha_k - 1) / b - pi_k
-        L = sum_k w_k [psi(alpha_k) - psi(alpha_0)]
-            - [sum_k lnGamma(alpha_k) - lnGamma(alpha_0)] / b
-        dL/dz_k = exp(z_k) [w_k psi'(alpha_k) - psi'(alpha_0) sum_j w_j]
+          = -sum_k pi_k [psi(alpha_k) - psi(alpha_0)] - H / b
+        H = sum_k q(alpha_k) - q(alpha_0) - (K - 1) psi(alpha_0), the entropy of Dir(alpha)
+        dL/dz_k = exp(z_k) { psi'(alpha_0) - pi_k psi'(alpha_k)
+            + [r(alpha_k) - r(alpha_0) - psi'(alpha_k) + K psi'(alpha_0)] / b }
 
-    z, pi [B, K] and b [B, 1] in float64; alpha_0 = sum_k alpha_k. The gradient in this closed form
-    costs less than autograd, which evaluates the digamma function psi again. It can be
-    differentiated once. Logits above LARGEST_LOGIT are clamped, so that nothing overflows, but
-    keep a gradient, which makes them smaller again.
+    with q(x) = lnGamma(x) - (x - 1) psi(x) + x and r(x) = x psi'(x) - 1. Large terms cancel within
+    q and r, and nowhere else, so that no precision is lost. z, pi [B, K] and b [B, 1] in float64;
+    alpha_0 = sum_k alpha_k. The closed form costs less than autograd, and can be differentiated
+    once. Logits outside of LOGITS are clamped to it, but keep a gradient, which pulls them back.
     """
 
     @staticmethod
     def forward(ctx, z, pi, b, offset):
-        exp_z = z.clamp_max(LARGEST_LOGIT).exp()
+        exp_z = z.clamp(*LOGITS).exp()
         alpha = exp_z + offset                                         # [B, K]
         alpha_0 = alpha.sum(-1, keepdim=True)                          # [B, 1]
-        w = (alpha - 1) / b - pi                                       # [B, K]
-        common_term = torch.polygamma(1, alpha_0) * w.sum(-1, keepdim=True)   # [B, 1]
-        ctx.save_for_backward(exp_z * (w * torch.polygamma(1, alpha) - common_term))
-        log_means = torch.digamma(alpha) - torch.digamma(alpha_0)      # [B, K]  E ln p_k
-        log_norm = torch.lgamma(alpha).sum(-1) - torch.lgamma(alpha_0)[:, 0]
-        return torch.linalg.vecdot(w, log_means) - log_norm / b[:, 0]
+        slope = torch.polygamma(1, alpha)                              # [B, K]  psi'
+        slope_0 = torch.polygamma(1, alpha_0)                          # [B, 1]
+        num_classes = z.shape[-1]
+        divergence = trigamma_rest(alpha) - trigamma_rest(alpha_0) - slope + num_classes * slope_0
+        ctx.save_for_backward(exp_z * (slope_0 - pi * slope + divergence / b))
+
+        digamma_0 = torch.digamma(alpha_0)
+        log_means = torch.digamma(alpha) - digamma_0                   # [B, K]  E ln p_k
+        entropy = entropy_part(alpha).sum(-1, keepdim=True) - entropy_part(alpha_0)
+        entropy = entropy - (num_classes - 1) * digamma_0              # [B, 1]
+        return -torch.linalg.vecdot(pi, log_means) - (entropy / b)[:, 0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         gradient, = ctx.saved_tensors
         return grad[:, None] * gradient, None, None, None
+
+
+LOGITS = (-80.0, 690.0)  # float64 holds exp(709); float32, for m = 0, a gradient of exp(80)
+LARGE = 30.0             # where the series of Stirling are exact to 1e-13
+
+
+def entropy_part(x):
+    """q(x) = lnGamma(x) - (x - 1) psi(x) + x, elementwise for x > 0 in float64."""
+    y = 1 / x
+    series = y * (-1 / 3 + y * (-1 / 12 + y * (-1 / 90 + y * (1 / 120 + y / 210))))
+    series = (x.log() + math.log(2 * math.pi * math.e)) / 2 + series
+    return torch.where(x < LARGE, torch.lgamma(x) - (x - 1) * torch.digamma(x) + x, series)
+
+
+def trigamma_rest(x):
+    """r(x) = x psi'(x) - 1, elementwise for x > 0 in float64."""
+    y = 1 / x
+    series = y * (1 / 2 + y * (1 / 6 + y.square() * (-1 / 30 + y.square() / 42)))
+    return torch.where(x < LARGE, x * torch.polygamma(1, x) - 1, series)
 
 
 def distillation_loss(loss, logits, ensemble, model_offset=1.0, target_offset=1.0):
@@ -213,16 +236,30 @@ def distillation_loss(loss, logits, ensemble, model_offset=1.0, target_offset=1.
     return rkl_proxy_loss(logits, ensemble, model_offset, target_offset)
 
 
-# Uncertainties [B]; entropies and divergences are in nats; "epistemic" is the mutual information.
-MEASURES = ("one_minus_max", "total", "aleatoric", "epistemic", "epkl", "rmi")
+# Uncertainties [B]; large ones mean uncertain. Entropies and divergences are in nats, "epistemic" is
+# the mutual information, and "energy", of a single softmax alone, is -ln sum_k exp(z_k).
+MEASURES = ("one_minus_max", "total", "aleatoric", "epistemic", "epkl", "rmi", "energy")
 
 
 class Outputs(NamedTuple):
     """What a network or an ensemble predicts for B images."""
 
-    log_probs: Tensor      # [B, K]  its prediction
-    measures: dict         # {name: [B]} of those MEASURES that it has
-    log_precision: Tensor  # [B]  ln sum_k exp(z_k); of an ensemble ln beta_0
+    log_probs: Tensor                    # [B, K]  its prediction
+    measures: dict                       # {name: [B]} of those MEASURES that it has
+    log_precision: Tensor | None = None  # [B]  ln alpha_0 of a Dirichlet distribution
+
+
+def softmax_outputs(logits):
+    """Outputs of one classifier with logits [B, K]: no epistemic uncertainty.
+
+    That of Dir(exp(z)) would depend on the scale of exp(z), which cross entropy leaves arbitrary.
+    """
+    z = logits.double()
+    log_probs = z.log_softmax(-1)
+    probs = log_probs.exp()
+    measures = {"one_minus_max": 1 - probs.amax(-1), "total": torch.special.entr(probs).sum(-1),
+                "energy": -z.logsumexp(-1)}
+    return Outputs(log_probs, measures)
 
 
 def ensemble_outputs(ensemble):
@@ -233,7 +270,7 @@ def ensemble_outputs(ensemble):
     epistemic = (total - ensemble.aleatoric).clamp_min(0)
     measures = {"one_minus_max": 1 - pi.amax(-1), "total": total, "aleatoric": ensemble.aleatoric,
                 "epistemic": epistemic, "epkl": epistemic + ensemble.rmi, "rmi": ensemble.rmi}
-    return Outputs(log_pi, measures, proxy_precision(ensemble).log())
+    return Outputs(log_pi, measures)
 
 
 def dirichlet_outputs(alpha, log_probs):
@@ -251,18 +288,6 @@ def dirichlet_outputs(alpha, log_probs):
     measures = {"one_minus_max": 1 - p.amax(-1), "total": total, "aleatoric": aleatoric,
                 "epistemic": epistemic, "epkl": epkl, "rmi": (epkl - epistemic).clamp_min(0)}
     return Outputs(log_probs, measures, alpha_0[:, 0].log())
-
-
-def softmax_outputs(logits):
-    """Outputs of one classifier with logits [B, K]: no epistemic uncertainty.
-
-    That of Dir(exp(z)) would depend on the scale of exp(z), which cross entropy leaves arbitrary.
-    """
-    z = logits.double()
-    log_probs = z.log_softmax(-1)
-    probs = log_probs.exp()
-    measures = {"one_minus_max": 1 - probs.amax(-1), "total": torch.special.entr(probs).sum(-1)}
-    return Outputs(log_probs, measures, z.logsumexp(-1))
 
 
 def student_outputs(logits):
@@ -321,19 +346,21 @@ def mimo_rows(n, subnetworks, generator, repetitions=MIMO_REPETITIONS, shared=0.
 # ---- Model --------------------------------------------------------------------------------------
 
 
-class Network(nn.Module):
-    """A backbone and a linear head: logits [B, K] of images [B, C, H, W]."""
+class Network(nn.Sequential):
+    """The layers of a backbone, then a linear head: logits [B, K] of images [B, C, H, W]."""
 
-    def __init__(self, backbone, fc):
-        super().__init__()
-        self.backbone = backbone
-        self.fc = fc
+    def __init__(self, backbone, head):
+        layers = {"backbone": backbone}
+        if isinstance(backbone, nn.Sequential):
+            layers = dict(backbone.named_children())
+        super().__init__(OrderedDict(layers, fc=head))
 
     def forward(self, x):
-        features = self.backbone(x)
+        for layer in list(self)[:-1]:
+            x = layer(x)
         # Logits are float32 even under --amp bf16: those of a student reach ln 8e9 = 23.
         with torch.autocast(x.device.type, enabled=False):
-            return self.fc(features.to(self.fc.weight.dtype))
+            return self.fc(x.to(self.fc.weight.dtype))
 
 
 def conv(c_in, c_out, kernel=3, stride=1):
@@ -350,50 +377,39 @@ def make_shortcut(c_in, c_out, stride):
     return nn.Sequential(OrderedDict(layers))
 
 
+class Block(nn.Sequential):
+    """A residual block: layers in sequence; the last one, "downsample", is the shortcut."""
+
+    def forward(self, x):
+        h = x
+        for layer in list(self)[:-1]:
+            h = layer(h)
+        return F.relu(h + self.downsample(x))
+
+
 # Layers have torchvision's names, so that its state dicts and the published checkpoints fit.
 
 
-class BasicBlock(nn.Module):
-    expansion = 1
-
-    def __init__(self, c_in, c, stride):
-        super().__init__()
-        self.conv1 = conv(c_in, c, stride=stride)
-        self.bn1 = nn.BatchNorm2d(c)
-        self.conv2 = conv(c, c)
-        self.bn2 = nn.BatchNorm2d(c)
-        self.downsample = make_shortcut(c_in, c, stride)
-        nn.init.zeros_(self.bn2.weight)  # published code: starts at zero
-
-    def forward(self, x):
-        h = F.relu(self.bn1(self.conv1(x)))
-        h = self.bn2(self.conv2(h))
-        return F.relu(h + self.downsample(x))
+def basic_block(c_in, c_out, stride):
+    layers = {"conv1": conv(c_in, c_out, stride=stride), "bn1": nn.BatchNorm2d(c_out),
+              "relu1": nn.ReLU(), "conv2": conv(c_out, c_out), "bn2": nn.BatchNorm2d(c_out),
+              "downsample": make_shortcut(c_in, c_out, stride)}
+    nn.init.zeros_(layers["bn2"].weight)  # published code: starts at zero
+    return Block(OrderedDict(layers))
 
 
-class Bottleneck(nn.Module):
-    expansion = 4
-
-    def __init__(self, c_in, c, stride):
-        super().__init__()
-        self.conv1 = conv(c_in, c, kernel=1)
-        self.bn1 = nn.BatchNorm2d(c)
-        self.conv2 = conv(c, c, stride=stride)
-        self.bn2 = nn.BatchNorm2d(c)
-        self.conv3 = conv(c, 4 * c, kernel=1)
-        self.bn3 = nn.BatchNorm2d(4 * c)
-        self.downsample = make_shortcut(c_in, 4 * c, stride)
-        nn.init.zeros_(self.bn3.weight)  # published code: starts at zero
-
-    def forward(self, x):
-        h = F.relu(self.bn1(self.conv1(x)))
-        h = F.relu(self.bn2(self.conv2(h)))
-        h = self.bn3(self.conv3(h))
-        return F.relu(h + self.downsample(x))
+def bottleneck_block(c_in, c_out, stride):
+    c = c_out // 4
+    layers = {"conv1": conv(c_in, c, kernel=1), "bn1": nn.BatchNorm2d(c), "relu1": nn.ReLU(),
+              "conv2": conv(c, c, stride=stride), "bn2": nn.BatchNorm2d(c), "relu2": nn.ReLU(),
+              "conv3": conv(c, c_out, kernel=1), "bn3": nn.BatchNorm2d(c_out),
+              "downsample": make_shortcut(c_in, c_out, stride)}
+    nn.init.zeros_(layers["bn3"].weight)  # published code: starts at zero
+    return Block(OrderedDict(layers))
 
 
-# Each of the following functions builds the feature extractor of one network, for images of `shape`
-# (C, H, W): it returns its layers, as a list or by name, and the number of features.
+# Each of the following functions builds the feature extractor of one network, for images of
+# `shape` (C, H, W): it returns its layers, as a list or by name, and the number of features.
 
 
 def convnet(args, shape):
@@ -412,14 +428,14 @@ def convnet(args, shape):
 
 
 def resnet18(args, shape):
-    return resnet(args, shape, BasicBlock, depths=(2, 2, 2, 2))
+    return resnet(args, shape, basic_block, expansion=1, depths=(2, 2, 2, 2))
 
 
 def resnet50(args, shape):
-    return resnet(args, shape, Bottleneck, depths=(3, 4, 6, 3))
+    return resnet(args, shape, bottleneck_block, expansion=4, depths=(3, 4, 6, 3))
 
 
-def resnet(args, shape, block, depths):
+def resnet(args, shape, block, expansion, depths):
     """A ResNet; images of more than 64 pixels per side get the stem for ImageNet."""
     width = max(1, round(64 * args.width))  # channels of the stem, doubled in every stage
     stem = conv(shape[0], width)
@@ -430,12 +446,13 @@ def resnet(args, shape, block, depths):
     layers = {"conv1": stem, "bn1": nn.BatchNorm2d(width), "relu": nn.ReLU(), "maxpool": pool}
     c_in = width
     for stage, depth in enumerate(depths):
+        c_out = expansion * width * 2**stage
         blocks = []
         for index in range(depth):
             # Every stage but the first one starts by halving the resolution.
             stride = 2 if stage > 0 and index == 0 else 1
-            blocks.append(block(c_in, width * 2**stage, stride))
-            c_in = block.expansion * width * 2**stage
+            blocks.append(block(c_in, c_out, stride))
+            c_in = c_out
         layers[f"layer{stage + 1}"] = nn.Sequential(*blocks)
     layers["avgpool"] = nn.AdaptiveAvgPool2d(1)
     layers["flatten"] = nn.Flatten()
@@ -470,7 +487,6 @@ LIGHTNING_NAMES = ("utilities.parsing.AttributeDict", "callbacks.model_checkpoin
                    "callbacks.early_stopping.EarlyStopping",
                    "callbacks.lr_monitor.LearningRateMonitor")
 LIGHTNING = [(OrderedDict, f"pytorch_lightning.{name}") for name in LIGHTNING_NAMES]
-OPTION_OF = {"member": "--ensemble-paths", "student": "--student-path", "mimo": "--mimo-path"}
 
 
 def read_file(path):
@@ -483,9 +499,8 @@ def read_file(path):
         state = common.load_tensors(path)
         weights = data.read_state_dict(path)
     kind = None
-    made_from = state.get("made_from")
-    if isinstance(made_from, dict):  # a checkpoint of this script
-        kind = made_from.get("kinds of networks")
+    if isinstance(state.get("made_from"), dict):  # a checkpoint of this script
+        kind = state["made_from"].get("kinds of networks")
     # Of the published networks, students alone have a loss among their options.
     options = state.get("hyper_parameters") or {}
     loss = options.get("loss_type", options.get("loss"))
@@ -497,42 +512,33 @@ def read_file(path):
 def read_network(path, kind, like, args):
     """The network of a file, and what `read_file` says it is; `like` is the test set.
 
-    kind: what it has to be, one of OPTION_OF.
+    kind: what it has to be, "member" or "student".
     """
-    weights, file_kind = read_file(path)
-    if file_kind is not None and not file_kind.startswith(kind):
-        other = file_kind.split("_")[0]
-        raise UserError(f"{path} is a {other}, not a {kind}; give it with {OPTION_OF[other]}")
-    if kind == "mimo":
-        subnetworks = max(1, len(weights.get("fc.bias", ())) // like.num_classes)
-        net = make_mimo(args, like.num_classes, like.shape, subnetworks)
-        inner = net.net
-    else:
-        net = make_network(args, like.num_classes, like.shape)
-        inner = net
-    # The published networks have torchvision's names, without "backbone.".
-    for name in list(weights):
-        if not name.startswith(("backbone.", "fc.")):
-            weights[f"backbone.{name}"] = weights.pop(name)
+    weights, found = read_file(path)
+    if found is not None and not found.startswith(kind):
+        raise UserError(f"{path} is a {found}, not a {kind}; members are given with "
+                        "--ensemble-paths, a student with --student-path")
+    source = "none"
+    if found is None and args.model.startswith("torchvision/") and not args.freeze:
+        # torchvision's heads have several names, all of which --weights FILE knows.
+        source = path
     try:
-        inner.load_state_dict(weights)
-    except RuntimeError as error:
+        # Without epochs, no head is replaced by a new one.
+        net = make_network(common.with_options(args, weights=source, epochs=0), like.num_classes,
+                           like.shape)
+        if source == "none":
+            net.load_state_dict(weights)
+    except (RuntimeError, UserError) as error:
         raise UserError(f"{path} does not fit --model {args.model} --width {args.width:g} and "
                         f"{like.num_classes} classes ({common.one_line(error)})") from None
-    return net.eval().requires_grad_(False), file_kind
-
-
-def read_student(path, like, args):
-    """The student of a file, and its name among the methods."""
-    net, kind = read_network(path, "student", like, args)
-    if kind is None:
-        common.print_on_main(f"{path} does not name its loss: it is evaluated as a student by the "
-                             "reverse KL, with the uncertainties of a Dirichlet distribution")
-        kind = "student_rkl_proxy"
-    return net, kind
+    return net.eval().requires_grad_(False), found
 
 
 # ---- Training -----------------------------------------------------------------------------------
+
+
+# The first weights of a network are determined by its seed and this number.
+KINDS = {"member": 0, "mimo": 1, "student": 2}
 
 
 class Plan(NamedTuple):
@@ -544,10 +550,6 @@ class Plan(NamedTuple):
     epochs: int
     batch_size: int   # images of a global batch
     rate: float       # the highest learning rate
-
-
-# The first weights of a network are determined by its seed and this number.
-KINDS = {"member": 0, "mimo": 1, "student": 2}
 
 
 def learning_rate(step, steps_per_epoch, epochs, schedule):
@@ -583,12 +585,11 @@ def make_optimiser(net, args):
     return torch.optim.SGD(groups, momentum=0.9, nesterov=True)
 
 
-def train(net, train_set, batch_loss, plan, args, run):
+def train(net, train_set, batch_columns, plan, args, run):
     """Minimise a loss; training resumes from the last completed epoch of the checkpoint.
 
-    batch_loss(model, batch, epoch, step) returns {name: values [b]} of the rows of this process,
-    and the number of rows of the global batch. The mean of "loss" is minimised; the means of all
-    are logged.
+    batch_columns(model, batch, epoch, step) returns {name: values [b]} of the rows of this process
+    and the number of rows of the global batch. "loss" is minimised; the means of all are logged.
     """
     optimiser = make_optimiser(net, args)
     # The order and the augmentation of the images depend only on the seed and the epoch.
@@ -606,58 +607,56 @@ def train(net, train_set, batch_loss, plan, args, run):
         # Every epoch is seeded, so that a resumed run draws the same dropout masks.
         common.seed_all(plan.seed, epoch, common.rank())
         model.train()
-        totals = 0.0  # of each column, and the number of rows
+        sums = 0.0  # of each column over the epoch, and the number of rows
         for step, batch in enumerate(common.progress(loader, epoch)):
             # A function of the step: a resumed run needs no state of a scheduler.
             done = epoch * len(loader) + step
             lr = plan.rate * learning_rate(done, len(loader), plan.epochs, args.schedule)
             for group in optimiser.param_groups:
                 group["lr"] = lr
-            columns, global_rows = batch_loss(model, batch, epoch, step)
+            columns, global_rows = batch_columns(model, batch, epoch, step)
 
             # DDP averages gradients over processes: this is the mean over the global batch.
             mean_loss = columns["loss"].sum() * common.world_size() / global_rows
             optimiser.zero_grad()
             mean_loss.backward()
             optimiser.step()
-
-            sums = [column.detach().double().sum() for column in columns.values()]
-            rows = torch.tensor(len(columns["loss"]), dtype=torch.float64).to(sums[0].device)
-            totals = totals + torch.stack(sums + [rows])
-        *means, rows = common.all_reduce(totals).tolist()
-        row = {"epoch": epoch + 1}
-        for name, total in zip(columns, means):
-            row[name] = total / rows
-        row |= {"lr": lr, "seconds": time.perf_counter() - start}
-        history.append(row)
+            sums = sums + column_sums(columns)
+        *totals, rows = common.all_reduce(sums).tolist()
+        means = {name: total / rows for name, total in zip(columns, totals)}
+        history.append({"epoch": epoch + 1, **means, "lr": lr,
+                        "seconds": time.perf_counter() - start})
         run.save(plan.name, history, plan.made_from, net=net, optimiser=optimiser)
     return net.eval().requires_grad_(False)
 
 
+def column_sums(columns):
+    """The sums of columns {name: [b]}, then the number of rows b, as one tensor in float64."""
+    sums = [column.detach().double().sum() for column in columns.values()]
+    sums.append(torch.full_like(sums[0], len(columns["loss"])))
+    return torch.stack(sums)
+
+
 def train_member(train_set, args, run, seed):
     """Step 1: train one member of the ensemble by cross entropy."""
-    def batch_loss(model, batch, epoch, step):
-        with common.autocast(args):
-            logits = model(batch.images)
-        return supervised_columns(logits, batch.labels), batch.global_size
-
     common.seed_all(seed, KINDS["member"])
     net = make_network(args, train_set.num_classes, train_set.shape)
     made_from = {**data.origin(train_set, args), "kinds of networks": "member"}
     plan = Plan(f"member-seed{seed}", made_from, seed, args.member_epochs, args.batch_size,
                 args.lr * args.batch_size / 256)
-    return train(net, train_set, batch_loss, plan, args, run)
+    return train(net, train_set, partial(member_columns, args), plan, args, run)
 
 
-def supervised_columns(logits, labels):
-    """Loss and accuracy of each row of logits [b, K]."""
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    return {"loss": losses, "accuracy": logits.argmax(1) == labels}
+def member_columns(args, model, batch, epoch, step):
+    with common.autocast(args):
+        logits = model(batch.images)
+    losses = F.cross_entropy(logits, batch.labels, reduction="none")
+    return {"loss": losses, "accuracy": logits.argmax(1) == batch.labels}, batch.global_size
 
 
 def evaluation_loader(dataset, args):
     """Batches of a set in its order, not augmented."""
-    return data.Loader(dataset, args.batch_size, args.device, workers=args.workers,
+    return data.Loader(dataset, max(512, args.batch_size), args.device, workers=args.workers,
                        channels_last=True)
 
 
@@ -668,7 +667,7 @@ class Teachers(NamedTuple):
     """The members, as the students see them."""
 
     members: list
-    cached: Ensemble | None  # float32 statistics of all training images, if these never change
+    cached: Ensemble | None = None  # float32, for all training images, if these never change
 
 
 def make_teachers(members, train_set, args):
@@ -677,7 +676,7 @@ def make_teachers(members, train_set, args):
     They are computed once for all students if the images are not augmented, and if 8 N K bytes
     are not too many; else in every step.
     """
-    teachers = Teachers(members, None)
+    teachers = Teachers(members)
     n = len(train_set)
     num_classes = train_set.num_classes
     if args.eval or args.augment or 8 * n * num_classes > CACHE_BYTES:
@@ -685,11 +684,10 @@ def make_teachers(members, train_set, args):
     shapes = [(n, num_classes), (n, num_classes), (n,), (n,)]
     cached = Ensemble(*[torch.zeros(shape, device=args.device) for shape in shapes])
     for batch in evaluation_loader(train_set, args).epoch():
-        statistics = teacher_statistics(teachers, batch, args)
-        for column, values in zip(cached, statistics):
+        for column, values in zip(cached, teacher_statistics(teachers, batch, args)):
             column[batch.index] = values.float()
-    # An all-gather of rows: each process has filled in its own, and zeros elsewhere. The processes
-    # may have different numbers of rows, which a sum does not mind.
+    # An all-gather: each process has filled in its rows of the zeros. A sum, because processes
+    # may have different numbers of rows.
     for column in cached:
         common.all_reduce(column)
     return Teachers(members, cached)
@@ -708,51 +706,67 @@ def teacher_statistics(teachers, batch, args):
 
 def train_student(loss, teachers, train_set, args, run, seed):
     """Step 3: train a student, a network like a member, from scratch; it sees no labels."""
-    def batch_loss(model, batch, epoch, step):
-        with common.autocast(args):
-            logits = model(batch.images)
-        ensemble = teacher_statistics(teachers, batch, args)
-        losses = distillation_loss(loss, logits, ensemble, args.model_offset, args.target_offset)
-        agrees = logits.argmax(1) == ensemble.log_probs.argmax(1)
-        return {"loss": losses, "agreement": agrees}, batch.global_size
-
     common.seed_all(seed, KINDS["student"])
     net = make_network(args, train_set.num_classes, train_set.shape)
-    kind = f"student_{loss}"
-    made_from = {**data.origin(train_set, args), "kinds of networks": kind,
+    made_from = {**data.origin(train_set, args), "kinds of networks": f"student_{loss}",
                  "teachers": [common.digest(member) for member in teachers.members]}
-    # The options of students alone are part of the name: with others, another student is trained
-    # beside this one, by the same members.
-    name = f"{kind}-e{args.epochs}"
+    plan = Plan(student_name(loss, len(teachers.members), args, seed), made_from, seed,
+                args.epochs, args.batch_size, args.lr * args.batch_size / 256)
+    return train(net, train_set, partial(student_columns, loss, teachers, args), plan, args, run)
+
+
+def student_name(loss, members, args, seed):
+    """The name of its checkpoint, with the options of students alone.
+
+    With other ones, the same members teach another student, which is saved beside this one.
+    """
+    name = f"student_{loss}-{args.epochs}epochs"
     if loss != "forward_kl":
         name += f"-m{args.model_offset:g}"
     if loss in ("proxy", "rkl_proxy"):
         name += f"-t{args.target_offset:g}"
-    name += f"-of{len(teachers.members)}-seed{seed}"
-    plan = Plan(name, made_from, seed, args.epochs, args.batch_size,
-                args.lr * args.batch_size / 256)
-    return train(net, train_set, batch_loss, plan, args, run)
+    return f"{name}-of{members}-seed{seed}"
+
+
+def student_columns(loss, teachers, args, model, batch, epoch, step):
+    """The loss, and what shows whether training collapses.
+
+    agreement: whether student and ensemble predict the same class; log_precision: that of
+    Dir(exp(z)) and that of the ensemble's proxy.
+    """
+    with common.autocast(args):
+        logits = model(batch.images)
+    ensemble = teacher_statistics(teachers, batch, args)
+    losses = distillation_loss(loss, logits, ensemble, args.model_offset, args.target_offset)
+    columns = {"loss": losses, "agreement": logits.argmax(1) == ensemble.log_probs.argmax(1),
+               "log_precision": logits.logsumexp(1),
+               "log_precision_of_proxy": proxy_precision(ensemble).log()}
+    return columns, batch.global_size
 
 
 def train_mimo(train_set, args, run, seed):
     """Train a MIMO network, with 2 --batch-size labels in a step (published code)."""
-    def batch_loss(model, batch, epoch, step):
-        generator = torch.Generator().manual_seed(common.derive_seed(seed, epoch, step))
-        rows = mimo_rows(batch.global_size, args.mimo, generator)
-        images, labels = mimo_batch(batch, rows)
-        with common.autocast(args):
-            logits = model(images)                                     # [b, E, K]
-        return supervised_columns(logits.flatten(0, 1), labels.flatten()), rows.numel()
-
     common.seed_all(seed, KINDS["mimo"])
     net = make_mimo(args, train_set.num_classes, train_set.shape, args.mimo)
     made_from = {**data.origin(train_set, args), "kinds of networks": "mimo"}
     # Each image is repeated for every subnetwork, so a step has fewer images than labels.
     labels_per_step = 2 * args.batch_size
     images_per_step = labels_per_step // (MIMO_REPETITIONS * args.mimo)
-    plan = Plan(f"mimo{args.mimo}-e{args.mimo_epochs}-seed{seed}", made_from, seed,
+    plan = Plan(f"mimo{args.mimo}-{args.mimo_epochs}epochs-seed{seed}", made_from, seed,
                 args.mimo_epochs, images_per_step, args.lr * labels_per_step / 256)
-    return train(net, train_set, batch_loss, plan, args, run)
+    return train(net, train_set, partial(mimo_columns, seed, args), plan, args, run)
+
+
+def mimo_columns(seed, args, model, batch, epoch, step):
+    generator = torch.Generator().manual_seed(common.derive_seed(seed, epoch, step))
+    rows = mimo_rows(batch.global_size, args.mimo, generator)
+    images, labels = mimo_batch(batch, rows)
+    with common.autocast(args):
+        logits = model(images)                                         # [b, E, K]
+    logits = logits.flatten(0, 1)
+    labels = labels.flatten()
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return {"loss": losses, "accuracy": logits.argmax(1) == labels}, rows.numel()
 
 
 def mimo_batch(batch, rows):
@@ -778,7 +792,7 @@ def mimo_batch(batch, rows):
 
 # ---- Evaluation ---------------------------------------------------------------------------------
 
-# The methods in the order of the table, and their names there.
+# The methods, and their names in the table.
 METHODS = {"single": "single network", "ensemble": "ensemble", "ensemble_proxy": "its proxy",
            "student_forward_kl": "EnD (forward KL)",
            "student_dirichlet_likelihood": "EnD2 (likelihood)",
@@ -818,26 +832,26 @@ def collect_logits(networks, dataset, args):
 
 
 def all_outputs(logits):
-    """The Outputs of each method, {method: [Outputs]}, from {network: logits}.
+    """The Outputs of each method, from {network: logits}.
 
-    Of the single networks there are as many as members; of the other methods there is one.
+    The keys are (method, 0), and for the single networks ("single", 0), ("single", 1), ...
     """
     outputs = {}
     members = [z for name, z in logits.items() if name.startswith("member")]
-    if members:
-        outputs["single"] = [softmax_outputs(z) for z in members]
+    for number, z in enumerate(members):
+        outputs["single", number] = softmax_outputs(z)
     if len(members) > 1:
         ensemble = ensemble_statistics(members)
-        outputs["ensemble"] = [ensemble_outputs(ensemble)]
-        outputs["ensemble_proxy"] = [proxy_outputs(ensemble)]
+        outputs["ensemble", 0] = ensemble_outputs(ensemble)
+        outputs["ensemble_proxy", 0] = proxy_outputs(ensemble)
     for name, z in logits.items():
         if name == "mimo":
-            outputs[name] = [ensemble_outputs(ensemble_statistics(z.unbind(1)))]
+            outputs[name, 0] = ensemble_outputs(ensemble_statistics(z.unbind(1)))
         elif name == "student_forward_kl":
-            outputs[name] = [softmax_outputs(z)]
+            outputs[name, 0] = softmax_outputs(z)
         elif name.startswith("student"):
-            outputs[name] = [student_outputs(z)]
-    return {method: outputs[method] for method in METHODS if method in outputs}
+            outputs[name, 0] = student_outputs(z)
+    return outputs
 
 
 def columns_of(log_probs, outputs, labels):
@@ -856,39 +870,34 @@ def columns_of(log_probs, outputs, labels):
         "top5": (top5 == labels[:, None]).any(1).double(),
         "brier": probs.square().sum(1) - 2 * log_prob.exp() + 1,
         "max_prob": probs.amax(1),
-        "log_precision": outputs.log_precision,
     }
+    if outputs.log_precision is not None:
+        columns["log_precision"] = outputs.log_precision
     return columns | outputs.measures
 
 
 def score(logits, classes=None):
-    """The columns of each method for a set, {method: [{name: [N]}]}, from its Logits.
+    """The columns {name: [N]} of each method for a set, with the keys of `all_outputs`.
 
     classes [n]: the only classes of this set. The logits are restricted to them before the softmax
     (published code); uncertainties still use all classes.
     """
-    blocks = {}
+    parts = {}
     # In blocks of rows, because float64 tensors of ImageNet and ten members would take 10 GB.
-    rows_of_block = max(1, 2**22 // max([1] + [z[0].numel() for z in logits.of_networks.values()]))
-    for rows in torch.arange(len(logits.labels)).split(rows_of_block):
-        part = {name: z[rows] for name, z in logits.of_networks.items()}
-        full = all_outputs(part)
+    for rows in torch.arange(len(logits.labels)).split(4096):
+        block = {name: z[rows] for name, z in logits.of_networks.items()}
+        full = all_outputs(block)
         restricted = full
         if classes is not None:
-            restricted = all_outputs({name: z[..., classes] for name, z in part.items()})
-        for method, networks in full.items():
-            for number, outputs in enumerate(networks):
-                log_probs = restricted[method][number].log_probs
-                columns = columns_of(log_probs, outputs, logits.labels[rows])
-                blocks.setdefault(method, {}).setdefault(number, []).append(columns)
+            restricted = all_outputs({name: z[..., classes] for name, z in block.items()})
+        for key, outputs in full.items():
+            columns = columns_of(restricted[key].log_probs, outputs, logits.labels[rows])
+            for name, values in columns.items():
+                parts.setdefault(key, {}).setdefault(name, []).append(values)
     scored = {}
-    for method, networks in blocks.items():
-        scored[method] = [join_blocks(parts) for parts in networks.values()]
+    for key, columns in parts.items():
+        scored[key] = {name: torch.cat(blocks) for name, blocks in columns.items()}
     return scored
-
-
-def join_blocks(parts):
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def prediction_metrics(columns):
@@ -902,10 +911,25 @@ def prediction_metrics(columns):
         "brier": columns["brier"].mean().item(),
         "ece15": float((bars.counts * gaps).sum() / bars.counts.sum()),
     }
-    for measure in MEASURES:
-        if measure in columns:
-            ratio = common.prediction_rejection_ratio(columns[measure], columns["correct"])
-            metrics[f"prr_{measure}"] = ratio
+    metrics |= published_calibration(columns["max_prob"].numpy(), columns["correct"].numpy())
+    return metrics | rejection_metrics("prr", columns)
+
+
+def published_calibration(confidence, correct):
+    """ECE and largest gap of the published code: ten bins [a, b), and one for confidence 1."""
+    bin_index = np.digitize(confidence, np.linspace(0, 1, 11))
+    gaps = np.abs(np.bincount(bin_index, confidence - correct))        # times the count of a bin
+    counts = np.bincount(bin_index).clip(1)
+    return {"ece10": float(gaps.sum() / len(correct)), "mce10": float((gaps / counts).max())}
+
+
+def rejection_metrics(title, columns):
+    """The prediction rejection ratio of each uncertainty, {"<title>_<uncertainty>": ratio}."""
+    metrics = {}
+    for name in MEASURES:
+        if name in columns:
+            ratio = common.prediction_rejection_ratio(columns[name], columns["correct"])
+            metrics[f"{title}_{name}"] = ratio
     return metrics
 
 
@@ -917,100 +941,111 @@ def detection_metrics(inside, outside):
             found = common.ood_metrics(inside[name], outside[name], larger_means="ood")
             for metric, value in found.items():
                 metrics[f"{metric}_{name}"] = value  # for example auroc_total
-    # Of a softmax, the logarithm of the precision is minus the energy score.
-    found = common.ood_metrics(inside["log_precision"], outside["log_precision"],
-                               larger_means="id")
-    metrics["auroc_precision"] = found["auroc"]
     return metrics
 
 
-def rank_correlations(student, ensemble):
+def rank_correlations(student, ensemble, proxy):
     """Spearman correlations of a student's uncertainties with the ensemble's, image by image.
 
-    They measure whether the distribution of the ensemble was distilled.
+    They measure whether the distribution of the ensemble was distilled. The precision of a student
+    is compared with that of the proxy.
     """
+    pairs = {}
+    for name in MEASURES[1:]:
+        if name in student and name in ensemble:
+            pairs[name] = (student[name], ensemble[name])
+    if "log_precision" in student:
+        pairs["precision"] = (student["log_precision"], proxy["log_precision"])
+    else:
+        # EnD is no Dirichlet distribution, but has a sum of exp(z), too.
+        pairs["precision"] = (-student["energy"], proxy["log_precision"])
     metrics = {}
-    for name in MEASURES[1:] + ("log_precision",):
-        if name not in student or name not in ensemble:
-            continue
-        values = [student[name].numpy(), ensemble[name].numpy()]
+    for name, values in pairs.items():
         # A constant has no rank correlation.
-        if all(len(np.unique(column)) > 1 for column in values):
-            title = name.removeprefix("log_")
-            metrics[f"spearman_{title}"] = float(stats.spearmanr(*values).statistic)
+        if all(column.min() < column.max() for column in values):
+            metrics[f"spearman_{name}"] = float(stats.spearmanr(*values).statistic)
     return metrics
 
 
-def costs(logits, networks):
-    """{method: [{"ms": per example, "bytes": of the weights}]}, like `score`."""
-    each = {}
+def costs(networks, logits):
+    """Milliseconds per example and bytes of the weights, with the keys of `all_outputs`."""
+    found = {}
+    team = {"ms": logits.ms_loading, "bytes": 0}
+    number = 0
     for name, net in networks.items():
         size = sum(tensor.nbytes for tensor in net.state_dict().values())
-        each[name] = {"ms": logits.ms_loading + logits.ms[name], "bytes": size}
-    members = [name for name in networks if name.startswith("member")]
-    found = {name: [cost] for name, cost in each.items()}
-    found["single"] = [each[name] for name in members]
-    ensemble = {"ms": logits.ms_loading + sum(logits.ms[name] for name in members),
-                "bytes": sum(each[name]["bytes"] for name in members)}
-    found["ensemble"] = [ensemble]
-    found["ensemble_proxy"] = [ensemble]
-    return found
+        cost = {"ms": logits.ms_loading + logits.ms[name], "bytes": size}
+        if name.startswith("member"):
+            found["single", number] = cost
+            number += 1
+            team["ms"] += logits.ms[name]
+            team["bytes"] += size
+        else:
+            found[name, 0] = cost
+    return found | {("ensemble", 0): team, ("ensemble_proxy", 0): team}
 
 
 def set_rows(name, scored, seed):
-    """Rows of prediction metrics on one set; each single network has its own seed."""
-    rows = []
-    for method, networks in scored.items():
-        for number, columns in enumerate(networks):
-            rows.append({"method": METHODS[method], "seed": seed + number, "set": name,
-                         "n": len(columns["correct"]), **prediction_metrics(columns)})
+    """{key: row} of prediction metrics on one set; each single network has its own seed."""
+    rows = {}
+    for (method, number), columns in scored.items():
+        rows[method, number] = {"method": METHODS[method], "seed": seed + number, "set": name,
+                                "n": len(columns["correct"]), **prediction_metrics(columns)}
     return rows
 
 
 def pair_rows(name, inside, other, outside, seed, selected=slice(None)):
-    """Rows of detection metrics: a set, or the `selected` part of it, against another set."""
-    rows = []
-    for method, networks in inside.items():
-        for number, columns in enumerate(networks):
-            part = {key: column[selected] for key, column in columns.items()}
-            rows.append({"method": METHODS[method], "seed": seed + number, "set": name,
-                         "against": other, "n": len(part["correct"]),
-                         **detection_metrics(part, outside[method][number])})
+    """{key: row} of detection metrics: a set, or the `selected` part of it, against another."""
+    rows = {}
+    for (method, number), columns in inside.items():
+        part = {column: values[selected] for column, values in columns.items()}
+        rows[method, number] = {"method": METHODS[method], "seed": seed + number, "set": name,
+                                "against": other, "n": len(part["correct"]),
+                                **detection_metrics(part, outside[method, number])}
     return rows
 
 
 def test_rows(name, scored, cost, seed):
-    """The rows of the test set, with times and with rank correlations of the students."""
-    for method, networks in scored.items():
-        for columns in networks:
-            if not columns["log_prob"].isfinite().all():
-                raise UserError(f"{METHODS[method]}: its logits on {name} are not finite; train it "
-                                "again with a lower --lr")
-    rows = iter(set_rows(name, scored, seed))
-    finished = []
-    for method, networks in scored.items():
-        for number, columns in enumerate(networks):
-            row = next(rows) | cost[method][number]
-            if method.startswith("student") and "ensemble" in scored:
-                row |= rank_correlations(columns, scored["ensemble"][0])
-            finished.append(row)
-    return finished
+    """The rows of the test set, with costs, and with rank correlations of the students."""
+    for (method, _), columns in scored.items():
+        if not columns["log_prob"].isfinite().all():
+            raise UserError(f"{METHODS[method]}: its logits on {name} are not finite; train it "
+                            "again with a lower --lr")
+    rows = set_rows(name, scored, seed)
+    for key, row in rows.items():
+        row |= cost[key]
+        if key[0].startswith("student") and ("ensemble", 0) in scored:
+            row |= rank_correlations(scored[key], scored["ensemble", 0],
+                                     scored["ensemble_proxy", 0])
+    return list(rows.values())
+
+
+def labelled_rows(name, scored, test_name, test_scored, seed):
+    """Rows of a set with the classes of the test set, and of the test set against it."""
+    rows = set_rows(name, scored, seed)
+    pairs = pair_rows(test_name, test_scored, name, scored, seed)
+    for key, columns in scored.items():
+        # published code ("_with_val"): rejection among the images of both sets
+        both = {name: torch.cat([test_scored[key][name], columns[name]]) for name in columns}
+        pairs[key] |= rejection_metrics("prr_both", both)
+    return list(rows.values()) + list(pairs.values())
 
 
 def ood_rows(dataset, scored, classes, test_set, test_scored, seed):
     """Rows of an OOD set; classes [n]: its classes, if the test set has them all, else None."""
-    rows = []
+    name = test_set.name
     # The folders of ImageNet-O are named after classes that its images do not belong to.
-    has_labels = classes is not None and dataset.name != "imagenet_o"
-    if has_labels or getattr(dataset, "label_probs", None) is not None:
-        rows += set_rows(dataset.name, scored, seed)
-    rows += pair_rows(test_set.name, test_scored, dataset.name, scored, seed)
+    if classes is None or dataset.name == "imagenet_o":
+        rows = list(pair_rows(name, test_scored, dataset.name, scored, seed).values())
+    else:
+        rows = labelled_rows(dataset.name, scored, name, test_scored, seed)
     if classes is not None:
-        # published code: also against the test images of the same classes alone
+        # published code ("_masked"): also against the test images of the same classes alone
         same = torch.isin(test_set.labels, classes)
         if same.any():
-            name = f"{test_set.name}, its classes"
-            rows += pair_rows(name, test_scored, dataset.name, scored, seed, same)
+            title = f"{name}, its classes"
+            pairs = pair_rows(title, test_scored, dataset.name, scored, seed, same)
+            rows += list(pairs.values())
     return rows
 
 
@@ -1035,13 +1070,16 @@ def shift_rows(rows_of_sets, corruptions):
 
 
 def mean_rows(title, rows_of_sets):
-    """The means of the metrics that all sets have, row by row: {set: title, ...}."""
+    """The rows of one corrupted set called `title`, with the means of all metrics."""
     means = []
     for rows in zip(*rows_of_sets, strict=True):
-        mean = {**rows[0], "set": title}
-        for metric, value in rows[0].items():
-            if isinstance(value, float):
-                mean[metric] = float(np.mean([row[metric] for row in rows]))
+        name = "against" if "against" in rows[0] else "set"
+        mean = {**rows[0], name: title}
+        for metric in rows[0]:
+            if metric not in ("method", "seed", "set", "against", "n"):
+                values = [row[metric] for row in rows]
+                # Without errors there is no rejection ratio.
+                mean[metric] = None if None in values else float(np.mean(values))
         means.append(mean)
     return means
 
@@ -1053,11 +1091,16 @@ BEST = ["single", "mimo", "ensemble"] + [f"student_{loss}" for loss in LOSSES]
 def write_predictions(logits, sets, run):
     """--predict: predictions.csv."""
     outputs = all_outputs(logits.of_networks)
-    best = [method for method in BEST if method in outputs][-1]
-    measures = outputs[best][0].measures
-    log_probs = outputs[best][0].log_probs
-    table = common.prediction_columns(sets.predict, {best: log_probs[None]}, sets.train.classes)
-    run.write_csv("predictions.csv", table | measures)
+    best = [method for method in BEST if (method, 0) in outputs][-1]
+    log_probs, measures, _ = outputs[best, 0]
+    predictions = {best: log_probs[None]}                              # [1, N, K]
+    members = [z for name, z in logits.of_networks.items() if name.startswith("member")]
+    if len(members) > 1:
+        predictions["ensemble"] = torch.stack(members).double().log_softmax(-1)   # [M, N, K]
+    columns = common.prediction_columns(sets.predict, predictions, sets.train.classes)
+    # A student's uncertainties are those of a Dirichlet distribution.
+    columns |= {name: values for name, values in measures.items() if name != "one_minus_max"}
+    run.write_csv("predictions.csv", columns)
 
 
 # ---- Plots --------------------------------------------------------------------------------------
@@ -1066,14 +1109,14 @@ def write_predictions(logits, sets, run):
 def plot_rejection(scored, run):
     """Rejection curves, and the precision of the students against that of the ensemble."""
     figure, (left, right) = common.make_figure(1, 2, figsize=(11.5, 4.4))
-    target = scored["ensemble"][0]["log_precision"].numpy()
+    target = scored["ensemble_proxy", 0]["log_precision"].numpy()
     # The proxy predicts, and rejects, as the ensemble does.
-    methods = [method for method in scored if method != "ensemble_proxy"]
+    methods = [method for method, number in scored if number == 0 and method != "ensemble_proxy"]
     for method, colour in zip(methods, common.colours(len(methods))):
-        columns = scored[method][0]
+        columns = scored[method, 0]
         rejected, error = common.rejection_curve(columns["total"], columns["correct"])
         left.plot(100 * rejected, 100 * error, color=colour, label=METHODS[method])
-        if method.startswith("student") and method != "student_forward_kl":
+        if "log_precision" in columns:
             right.plot(target, columns["log_precision"].numpy(), ".", ms=2, color=colour)
     left.set(xlabel="rejected as most uncertain (%)", ylabel="remaining errors (% of images)",
              xlim=(0, 100), yscale="log", ylim=(0.01, 130))
@@ -1088,7 +1131,7 @@ def plot_rejection(scored, run):
 
 # Not in the paper: its networks for small images, with the usual recipe.
 CIFAR = dict(model="resnet18", batch_size=128, lr=0.2, weight_decay=5e-4, shift="published")
-# What a preset does not say is the published recipe, the default of `parse_args`: ResNet-50, SGD at
+# What a preset does not say is the default of `parse_args`, the published recipe: ResNet-50, SGD at
 # 0.1 per 256 images, on eight GPUs with 256 images each.
 PRESETS = {
     "imagenet": dict(ood=["imagenet_o", "imagenet_a", "imagenet_r"], shift="published"),
@@ -1106,14 +1149,21 @@ PRESETS = {
     "folder": dict(model="convnet", width=0.5, members=5, epochs=40, member_epochs=40,
                    mimo_epochs=40, batch_size=16, lr=0.016, opt="adam", schedule="cosine",
                    weight_decay=0.0),
+    # Your own network: a few careful epochs, or its last layer alone.
+    "pretrained": dict(width=1.0, members=3, epochs=5, member_epochs=5, batch_size=32, lr=0.08,
+                       opt="sgd", schedule="cosine", weight_decay=1e-4, augment=True,
+                       shift="none"),
+    "frozen": dict(members=5, epochs=50, member_epochs=50, batch_size=64, lr=0.4, augment=False),
 }
-# These say which networks a study has, and how they are evaluated, but not how a member is trained:
-# a directory holds the networks of all their values, each in a checkpoint of its own.
-NOT_OF_MEMBERS = ("members", "ensemble_paths", "losses", "epochs", "model_offset", "target_offset",
-                  "mimo", "mimo_epochs", "student_path", "mimo_path", "ood", "shift",
-                  "shift_examples")
-# What identifies a directory for networks from files, of which none is trained.
-OF_FILES = ("files", "dataset", "image_size", "noise", "model", "width")
+# These say which networks a study has and how they are evaluated, but not how a member is trained.
+# They do not identify a run: its directory holds the networks of all their values, each in a
+# checkpoint of its own. ("files" is the digest of networks from files.)
+NOT_IDENTITY = ("members", "ensemble_paths", "losses", "epochs", "model_offset", "target_offset",
+                "mimo", "mimo_epochs", "student_path", "ood", "shift", "shift_examples",
+                "published_evaluation")
+# Nothing else identifies a run that trains nothing.
+IDENTITY_OF_FILES = ("files", "dataset", "image_size", "noise", "model", "weights", "freeze",
+                     "width", "amp")
 
 
 def parse_args(argv=None):
@@ -1129,64 +1179,62 @@ def parse_args(argv=None):
     add("--weight-decay", "--wd", type=at_least(0, float), default=1e-4,
         help="weight decay; none for bn1 to bn3 of residual blocks (published code: 1e-4)")
     add("--schedule", choices=["step", "cosine"], default="step",
-        help="'step' divides the learning rate by 10 after 30, 60 and 80 of 90 epochs "
-        "(paper); 'cosine' is better for short runs; the peak learning rate is --lr x "
-        "--batch-size / 256 (MIMO: twice that)")
+        help="'step' divides the learning rate by 10 after 30, 60 and 80 of 90 epochs (paper); "
+        "'cosine' is better for short runs; it starts at --lr x --batch-size / 256, MIMO at twice")
     add("--augment", action=argparse.BooleanOptionalAction, default=True,
         help="use random crops and flips (published code)")
     add("--noise", type=between(0, 5, int), default=0, metavar="SEVERITY",
         help="severity of Gaussian noise on all images, training images included (paper: 0)")
     add("--losses", nargs="*", choices=LOSSES, default=["forward_kl", "rkl_proxy"], metavar="LOSS",
-        help="train a student by each: forward_kl (EnD), dirichlet_likelihood (EnD2), "
-        "proxy (forward KL to the proxy), rkl_proxy (reverse KL, the paper's); give no "
-        "name to train no student")
+        help="train a student by each: forward_kl (EnD), dirichlet_likelihood (EnD2), proxy "
+        "(forward KL to the proxy), rkl_proxy (reverse KL, the paper's); no name: no student")
     add("--model-offset", "--model_offset", type=at_least(0, float), default=1.0,
         help="m in the concentrations exp(z) + m of a student (paper: 1)")
     add("--target-offset", "--target_offset", type=at_least(0, float), default=1.0,
-        help="t in the concentrations of the proxy, pi beta_0 + t for the forward KL and "
-        "pi (beta_0 + K t) + 1 for the reverse KL (published code: 1; the paper's "
-        "equation, of the reverse KL alone: 0)")
+        help="t in the concentrations of the proxy: pi beta_0 + t in the forward KL, "
+        "pi (beta_0 + K t) + 1 in the reverse KL (published code: 1; the paper's reverse KL: 0)")
     add("--mimo", type=at_least(0), default=0, metavar="E",
-        help="also train a MIMO network of E subnetworks (published code: 2); 0: no MIMO "
-        "network")
+        help="also train a MIMO network of E subnetworks (published code: 2); 0: none")
     add("--mimo-epochs", type=at_least(0), default=150,
         help="number of epochs of the MIMO network (published code: 150)")
     add("--ensemble-paths", "--ensemble_paths", nargs="+", default=[], metavar="FILE",
-        help="files of trained members: member-*.pt of other runs, torchvision's, or the "
-        "published Lightning checkpoints")
+        help="files of trained members: ours, state dicts, or the published Lightning checkpoints")
     add("--student-path", metavar="FILE",
-        help="evaluate a trained student (student_*.pt, or a published checkpoint)")
-    add("--mimo-path", metavar="FILE",
-        help="evaluate a trained MIMO network (mimo*.pt, or a published checkpoint)")
+        help="evaluate a trained student, student_*.pt or a Lightning checkpoint")
     add("--ood", nargs="*", default=[], metavar="NAME",
         help="out-of-distribution sets; folder:PATH is a folder of images")
     add("--shift", choices=["none", "computed", "published"], default="none",
-        help="also evaluate the test set under corruptions: computed ones, or the "
-        "published files of CIFAR-C, TinyImageNet-C and ImageNet-C")
+        help="also evaluate the test set under corruptions: computed ones, or the published files "
+        "of CIFAR-10-C, CIFAR-100-C, TinyImageNet-C and ImageNet-C")
     add("--shift-examples", type=at_least(0), default=0, metavar="N",
         help="number of test images under each corruption, evenly spaced; 0: all")
+    add("--published-evaluation", action="store_true",
+        help="resize images to 256 x 256 pixels before the crop, ImageNet-C's too, as the "
+        "published code does; its calibration errors are ece10 and mce10 in results.csv")
     args = parser.parse(argv)
     # The order of the files does not matter.
     args.ensemble_paths = sorted(args.ensemble_paths)
-    if args.student_path or args.mimo_path:
+    if args.target_offset == 0 and "losses" not in args.given:
+        # The forward KL overflows at concentrations of 0.
+        args.losses = [loss for loss in args.losses if loss != "proxy"]
+    check_options(args)
+    if args.student_path:
         # Files are evaluated, and nothing is trained.
-        common.refuse(args, ["members", "losses", "mimo"], "with --student-path or --mimo-path")
         args.losses = []
         args.mimo = 0
-    elif args.ensemble_paths:
-        common.refuse(args, ["members", "member_epochs"], "with --ensemble-paths")
-    if files_of(args):
+    if has_files(args):
         args.members = len(args.ensemble_paths)
-    check_options(args)
+    if args.losses and args.members < 2:
+        raise UserError(f"--members {args.members}: an ensemble has at least 2; to train one "
+                        "member alone, add --losses without a name")
+    if not is_trained(args):
+        args.epochs = 0
     return args
 
 
 def check_options(args):
     """Refuse options that contradict each other, or that would have no effect."""
-    if args.losses and args.members < 2:
-        raise UserError(f"--members {args.members}: an ensemble has at least 2; to train one "
-                        "member alone, add --losses without a name")
-    if args.runs > 1 and files_of(args):
+    if args.runs > 1 and has_files(args):
         raise UserError("--runs: each run has other members, but files are given; remove this "
                         "option")
     if "proxy" in args.losses and args.target_offset == 0:
@@ -1196,26 +1244,44 @@ def check_options(args):
         raise UserError("--mimo 1: a MIMO network has at least 2 subnetworks; 0: no network")
     if args.device.type == "mps":
         raise UserError("--device mps: the losses need float64, use --device cpu")
-    if not args.mimo:
-        common.refuse(args, ["mimo_epochs"], "without --mimo")
-    if not args.losses and not args.eval:
-        common.refuse(args, ["epochs", "model_offset", "target_offset"], "without --losses")
-    if args.shift == "none":
-        common.refuse(args, ["shift_examples"], "without --shift")
+    if args.published_evaluation and (args.dataset != "imagenet" or args.image_size):
+        raise UserError("--published-evaluation is for --dataset imagenet in its own size; remove "
+                        "this option or --image-size")
+
+    pretrained = args.model.startswith("torchvision/")
+    no_effect = [
+        (args.student_path, ["members", "losses", "mimo"], "with --student-path"),
+        (args.ensemble_paths, ["members", "member_epochs"], "with --ensemble-paths"),
+        (not args.mimo, ["mimo_epochs"], "without --mimo"),
+        (not args.losses and not args.eval, ["epochs", "model_offset", "target_offset"],
+         "without --losses"),
+        (args.shift == "none", ["shift_examples"], "without --shift"),
+        (not pretrained, ["weights", "freeze"], "without --model torchvision/NAME"),
+        (pretrained, ["width", "mimo"], f"with --model {args.model}"),
+        (args.freeze, ["augment", "shift"], "with --freeze"),
+    ]
+    for applies, names, reason in no_effect:
+        if applies:
+            common.refuse(args, names, reason)
 
 
-def files_of(args):
-    """The files of networks that the options name."""
-    files = args.ensemble_paths + [args.student_path, args.mimo_path]
-    return [path for path in files if path]
+def has_files(args):
+    """Whether networks are read from files."""
+    return bool(args.ensemble_paths or args.student_path)
 
 
 def is_trained(args):
-    """Whether a network is trained, not only read from files."""
-    return bool(args.losses or args.mimo or not files_of(args))
+    """Whether networks are trained."""
+    return bool(args.losses or args.mimo or not has_files(args))
 
 
 # ---- Main ---------------------------------------------------------------------------------------
+
+
+# Seeds of the noise. Computed corruptions have seed 0: no image gets the same noise twice.
+TRAIN_NOISE = 1
+TEST_NOISE = 2  # also of the set to predict
+OOD_NOISE = 3   # of the first OOD set
 
 
 def with_noise(dataset, severity, seed):
@@ -1228,17 +1294,29 @@ def with_noise(dataset, severity, seed):
     return replace(noisy, name=dataset.name)
 
 
+def in_published_size(dataset, args):
+    """published code: both sides of an image become 256 pixels, of which 224 are cut out."""
+    if args.published_evaluation and isinstance(dataset, data.StreamedSet):
+        return replace(dataset, resize=[256, 256])
+    return dataset
+
+
 def load_sets(args):
     """All sets, with --noise; no validation set is needed."""
+    preparation = data.preparation_of(args.model, args.weights, args.image_size)
     sets = data.load_sets(args.dataset, args.data_dir, val_fraction=0, image_size=args.image_size,
                           limit_train=args.limit_train, ood=args.ood,
-                          ood_required="ood" in args.given, predict=args.predict)
+                          ood_required="ood" in args.given, predict=args.predict,
+                          preparation=preparation)
     ood = {}
-    for seed, (name, dataset) in enumerate(sets.ood.items(), 2):
-        ood[name] = with_noise(dataset, args.noise, seed)
-    return sets._replace(train=with_noise(sets.train, args.noise, 0),
-                         test=with_noise(sets.test, args.noise, 1), ood=ood,
-                         predict=with_noise(sets.predict, args.noise, 1))
+    for seed, (name, dataset) in enumerate(sets.ood.items(), OOD_NOISE):
+        ood[name] = in_published_size(with_noise(dataset, args.noise, seed), args)
+    test = in_published_size(with_noise(sets.test, args.noise, TEST_NOISE), args)
+    sets = sets._replace(train=with_noise(sets.train, args.noise, TRAIN_NOISE), test=test, ood=ood,
+                         predict=with_noise(sets.predict, args.noise, TEST_NOISE))
+    if args.freeze:
+        sets = data.frozen_features(sets, args)
+    return sets
 
 
 def known_classes(dataset, test_set):
@@ -1268,11 +1346,9 @@ def find_corruptions(test_set, args):
     kinds = []
     if args.shift == "published" and name in data.CORRUPTED:
         kinds = data.corruption_kinds(name, args.data_dir)
-    if kinds:
-        return Corruptions(data.corrupted_name(name, kinds), kinds)
-    if args.shift == "published" and "shift" in args.given:
+    if args.shift == "published" and "shift" in args.given and not kinds:
         raise UserError(f"--shift published: {name} not found; use --shift none or computed")
-    return Corruptions(name, [])
+    return Corruptions(data.corrupted_name(name, kinds), kinds)
 
 
 def corrupted_set(test_set, kind, severity, args):
@@ -1280,9 +1356,10 @@ def corrupted_set(test_set, kind, severity, args):
     limit = args.shift_examples or None
     if args.shift == "computed":
         return data.corrupted(data.evenly(test_set, limit), kind, severity)
-    dataset = data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir)
-    dataset = data.match(data.evenly(dataset, limit), test_set)
-    return with_noise(dataset, args.noise, 1)
+    dataset = data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir,
+                                  image_size=test_set.shape[-1])
+    dataset = data.match(data.evenly(in_published_size(dataset, args), limit), test_set)
+    return with_noise(dataset, args.noise, TEST_NOISE)
 
 
 def limit_batch_size(train_set, args):
@@ -1322,77 +1399,45 @@ def read_files(like, args):
     for number, path in enumerate(args.ensemble_paths):
         networks[f"member{number}"], _ = read_network(path, "member", like, args)
     if args.student_path:
-        net, name = read_student(args.student_path, like, args)
+        net, name = read_network(args.student_path, "student", like, args)
+        if name is None:
+            common.print_on_main(f"{args.student_path} does not name its loss: it is evaluated as "
+                                 "a student by the reverse KL, a Dirichlet distribution")
+            name = "student_rkl_proxy"
         networks[name] = net
-    if args.mimo_path:
-        networks["mimo"], _ = read_network(args.mimo_path, "mimo", like, args)
     return networks
 
 
-def open_study(args):
-    """The run directory of members and their students.
-
-    The digest of members from files is part of its name: other files have another directory.
-    """
-    name = [data.set_name(args.dataset), args.model]
-    if args.width != 1:
-        name.append(f"w{args.width:g}")
-    files = files_of(args)
-    if files:
-        args = common.with_options(args, files=common.on_main(digest_of_files, files))
-        name.append(f"of_{args.files}")
-    name.append(f"seed{args.seed}")
-    return common.Run(args, "proxy_distill", common.join_name(*name), NOT_OF_MEMBERS)
+def run_name(args):
+    """The name of the run directory; with other files it is another one."""
+    width = f"w{args.width:g}" if args.width != 1 else None
+    frozen = "frozen" if args.freeze else None
+    files = f"files_{args.files}" if args.files else None
+    seed = f"seed{args.seed}" if is_trained(args) else None
+    name = data.set_name(args.dataset)
+    return common.join_name(name, args.model, width, frozen, files, seed)
 
 
-def open_files(args):
-    """The run directory of networks from files, of which none is trained."""
-    args = common.with_options(args, files=common.on_main(digest_of_files, files_of(args)),
-                               eval=False)
-    name = [data.set_name(args.dataset), args.model]
-    if args.width != 1:
-        name.append(f"w{args.width:g}")
-    name.append(f"files_{args.files}")
-    others = [option for option in common.options(args) if option not in OF_FILES]
-    return common.Run(args, "proxy_distill", common.join_name(*name), others)
-
-
-def digest_of_files(paths):
-    """Eight hexadecimal digits from the content of files, whatever their names and their order."""
-    digests = []
-    for path in paths:
-        try:
-            digests.append(hashlib.sha256(Path(path).read_bytes()).hexdigest())
-        except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}); check the path") from None
-    return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()[:8]
-
-
-def train_networks(networks, sets, seed, args, run):
-    """Add the members that are not from files, the students and the MIMO network."""
-    if not networks:
-        for number in range(args.members):
-            networks[f"member{number}"] = train_member(sets.train, args, run, seed + number)
-    if args.losses:
-        members = [net for name, net in networks.items() if name.startswith("member")]
-        teachers = make_teachers(members, sets.train, args)
-        for loss in args.losses:
-            student = train_student(loss, teachers, sets.train, args, run, seed)
-            networks[f"student_{loss}"] = student
-    if args.mimo:
-        networks["mimo"] = train_mimo(sets.train, args, run, seed)
-    return networks
-
-
-def evaluate(networks, sets, seed, args, run):
+def evaluate(networks, sets, corruptions, seed, args, run):
     """The rows of one run, and the picture and the predictions of the first one."""
     logits = collect_logits(networks, sets.test, args)
+    cost = costs(networks, logits)
     test_scored = score(logits)
-    rows = common.on_main(test_rows, sets.test.name, test_scored, costs(logits, networks), seed)
+    name = sets.test.name
+    rows = common.on_main(test_rows, name, test_scored, cost, seed)
     for dataset in sets.ood.values():
         classes = known_classes(dataset, sets.test)
         scored = score(collect_logits(networks, dataset, args), classes)
         rows += common.on_main(ood_rows, dataset, scored, classes, sets.test, test_scored, seed)
+    shifted = {}
+    for kind, severity in itertools.product(corruptions.kinds, data.SEVERITIES):
+        dataset = corrupted_set(sets.test, kind, severity, args)
+        scored = score(collect_logits(networks, dataset, args))
+        title = f"{corruptions.name} {kind} {severity}"
+        shifted[kind, severity] = common.on_main(labelled_rows, title, scored, name, test_scored,
+                                                 seed)
+    rows += shift_rows(shifted, corruptions)
+
     if seed == args.seed and sets.predict is not None:
         logits = collect_logits(networks, sets.predict, args)
         common.on_main(write_predictions, logits, sets, run)
@@ -1401,19 +1446,9 @@ def evaluate(networks, sets, seed, args, run):
     return rows
 
 
-def evaluate_shift(networks, test_set, corruptions, seed, args):
-    """The rows of the test set under all corruptions."""
-    rows = {}
-    for kind, severity in itertools.product(corruptions.kinds, data.SEVERITIES):
-        dataset = corrupted_set(test_set, kind, severity, args)
-        scored = score(collect_logits(networks, dataset, args))
-        name = f"{corruptions.name} {kind} {severity}"
-        rows[kind, severity] = common.on_main(set_rows, name, scored, seed)
-    return shift_rows(rows, corruptions)
-
-
-COLUMNS = ["accuracy", "nll", "ece15", "prr_total", "spearman_precision", "ms",
-           "auroc_epistemic", "auroc_total", "auroc_precision"]
+# The columns of the table that is printed; results.csv has all of them.
+COLUMNS = ["accuracy", "nll", "ece15", "prr_total", "spearman_precision", "ms", "auroc_total",
+           "auroc_epistemic"]
 
 
 def main(argv=None):
@@ -1426,21 +1461,36 @@ def main(argv=None):
     from_files = read_files(sets.test, args)
     if is_trained(args):
         check_network(sets.train, args)
-        run = open_study(args)
-    else:
-        run = open_files(args)
+    # Whatever their names and their order, equal files have equal digests.
+    digests = sorted(common.digest(net) for net in from_files.values())
+    args.files = None
+    if digests:
+        args.files = hashlib.sha256("".join(digests).encode()).hexdigest()[:8]
+    evaluation_options = NOT_IDENTITY
+    if not is_trained(args):
+        evaluation_options = set(vars(args)) - set(IDENTITY_OF_FILES)
+    run = common.Run(args, "proxy_distill", run_name(args), evaluation_options)
     rows = []
-    shown = []
     for number in range(args.runs):
         # Each run has members of its own.
         seed = args.seed + number * args.members
         networks = dict(from_files)
-        if is_trained(args):
-            networks = train_networks(networks, sets, seed, args, run)
-        found = evaluate(networks, sets, seed, args, run)
-        # The table shows the test set; results.csv has all rows.
-        shown += [row for row in found if row["set"] == sets.test.name]
-        rows += found + evaluate_shift(networks, sets.test, corruptions, seed, args)
+        if not from_files:
+            for member in range(args.members):
+                net = train_member(sets.train, args, run, seed + member)
+                networks[f"member{member}"] = net
+        if args.losses:
+            teachers = make_teachers(list(networks.values()), sets.train, args)
+            for loss in args.losses:
+                net = train_student(loss, teachers, sets.train, args, run, seed)
+                networks[f"student_{loss}"] = net
+        if args.mimo:
+            networks["mimo"] = train_mimo(sets.train, args, run, seed)
+        rows += evaluate(networks, sets, corruptions, seed, args, run)
+    # The table shows the test set, alone and against the OOD sets.
+    others = [None] + list(sets.ood)
+    shown = [row for row in rows
+             if row["set"] == sets.test.name and row.get("against") in others]
     return run.report(rows, COLUMNS, shown)
 
 
