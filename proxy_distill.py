@@ -24,7 +24,7 @@ Usage:
 Expected (more in tests/RESULTS.md): to be measured.
 
 Differences from the published code (github.com/yandex-research/proxy-dirichlet-distillation):
-  - The default loss is the paper's (there, for ImageNet, the forward KL); offsets are 1 (there, 0).
+  - The default loss is the paper's (there, for ImageNet: forward KL); offsets are 1 (there, 0).
   - Kept: the target of the reverse KL has precision beta_0 + 2 K (--target-offset 0: the paper's
     beta_0 + K).
   - RMI is float64 and at least 0 (there, float32: identical members have negative precisions).
@@ -70,7 +70,7 @@ from common import UserError, at_least, between
 
 # ---- Method -------------------------------------------------------------------------------------
 # The paper, as functions of tensors. This section runs alone: paste it below the imports, of which
-# it needs those of math, typing and torch. B images, M members, K classes; z [B, K] are a student's
+# it needs those of math, typing and torch. B images, M members, K classes; z [B, K]: a student's
 # logits. All results are float64.
 
 LOSSES = ("forward_kl", "dirichlet_likelihood", "proxy", "rkl_proxy")
@@ -187,17 +187,19 @@ class ReverseKL(torch.autograd.Function):
         exp_z = z.clamp(*LOGITS).exp()
         alpha = exp_z + offset                                         # [B, K]
         alpha_0 = alpha.sum(-1, keepdim=True)                          # [B, 1]
-        slope = torch.polygamma(1, alpha)                              # [B, K]  psi'
-        slope_0 = torch.polygamma(1, alpha_0)                          # [B, 1]
         num_classes = z.shape[-1]
-        divergence = trigamma_rest(alpha) - trigamma_rest(alpha_0) - slope + num_classes * slope_0
-        ctx.save_for_backward(exp_z * (slope_0 - pi * slope + divergence / b))
+        trigamma = torch.polygamma(1, alpha)
+        trigamma_0 = torch.polygamma(1, alpha_0)
+        bracket = trigamma_rest(alpha, trigamma) - trigamma_rest(alpha_0, trigamma_0)
+        bracket = bracket - trigamma + num_classes * trigamma_0
+        ctx.save_for_backward(exp_z * (trigamma_0 - pi * trigamma + bracket / b))
 
+        digamma = torch.digamma(alpha)
         digamma_0 = torch.digamma(alpha_0)
-        log_means = torch.digamma(alpha) - digamma_0                   # [B, K]  E ln p_k
-        entropy = entropy_part(alpha).sum(-1, keepdim=True) - entropy_part(alpha_0)
-        entropy = entropy - (num_classes - 1) * digamma_0              # [B, 1]
-        return -torch.linalg.vecdot(pi, log_means) - (entropy / b)[:, 0]
+        entropy = entropy_part(alpha, digamma).sum(-1, keepdim=True)   # [B, 1]
+        entropy = entropy - entropy_part(alpha_0, digamma_0) - (num_classes - 1) * digamma_0
+        # The means of ln p_k are digamma - digamma_0.
+        return torch.linalg.vecdot(pi, digamma_0 - digamma) - (entropy / b)[:, 0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -207,22 +209,20 @@ class ReverseKL(torch.autograd.Function):
 
 
 LOGITS = (-80.0, 690.0)  # float64 holds exp(709); float32, for m = 0, a gradient of exp(80)
-LARGE = 30.0             # where the series of Stirling are exact to 1e-13
+LARGE = 1000.0           # where three terms of Stirling's series are exact to 1e-13
 
 
-def entropy_part(x):
-    """q(x) = lnGamma(x) - (x - 1) psi(x) + x, elementwise for x > 0 in float64."""
+def entropy_part(x, digamma):
+    """q(x) = lnGamma(x) - (x - 1) psi(x) + x, elementwise for x > 0, given psi(x); float64."""
     y = 1 / x
-    series = y * (-1 / 3 + y * (-1 / 12 + y * (-1 / 90 + y * (1 / 120 + y / 210))))
-    series = (x.log() + math.log(2 * math.pi * math.e)) / 2 + series
-    return torch.where(x < LARGE, torch.lgamma(x) - (x - 1) * torch.digamma(x) + x, series)
+    series = (x.log() + math.log(2 * math.pi * math.e)) / 2 - y * (1 / 3 + y * (1 / 12 + y / 90))
+    return torch.where(x < LARGE, torch.lgamma(x) - (x - 1) * digamma + x, series)
 
 
-def trigamma_rest(x):
-    """r(x) = x psi'(x) - 1, elementwise for x > 0 in float64."""
+def trigamma_rest(x, trigamma):
+    """r(x) = x psi'(x) - 1, elementwise for x > 0, given psi'(x); float64."""
     y = 1 / x
-    series = y * (1 / 2 + y * (1 / 6 + y.square() * (-1 / 30 + y.square() / 42)))
-    return torch.where(x < LARGE, x * torch.polygamma(1, x) - 1, series)
+    return torch.where(x < LARGE, x * trigamma - 1, y * (1 / 2 + y / 6))
 
 
 def distillation_loss(loss, logits, ensemble, model_offset=1.0, target_offset=1.0):
@@ -236,8 +236,8 @@ def distillation_loss(loss, logits, ensemble, model_offset=1.0, target_offset=1.
     return rkl_proxy_loss(logits, ensemble, model_offset, target_offset)
 
 
-# Uncertainties [B]; large ones mean uncertain. Entropies and divergences are in nats, "epistemic" is
-# the mutual information, and "energy", of a single softmax alone, is -ln sum_k exp(z_k).
+# Uncertainties [B], large where uncertain. Entropies and divergences are in nats; "epistemic" is
+# the mutual information; "energy", of a single softmax alone, is -ln sum_k exp(z_k).
 MEASURES = ("one_minus_max", "total", "aleatoric", "epistemic", "epkl", "rmi", "energy")
 
 
@@ -709,7 +709,7 @@ def train_student(loss, teachers, train_set, args, run, seed):
     common.seed_all(seed, KINDS["student"])
     net = make_network(args, train_set.num_classes, train_set.shape)
     made_from = {**data.origin(train_set, args), "kinds of networks": f"student_{loss}",
-                 "teachers": [common.digest(member) for member in teachers.members]}
+                 "teachers": sorted(common.digest(member) for member in teachers.members)}
     plan = Plan(student_name(loss, len(teachers.members), args, seed), made_from, seed,
                 args.epochs, args.batch_size, args.lr * args.batch_size / 256)
     return train(net, train_set, partial(student_columns, loss, teachers, args), plan, args, run)
@@ -801,12 +801,9 @@ METHODS = {"single": "single network", "ensemble": "ensemble", "ensemble_proxy":
 
 
 class Logits(NamedTuple):
-    """The logits of all networks for a set, in the order of the set, on the CPU.
+    """What all networks predict for a set; nothing on processes other than the main one."""
 
-    On processes other than the main one, there are no networks.
-    """
-
-    of_networks: dict  # {network: [N, K] float32, or [N, E, K] of MIMO}
+    of_networks: dict  # {network: [N, K] float32 on the CPU, or [N, E, K] of MIMO}
     labels: Tensor     # [N]
     ms: dict           # {network: time of its forward passes, in milliseconds per example}
     ms_loading: float  # time of everything else, mostly loading, in milliseconds per example
@@ -857,8 +854,7 @@ def all_outputs(logits):
 def columns_of(log_probs, outputs, labels):
     """What the metrics need to know of each example, {name: [n]}.
 
-    labels [n] index the columns of log_probs; for a set with other classes only uncertainties are
-    meaningful.
+    labels [n] index the columns of log_probs; where they do not, only uncertainties mean anything.
     """
     known = labels.clamp(0, log_probs.shape[1] - 1)
     log_prob = log_probs.gather(1, known[:, None])[:, 0]               # [n]  ln p(label)
@@ -945,20 +941,15 @@ def detection_metrics(inside, outside):
 
 
 def rank_correlations(student, ensemble, proxy):
-    """Spearman correlations of a student's uncertainties with the ensemble's, image by image.
-
-    They measure whether the distribution of the ensemble was distilled. The precision of a student
-    is compared with that of the proxy.
-    """
+    """Spearman correlations of uncertainties: was the ensemble's distribution distilled?"""
     pairs = {}
     for name in MEASURES[1:]:
         if name in student and name in ensemble:
             pairs[name] = (student[name], ensemble[name])
-    if "log_precision" in student:
-        pairs["precision"] = (student["log_precision"], proxy["log_precision"])
-    else:
-        # EnD is no Dirichlet distribution, but has a sum of exp(z), too.
-        pairs["precision"] = (-student["energy"], proxy["log_precision"])
+    log_precision = student.get("log_precision")
+    if log_precision is None:
+        log_precision = -student["energy"]  # EnD is not Dirichlet, but has a sum of exp(z), too
+    pairs["precision"] = (log_precision, proxy["log_precision"])
     metrics = {}
     for name, values in pairs.items():
         # A constant has no rank correlation.
@@ -1131,8 +1122,7 @@ def plot_rejection(scored, run):
 
 # Not in the paper: its networks for small images, with the usual recipe.
 CIFAR = dict(model="resnet18", batch_size=128, lr=0.2, weight_decay=5e-4, shift="published")
-# What a preset does not say is the default of `parse_args`, the published recipe: ResNet-50, SGD at
-# 0.1 per 256 images, on eight GPUs with 256 images each.
+# Beside these, the defaults of `parse_args` are the published recipe.
 PRESETS = {
     "imagenet": dict(ood=["imagenet_o", "imagenet_a", "imagenet_r"], shift="published"),
     "tiny_imagenet": dict(model="resnet18", batch_size=256, shift="published"),
@@ -1157,11 +1147,11 @@ PRESETS = {
 }
 # These say which networks a study has and how they are evaluated, but not how a member is trained.
 # They do not identify a run: its directory holds the networks of all their values, each in a
-# checkpoint of its own. ("files" is the digest of networks from files.)
+# checkpoint of its own.
 NOT_IDENTITY = ("members", "ensemble_paths", "losses", "epochs", "model_offset", "target_offset",
                 "mimo", "mimo_epochs", "student_path", "ood", "shift", "shift_examples",
                 "published_evaluation")
-# Nothing else identifies a run that trains nothing.
+# Nothing but these identifies a run that trains nothing; "files" is the digest of its networks.
 IDENTITY_OF_FILES = ("files", "dataset", "image_size", "noise", "model", "weights", "freeze",
                      "width", "amp")
 
@@ -1222,7 +1212,7 @@ def parse_args(argv=None):
         # Files are evaluated, and nothing is trained.
         args.losses = []
         args.mimo = 0
-    if has_files(args):
+    if args.student_path or args.ensemble_paths:
         args.members = len(args.ensemble_paths)
     if args.losses and args.members < 2:
         raise UserError(f"--members {args.members}: an ensemble has at least 2; to train one "
@@ -1234,9 +1224,8 @@ def parse_args(argv=None):
 
 def check_options(args):
     """Refuse options that contradict each other, or that would have no effect."""
-    if args.runs > 1 and has_files(args):
-        raise UserError("--runs: each run has other members, but files are given; remove this "
-                        "option")
+    if args.runs > 1 and (args.ensemble_paths or args.student_path):
+        raise UserError("--runs: each run has other members, but files are given; remove it")
     if "proxy" in args.losses and args.target_offset == 0:
         raise UserError("--target-offset 0: the loss 'proxy' overflows at concentrations of 0; "
                         "use another --target-offset, or --losses without it")
@@ -1265,18 +1254,13 @@ def check_options(args):
             common.refuse(args, names, reason)
 
 
-def has_files(args):
-    """Whether networks are read from files."""
-    return bool(args.ensemble_paths or args.student_path)
-
-
 def is_trained(args):
-    """Whether networks are trained."""
-    return bool(args.losses or args.mimo or not has_files(args))
+    """Whether networks are trained, not only read from files."""
+    from_files = args.ensemble_paths or args.student_path
+    return bool(args.losses or args.mimo or not from_files)
 
 
 # ---- Main ---------------------------------------------------------------------------------------
-
 
 # Seeds of the noise. Computed corruptions have seed 0: no image gets the same noise twice.
 TRAIN_NOISE = 1
@@ -1363,10 +1347,8 @@ def corrupted_set(test_set, kind, severity, args):
 
 
 def limit_batch_size(train_set, args):
-    """The options, with a --batch-size of at most the number of training images.
-
-    The learning rate is proportional to the number of images that a batch can have.
-    """
+    """The options, with a --batch-size of at most the number of training images."""
+    # The learning rate is proportional to the number of images that a batch can have.
     batch_size = min(args.batch_size, len(train_set))
     # Each subnetwork of MIMO takes its share of the batch, in each process.
     smallest = args.mimo * common.world_size()
@@ -1408,14 +1390,30 @@ def read_files(like, args):
     return networks
 
 
-def run_name(args):
-    """The name of the run directory; with other files it is another one."""
+def open_study(args):
+    """The run directory of members and their students; with other files it is another one."""
+    return common.Run(args, "proxy_distill", run_name(args, f"seed{args.seed}"), NOT_IDENTITY)
+
+
+def open_files(args):
+    """The run directory of networks from files, none of which is trained."""
+    others = set(vars(args)) - set(IDENTITY_OF_FILES)
+    return common.Run(args, "proxy_distill", run_name(args), others)
+
+
+def run_name(args, seed=None):
     width = f"w{args.width:g}" if args.width != 1 else None
     frozen = "frozen" if args.freeze else None
     files = f"files_{args.files}" if args.files else None
-    seed = f"seed{args.seed}" if is_trained(args) else None
-    name = data.set_name(args.dataset)
-    return common.join_name(name, args.model, width, frozen, files, seed)
+    return common.join_name(data.set_name(args.dataset), args.model, width, frozen, files, seed)
+
+
+def digest_of(networks):
+    """Eight hexadecimal digits that tell networks from others, in any order; None of none."""
+    digests = sorted(common.digest(net) for net in networks.values())
+    if not digests:
+        return None
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:8]
 
 
 def evaluate(networks, sets, corruptions, seed, args, run):
@@ -1459,31 +1457,25 @@ def main(argv=None):
     args = limit_batch_size(sets.train, args)
     corruptions = find_corruptions(sets.test, args)
     from_files = read_files(sets.test, args)
+    args.files = digest_of(from_files)
     if is_trained(args):
         check_network(sets.train, args)
-    # Whatever their names and their order, equal files have equal digests.
-    digests = sorted(common.digest(net) for net in from_files.values())
-    args.files = None
-    if digests:
-        args.files = hashlib.sha256("".join(digests).encode()).hexdigest()[:8]
-    evaluation_options = NOT_IDENTITY
-    if not is_trained(args):
-        evaluation_options = set(vars(args)) - set(IDENTITY_OF_FILES)
-    run = common.Run(args, "proxy_distill", run_name(args), evaluation_options)
+        run = open_study(args)
+    else:
+        run = open_files(args)
     rows = []
     for number in range(args.runs):
         # Each run has members of its own.
         seed = args.seed + number * args.members
         networks = dict(from_files)
         if not from_files:
-            for member in range(args.members):
-                net = train_member(sets.train, args, run, seed + member)
-                networks[f"member{member}"] = net
+            for m in range(args.members):
+                networks[f"member{m}"] = train_member(sets.train, args, run, seed + m)
         if args.losses:
             teachers = make_teachers(list(networks.values()), sets.train, args)
-            for loss in args.losses:
-                net = train_student(loss, teachers, sets.train, args, run, seed)
-                networks[f"student_{loss}"] = net
+        for loss in args.losses:
+            student = train_student(loss, teachers, sets.train, args, run, seed)
+            networks[f"student_{loss}"] = student
         if args.mimo:
             networks["mimo"] = train_mimo(sets.train, args, run, seed)
         rows += evaluate(networks, sets, corruptions, seed, args, run)

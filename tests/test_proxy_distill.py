@@ -300,16 +300,13 @@ def test_mimo_rows(n, r, p, e):
         assert own == 102 and (rows[:102, 0] == rows[:102, 1]).sum() < 10
 
 
-def test_mimo_pairs_images_with_their_labels_and_repeats_a_single_image():
+def test_mimo_pairs_images_with_their_labels():
     labels = torch.arange(8)
     images = labels[:, None, None, None].expand(8, 3, 2, 2).float()
     rows = pd.mimo_rows(8, 2, torch.Generator().manual_seed(1), shared=0.3)
     x, y = pd.mimo_batch(data.Batch(images, labels, labels, 8), rows)
     assert y.shape == (16, 2) and not torch.equal(y[:, 0], y[:, 1])
     assert torch.equal(x, y[:, :, None, None, None].expand(16, 2, 3, 2, 2).float())
-    mimo = pd.MIMO(torch.nn.Flatten(), 2)
-    assert torch.equal(mimo(images), torch.stack([images.flatten(1)] * 2, 1))
-    assert torch.equal(mimo(x), x.flatten(2))
 
 
 # ---- Model, files -------------------------------------------------------------------------------
@@ -322,13 +319,11 @@ def arguments(**changes):
     return Namespace(**{**values, **changes})
 
 
-def network(model="resnet50", classes=1000, size=224, channels=3, width=1.0):
-    return pd.make_network(arguments(model=model, width=width), classes, (channels, size, size))
-
-
-def mimo_network(model, classes, size, subnetworks, channels=3, width=1.0):
+def network(model="resnet50", classes=1000, size=224, channels=3, width=1.0, subnetworks=None):
     args = arguments(model=model, width=width)
-    return pd.make_mimo(args, classes, (channels, size, size), subnetworks)
+    if subnetworks:
+        return pd.make_mimo(args, classes, (channels, size, size), subnetworks)
+    return pd.make_network(args, classes, (channels, size, size))
 
 
 def count(net):
@@ -338,7 +333,7 @@ def count(net):
 def test_parameters_and_residual_branches():
     one = network()
     assert count(one) == 25_557_032 and count(network("resnet18")) == 11_689_512
-    assert count(mimo_network("resnet50", 1000, 224, 2)) == 27_615_440
+    assert count(network("resnet50", 1000, 224, subnetworks=2)) == 27_615_440
     groups = pd.make_optimiser(one, Namespace(opt="sgd", weight_decay=1e-4)).param_groups
     sizes = {}
     for group in groups:
@@ -357,7 +352,7 @@ def test_parameters_and_residual_branches():
 def test_output_shapes_and_a_head_in_float32(model, size):
     x = torch.randn(2, 1, size, size)
     net = network(model, 7, size, 1, 0.25).eval()
-    mimo = mimo_network(model, 7, size, 3, 1, 0.25).eval()
+    mimo = network(model, 7, size, 1, 0.25, subnetworks=3).eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert net(x).shape == (2, 7) and net(x).dtype == torch.float32
         assert mimo(x).shape == (2, 3, 7) and mimo(x).dtype == torch.float32
@@ -963,7 +958,7 @@ def test_options_of_students_train_no_member_again(small, tmp_path, capsys):
     assert "made with other options: lr 0.5" in refusal(pd.main, small("run --lr 7"))
 
 
-def test_members_of_several_commands_are_the_members_of_one(small, tmp_path):
+def test_members_of_several_commands_are_the_members_of_one(small, images, tmp_path):
     """Trained one by one, with seeds from 0, and given as Lightning's files: the same students."""
     whole = pd.main(small("whole --seed 0"))
     root = tmp_path / "proxy_distill"
@@ -972,26 +967,19 @@ def test_members_of_several_commands_are_the_members_of_one(small, tmp_path):
     for path, file in zip(paths, ("m1/member-seed1.pt", "m0/member-seed0.pt", f"whole/{student}")):
         if path.stem in "01":
             pd.main(given(small(f"m{path.stem} --seed {path.stem}"), "--members", 1, "--losses",
-                          without=["--epochs"]))
+                          "--predict", f"folder:{images}/own/test", without=["--epochs"]))
         net = network("convnet", 3, 32, width=0.1)
         net.load_state_dict(weights(root / file))
         options = dict(loss_type="rkl_proxy") if path.stem == "student" else {}
         save_as_lightning(path, net, "1.5", **options)
+    # Where there is no ensemble and no student, --predict is by the network itself.
+    lines = list(csv.DictReader((root / "m1/predictions.csv").open()))
+    assert len(lines) == 11 and {line["epistemic"] for line in lines} == {""}
     pd.main(given(small("taught --seed 0"), "--ensemble-paths", *paths[:2]))
     assert equal(weights(root / "taught" / student), weights(root / "whole" / student))
     files = given(small("files --seed 0"), "--ensemble-paths", *paths[:2], "--student-path",
                   paths[2], without=FILES)
     assert timeless(pd.main(files)) == timeless(whole)
-
-
-def test_a_single_member_predicts(small, images, tmp_path):
-    """Where no ensemble and no student was asked for, --predict is by the network itself."""
-    options = given(small(f"run --predict folder:{images}/own/test"), "--members", 1, "--losses",
-                    without=["--members", "--epochs", "--losses"])
-    rows = pd.main(options)
-    assert {row["method"] for row in rows} == {"single network"}
-    lines = list(csv.DictReader((tmp_path / "proxy_distill/run/predictions.csv").open()))
-    assert len(lines) == 11 and {line["epistemic"] for line in lines} == {""}
 
 
 FILES = ["--losses", "--members", "--member-epochs", "--epochs"]
