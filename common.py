@@ -951,6 +951,8 @@ def load_tensors(path):
         file.seek(0)
         if not damaged:
             state = torch.load(file, map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
     except Exception as error:  # of many types; PyTorch's own text proposes weights_only=False
         if "Unsupported global" in str(error):
             raise UserError(f"{path} holds a whole pickled network, which can run any code when it "
@@ -1179,7 +1181,8 @@ class Run:
             self.write("results.csv", to_csv(rows))
             if self.args.plot and any(self.histories.values()):
                 self.save_figure(draw_histories(self.histories), "training.png")
-            print(f"\n{format_results(as_json(shown or rows), columns)}\n", flush=True)
+            text = format_results(rows if shown is None else as_json(shown), columns)
+            print(f"\n{text}\n", flush=True)
             if self.writable:
                 print(f"results, pictures and log files are in {self.dir}", flush=True)
 

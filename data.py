@@ -26,8 +26,7 @@ import os
 import random
 import re
 import unicodedata
-import weakref
-from collections import Counter, namedtuple
+from collections import Counter, OrderedDict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial, wraps
@@ -38,9 +37,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont, ImageOps
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils.data import DataLoader
 from torchvision import datasets as tv
+from torchvision import models
 from torchvision.datasets.utils import download_url
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms import functional as TF
@@ -383,7 +384,6 @@ def entries_of(rows, counts):
     return torch.arange(len(shift)) + shift
 
 
-_digests = weakref.WeakKeyDictionary()  # {set: digest}
 UNSEEN = ("name", "root", "files", "key")  # fields that training does not see
 
 
@@ -394,9 +394,9 @@ def digest(dataset):
     classes, but not the name of the set. Streamed files count by relative name, size and time of
     the last change. All processes call this together; the main process computes it, once per set.
     """
-    if dataset not in _digests:
-        _digests[dataset] = common.on_main(_hash, dataset)
-    return _digests[dataset]
+    if "digest" not in vars(dataset):
+        vars(dataset)["digest"] = common.on_main(_hash, dataset)
+    return vars(dataset)["digest"]
 
 
 def _hash(dataset):
@@ -1733,6 +1733,356 @@ def find_edges(dataset, cutoff=5.0):
         targets.append(target.short())
         counts.append(len(source))
     return torch.cat(sources), torch.cat(targets), torch.tensor(counts)
+
+
+# ---- Pretrained networks ------------------------------------------------------------------------
+
+
+def preparation_of(model, weights, image_size=None):
+    """The Preparation of images for torchvision/NAME; None for other networks.
+
+    It is that of torchvision's default weights, also for a file of weights, which was probably
+    fine-tuned from them. For the weights "none" it is ResNet-18's: 224 pixels and the statistics
+    of ImageNet. `image_size` replaces the crop, and the resizing in proportion.
+    """
+    if not model.startswith("torchvision/"):
+        return None
+    name = _torchvision_name(model)
+    if weights == "none":
+        name = "resnet18"
+    published = models.get_model_weights(name).DEFAULT.transforms()
+    crop = published.crop_size[0]
+    resize = published.resize_size[0]
+    if image_size is not None:
+        resize = round(image_size * resize / crop)
+        crop = image_size
+    return Preparation(crop, resize, tuple(published.mean), tuple(published.std),
+                       published.interpolation)
+
+
+def _torchvision_name(model):
+    """NAME of torchvision/NAME, which must be an image classifier that ends in a linear layer."""
+    name = model.removeprefix("torchvision/")
+    if name not in models.list_models(module=models, exclude="squeezenet*"):
+        raise UserError(f"--model {model}: not an image classifier of torchvision that ends in a "
+                        "linear layer; use resnet18, resnet50, convnext_tiny, efficientnet_b0, "
+                        "mobilenet_v3_large, vit_b_16, swin_t or a relative of theirs")
+    return name
+
+
+def backbone_and_head(args, networks, num_classes, shape):
+    """The network --model for images of `shape` (C, H, W), as (backbone, linear head).
+
+    The backbone makes features [B, D]. networks: the table NETWORKS of a script, whose functions
+    return the layers of the backbone (a list, or by name) and D; or a whole classifier, whose head
+    is replaced if it has other classes. For features [D, 1, 1] of --freeze, it is a head alone.
+    """
+    if args.freeze and tuple(shape[1:]) == (1, 1):
+        return nn.Flatten(), nn.Linear(shape[0], num_classes)
+    if args.model.startswith("torchvision/"):
+        return pretrained_network(args.model, args.weights or "DEFAULT", num_classes, shape,
+                                  args.image_size, is_trained=args.epochs > 0)
+    if args.model not in networks:
+        raise UserError(f"--model {args.model}: choose one of {', '.join(networks)}, or "
+                        "torchvision/NAME")
+    made = networks[args.model](args, shape)
+    if isinstance(made, nn.Module):
+        backbone, head = split_head(made, args.model, shape)
+        return backbone, _fit_head(head, num_classes, args.model, args.epochs > 0)
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], int)):
+        raise UserError(f"--model {args.model}: its function must return a classifier, or the "
+                        "layers before the head and the number of their features")
+    layers, dim = made
+    if not isinstance(layers, dict):
+        layers = {str(number): layer for number, layer in enumerate(layers)}
+    backbone = nn.Sequential(OrderedDict(layers))
+    found = list(_outputs_of_one_image(backbone, args.model, shape).shape)
+    if found != [1, dim]:
+        raise UserError(f"--model {args.model}: its layers make outputs {found} of one image, but "
+                        f"its function returns {dim} as the number of features, which needs "
+                        f"[1, {dim}]")
+    return backbone, nn.Linear(dim, num_classes)
+
+
+def pretrained_network(model, weights, num_classes, shape, image_size=None, *, is_trained=True):
+    """torchvision/NAME for images of `shape` (C, H, W), as (backbone, linear head).
+
+    weights      "DEFAULT": torchvision's, which are downloaded; "none": random ones; else a file,
+                 whose head may have other classes
+    image_size   to which the backbone resizes images of another size; None is the size of the
+                 weights for "DEFAULT", and the size of the images otherwise
+    is_trained   whether the network will be trained: otherwise a new head is refused
+    """
+    name = _torchvision_name(model)
+    if shape[0] not in (1, 3):
+        raise UserError(f"--model {model} takes images of one or three channels, not {shape[0]}")
+    published_size = preparation_of(model, weights).crop
+    size = image_size or shape[-1]
+    if image_size is None and weights == "DEFAULT":
+        size = published_size
+    options = {}
+    if name.startswith("vit_") and size % int(name[-2:]) == 0:  # vit_b_16 has patches of 16 pixels
+        options["image_size"] = size
+    if name in ("googlenet", "inception_v3"):
+        # With weights of ImageNet, these two have a normalisation of their own.
+        options.update(init_weights=True, transform_input=weights != "none")
+    net = models.get_model(name, num_classes=num_classes, **options)
+    _switch_off_auxiliary(net)
+    if weights == "DEFAULT":
+        _load_weights(net, common.on_each_machine(_download_weights, name), model, weights)
+    elif weights != "none":
+        _load_weights(net, read_state_dict(weights), model, weights)
+    advice = f"use --image-size {published_size}, or another --model"
+    backbone, head = split_head(net, model, (3, size, size), advice)
+    if tuple(shape) != (3, size, size):
+        backbone = nn.Sequential(FitImages(size), backbone)
+    return backbone, _fit_head(head, num_classes, model, is_trained)
+
+
+# What training code puts around a state dict: keys of a checkpoint, and prefixes of all names.
+STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "net")
+PREFIXES = ("module.", "model.", "net.", "backbone.", "_orig_mod.")
+
+
+def read_state_dict(path):
+    """The state dict {name: tensor} in a file of torch.save, on the CPU.
+
+    It may lie under one of STATE_DICT_KEYS, and all its names may have PREFIXES, also several.
+    """
+    state = common.load_tensors(path)
+    for key in STATE_DICT_KEYS:
+        if isinstance(state.get(key), dict):
+            state = state[key]
+    for name, value in state.items():
+        if not (isinstance(name, str) and isinstance(value, Tensor)):
+            raise UserError(f"{path} is no state dict: {name!r} is no tensor; give a file of "
+                            "torch.save(net.state_dict(), FILE)")
+    if not state or not common.all_finite(state):
+        raise UserError(f"{path}: the state dict is empty, or a weight is not finite")
+    prefix = _common_prefix(state)
+    while prefix is not None:
+        # This also renames the versions of the layers, which MNASNet needs.
+        consume_prefix_in_state_dict_if_present(state, prefix)
+        prefix = _common_prefix(state)
+    return state
+
+
+def _common_prefix(names):
+    """The one of PREFIXES with which all names begin, or None."""
+    for prefix in PREFIXES:
+        if all(name.startswith(prefix) for name in names):
+            return prefix
+    return None
+
+
+def _download_weights(name):
+    """The state dict of torchvision's default weights."""
+    weights = models.get_model_weights(name).DEFAULT
+    try:
+        return weights.get_state_dict(progress=True, check_hash=True, weights_only=True)
+    except Exception as error:  # of many types: no network, no space, a damaged file
+        raise UserError(f"--weights DEFAULT: {weights.url} cannot be downloaded to "
+                        f"{torch.hub.get_dir()}/checkpoints, or not be read there "
+                        f"({common.one_line(error)}); try again, or give a file") from None
+
+
+def _load_weights(net, state, model, weights):
+    """Load a state dict into a network of torchvision, which gets a head of as many classes."""
+    name = _last_linear_layer(net)
+    head = net.get_submodule(name)
+    if f"{name}.weight" in state:
+        rows = len(state[f"{name}.weight"])
+        net.set_submodule(name, nn.Linear(head.in_features, rows, head.bias is not None))
+    for key in list(state):
+        value = state.pop(key)
+        if not key.startswith(AUXILIARY):
+            # DenseNet's weights still have old names: "denselayer1.norm.1" is now "norm1".
+            state[re.sub(r"(denselayer\d+\.\w+)\.(\d)", r"\1\2", key)] = value
+    expected = net.state_dict()
+    # Files of PyTorch 0.4 have no number of batches.
+    missing = [key for key in expected if key not in state and "num_batches" not in key]
+    left_over = [key for key in state if key not in expected]
+    problem = ""
+    if missing:
+        problem += f"{len(missing)} missing ({', '.join(missing[:3])}); "
+    if left_over:
+        problem += f"{len(left_over)} left over ({', '.join(left_over[:3])}); "
+    try:
+        # With such names, PyTorch's own message would be long.
+        if not problem:
+            net.load_state_dict(state)
+    except (RuntimeError, ValueError) as error:  # other shapes
+        problem = f"{common.one_line(error)}; "
+    if problem:
+        raise UserError(f"--weights {weights} does not fit {model}: {problem}give the --model and "
+                        "--image-size that it was trained with")
+
+
+# The auxiliary classifiers of GoogLeNet and Inception v3, which only training from scratch uses.
+AUXILIARY = ("aux1", "aux2", "AuxLogits")
+
+
+def _switch_off_auxiliary(net):
+    """Let a network that has auxiliary classifiers return nothing but logits in training, too."""
+    if hasattr(net, "aux_logits"):
+        net.aux_logits = False
+        for name in AUXILIARY:
+            if hasattr(net, name):
+                setattr(net, name, None)
+
+
+def _last_linear_layer(net):
+    """The name of the last linear layer of a network, or None."""
+    names = [name for name, layer in net.named_modules() if isinstance(layer, nn.Linear)]
+    name = names[-1] if names else None
+    return name
+
+
+USUAL_ADVICE = "use another --model or --image-size"
+
+
+def split_head(net, model, shape, advice=USUAL_ADVICE):
+    """Split a classifier into (backbone, head): the head is its last linear layer.
+
+    The backbone is `net` without it, and without auxiliary outputs. One image shows that the head
+    makes the classifier's outputs of the backbone's.
+    """
+    _switch_off_auxiliary(net)
+    logits = _outputs_of_one_image(net, model, shape, advice)
+    name = _last_linear_layer(net)
+    is_head = False
+    if name:
+        head = net.get_submodule(name)
+        net.set_submodule(name, nn.Identity())
+        features = _outputs_of_one_image(net, model, shape, advice)
+        if features.shape == (1, head.in_features) and logits.shape == (1, head.out_features):
+            is_head = torch.allclose(head(features), logits)
+    if not is_head:
+        raise UserError(f"--model {model}: its last layer is not a linear layer that makes logits "
+                        "[B, K] of features [B, D]; let its function return the layers before the "
+                        "head, and the number of their features")
+    if head.bias is None:
+        head.bias = nn.Parameter(torch.zeros(head.out_features))
+    return net, head
+
+
+def _outputs_of_one_image(net, model, shape, advice=USUAL_ADVICE):
+    """What a network makes of one image of `shape`, on the CPU.
+
+    In eval mode it draws no random numbers and changes no statistics of batch norm: what is
+    trained later does not depend on this check.
+    """
+    image = torch.linspace(-1, 1, math.prod(shape)).view(1, *shape)
+    net.eval()
+    try:
+        with torch.no_grad():
+            outputs = net(image)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise UserError(f"--model {model} fails on images {tuple(shape)}: "
+                        f"{common.one_line(error)}; {advice}") from None
+    net.train()
+    if not isinstance(outputs, Tensor):
+        raise UserError(f"--model {model}: it must return a tensor, not {type(outputs).__name__}")
+    return outputs
+
+
+def _fit_head(head, num_classes, model, is_trained):
+    """A linear head as it is if it has `num_classes`, or else a new one, which must be trained."""
+    if head.out_features == num_classes:
+        return head
+    if not is_trained:
+        raise UserError(f"--epochs 0 --model {model}: its head has {head.out_features} classes, "
+                        f"the data have {num_classes}; train a new head, with --epochs 1 or more")
+    _print_once(f"{model}: new head: {num_classes} classes instead of {head.out_features}")
+    return nn.Linear(head.in_features, num_classes)
+
+
+class FitImages(nn.Module):
+    """Repeat grey images to three channels, and resize images to `size` pixels per side."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+    def forward(self, x):
+        x = x.expand(-1, 3, -1, -1)
+        if x.shape[-1] != self.size:
+            x = F.interpolate(x, (self.size, self.size), mode="bilinear", antialias=True)
+        return x
+
+
+def frozen_features(sets, args):
+    """The Sets of a run with features in place of images, for --freeze.
+
+    They are those of torchvision/NAME, which is not trained, computed once, without augmentation,
+    see with_features. `backbone_and_head` then gives a new head for them.
+    """
+    if args.epochs == 0:
+        raise UserError("--freeze trains a new last layer: --epochs must be 1 or more")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(args.seed)  # for --weights none
+        backbone, _ = pretrained_network(args.model, args.weights or "DEFAULT",
+                                         sets.train.num_classes, sets.train.shape, args.image_size)
+    backbone = backbone.to(args.device, memory_format=torch.channels_last)
+    train = with_features(backbone, sets.train, args)
+    others = {}
+    for name in ("val", "test", "predict"):
+        dataset = getattr(sets, name)
+        if dataset is not None:
+            others[name] = with_features(backbone, dataset, args, like=train)
+    ood = {}
+    for name, dataset in sets.ood.items():
+        ood[name] = with_features(backbone, dataset, args, like=train)
+    return sets._replace(train=train, ood=ood, **others)
+
+
+@torch.no_grad()
+def with_features(backbone, dataset, args, like=None):
+    """A set with features [N, D, 1, 1] in place of its images, by the backbone in eval mode.
+
+    They are normalised like the set of features `like`. Without it, the mean of each feature
+    becomes 0, and the mean squared length of a row 512, that of as many standard normal numbers: a
+    learning rate and a weight decay then suit all backbones. All processes call this together.
+    """
+    backbone.eval()
+    loader = Loader(dataset, max(128, common.world_size()), args.device, workers=args.workers,
+                    channels_last=True)
+    batches = []
+    for batch in loader.epoch():
+        with common.autocast(args):
+            features = backbone(batch.images)              # [b, D]
+        batches.append({"index": batch.index, "features": features.float()})
+    features = common.broadcast(common.gather_rows(batches))["features"]
+    if like is None:
+        mean = features.double().mean(0)                   # [D]
+        squared_length = (features - mean).square().sum(1).mean()
+        std = (squared_length / 512).sqrt().clamp_min(1e-12).expand_as(mean)
+        statistics = (tuple(mean.tolist()), tuple(std.tolist()))
+    else:
+        statistics = (like.mean, like.std)
+    found = ImageSet(dataset.name, features[:, :, None, None], dataset.labels,
+                     dataset.num_classes, *statistics,
+                     label_probs=getattr(dataset, "label_probs", None),
+                     groups=getattr(dataset, "groups", None), classes=dataset.classes,
+                     files=dataset.files)
+    # Checkpoints are made from images and weights: rounding differs with the number of processes.
+    vars(found)["digest"] = f"{digest(dataset)} {common.digest(backbone)}"
+    return found
+
+
+def origin(train_set, args):
+    """What the training of a network depends on beside the options: {plural noun: digest}.
+
+    All processes call this together.
+    """
+    made_from = {"training images": digest(train_set)}
+    if args.weights not in (None, "DEFAULT", "none"):
+        made_from["initial weights"] = common.on_main(_file_digest, args.weights)
+    return made_from
+
+
+def _file_digest(path):
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 # ---- Embedded images ----------------------------------------------------------------------

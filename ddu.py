@@ -988,7 +988,7 @@ def run_features(args):
     for path in args.score:
         if Path(path).stem in files:
             raise UserError(f"--score: two files are called {Path(path).stem}; rename one")
-        files[Path(path).stem] = data.read_features(path, dim)
+        files[Path(path).stem] = data.read_features(path, dim, classes=train.classes)
     gaussians, val = fit_features(train, args)
     # Without a softmax, the entropy of q(c|z) tells ambiguous inputs from clean ones.
     val_scores = density_scores(class_log_densities(gaussians, val))
