@@ -247,6 +247,7 @@ class ImageSet(_Rows):
     groups: Tensor | None = None        # int64 [N]; rows of a group are never split
     classes: tuple = ()                 # names in the order of the labels, where known
     files: tuple = ()                   # paths of the images, relative to their folder
+    preparation: tuple | None = None    # the Preparation of files that were read into memory
 
     of_rows = ("images", "labels", "label_probs", "groups", "files")
 
@@ -292,6 +293,10 @@ class StreamedSet(_Rows):
     of_rows = ("files", "labels")
     is_features = False
 
+    @property
+    def preparation(self):
+        return Preparation(self.shape[-1], self.resize, self.mean, self.std, self.interpolation)
+
     def __getitem__(self, row):
         """File `row` as uint8 [3, S, S]: a centre crop, or with a key a random crop."""
         image = _read_image(self.root / self.files[row], _to_rgb)
@@ -334,7 +339,7 @@ class StreamedSet(_Rows):
         """An ImageSet of all files."""
         images = torch.stack(self._read_all(self.__getitem__))
         return ImageSet(self.name, images, self.labels, self.num_classes, self.mean, self.std,
-                        classes=self.classes, files=self.files)
+                        classes=self.classes, files=self.files, preparation=self.preparation)
 
     def check_headers(self):
         """Refuse files whose headers tell that they cannot be read; nothing is decoded."""
@@ -384,7 +389,7 @@ def entries_of(rows, counts):
     return torch.arange(len(shift)) + shift
 
 
-UNSEEN = ("name", "root", "files", "key")  # fields that training does not see
+UNSEEN = ("name", "root", "files", "key", "preparation")  # fields that training does not see
 
 
 def digest(dataset):
@@ -404,8 +409,8 @@ def _hash(dataset):
     for name in [field.name for field in fields(dataset) if field.name not in UNSEEN]:
         value = getattr(dataset, name)
         if name in ("mean", "std"):
-            # The last digits of float64 depend on the number of threads that summed up.
-            value = torch.tensor(value)
+            # Their last digits depend on the number of threads that summed up.
+            value = [f"{number:.4g}" for number in value]
         if isinstance(value, Tensor):
             content.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
             content.update(value.contiguous().flatten().view(torch.uint8).numpy())
@@ -1314,15 +1319,11 @@ def _other_set(name, like, data_dir):
         if name == "qm9" and like.quantity in QM9_TARGETS:
             target = like.quantity
         return load_molecules(name, "test", data_dir, target=target)
-    preparation = None
     size = None
-    if isinstance(like, StreamedSet):
-        preparation = Preparation(like.shape[-1], like.resize, like.mean, like.std,
-                                  like.interpolation)
-    elif name.startswith(("folder:", "imagenet")):
+    if like.preparation is None and name.startswith(("folder:", "imagenet")):
         # TinyImageNet is small enough to be resized in memory, as published.
         size = like.shape[-1]
-    dataset = load(name, "ood", data_dir, image_size=size, preparation=preparation)
+    dataset = load(name, "ood", data_dir, image_size=size, preparation=like.preparation)
     if isinstance(dataset, StreamedSet) and isinstance(like, ImageSet):
         dataset = common.on_each_machine(dataset.in_memory)
     return match(dataset, like)

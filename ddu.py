@@ -1230,7 +1230,7 @@ EVALUATION_OPTIONS = ("ood", "shrinkage", "density_quantile", "entropy_quantile"
                       "entropy_threshold", "ensemble", "score", "validation", "active_learning")
 USED_BY_FEATURES = ("features", "score", "validation", "seed", "shrinkage", "density_quantile",
                     "entropy_quantile", "entropy_threshold", "data_dir", "out_dir", "name",
-                    "device", "fresh")
+                    "device", "fresh", "plot")
 # Words of the published commands, and what to type instead.
 PUBLISHED_WORDS = {
     "dirty-mnist": "dirty_mnist",
@@ -1308,10 +1308,6 @@ def parse_args(argv=None):
         help="active learning: number of clean examples in a pool that also has ambiguous ones "
         "(published code: 1000)")
     args = parser.parse(argv)
-    if args.load:
-        args.ensemble = len(args.load)
-        for path in args.load:
-            take_published_options(path, args)
     if args.active_learning:
         for name, value in ACTIVE_LEARNING.items():
             if name not in args.given:
@@ -1319,6 +1315,10 @@ def parse_args(argv=None):
     if args.features and "entropy_threshold" not in args.given:
         args.entropy_threshold = None
     check_options(args)
+    if args.load:
+        args.ensemble = len(args.load)
+        for path in args.load:
+            take_published_options(path, args)
     return args
 
 
@@ -1333,7 +1333,7 @@ def check_options(args):
         raise UserError(f"--max-training-samples {args.max_training_samples}: must be at least "
                         f"--num-initial-samples {args.num_initial_samples}")
     pretrained = args.model.startswith("torchvision/")
-    if (pretrained or args.model == "lenet") and (args.sn or args.mod):
+    if (pretrained or args.model == "lenet") and (args.sn or args.mod) and not args.load:
         raise UserError(f"--model {args.model} has neither spectral normalisation nor -mod; "
                         "add --no-sn --no-mod")
     if args.load and args.model not in PUBLISHED_LAYERS:
@@ -1352,7 +1352,7 @@ def check_options(args):
          "without --active-learning density"),
         (acquisitions and not {"pe", "mi"} & set(acquisitions), ["ensemble"],
          "without --active-learning pe or mi"),
-        (args.dataset not in PARTS, ["subsample"], "where the pool has no ambiguous examples"),
+        (args.dataset not in PARTS, ["subsample"], f"with --dataset {args.dataset}"),
         (args.load, ["epochs", "lr", "opt", "weight_decay", "schedule", "augment", "limit_steps",
                      "limit_train", "ensemble", "runs", "eval"], "with --load"),
         (args.schedule != "step", ["milestones"], f"with --schedule {args.schedule}"),
@@ -1450,7 +1450,8 @@ def evaluate(members, sets, network_bytes, seed, args, run):
     scoring_ms = 1000 * (time.perf_counter() - start) / examples
     normal = fitted.gaussians.normal
     cost = {"ms": members[0].test.ms + scoring_ms,
-            "bytes": network_bytes + normal.loc.nbytes + normal.scale_tril.nbytes}
+            "bytes": network_bytes + normal.loc.nbytes + normal.scale_tril.nbytes
+            + fitted.gaussians.log_prior.nbytes}
     rows = [row | cost for row in network_rows(names, scored, fitted, seed)]
     if len(members) > 1:
         temperatures = []

@@ -127,6 +127,7 @@ def test_words_of_the_published_commands_are_answered_with_ours(words):
 @pytest.mark.parametrize("line", [FEATURES, LEARN])
 def test_what_runs_in_one_process_is_refused_in_two(line, monkeypatch):
     monkeypatch.setattr(common, "world_size", lambda: 2)
+    monkeypatch.setattr(common, "broadcast", lambda value: value)
     with pytest.raises(UserError, match="one process"):
         parse(line)
 
@@ -800,10 +801,10 @@ def test_every_score_stands_on_its_side_of_detection():
 
 
 def test_low_density_is_ood_whatever_the_entropy():
-    density = torch.tensor([5.0, 5.0, -5.0, -5.0, 1.0])
+    density = torch.tensor([5.0, 5.0, -5.0, -5.0, 1.0]).double()
     entropy = torch.tensor([0.1, 0.9, 0.1, 0.9, 0.5])
     assert ddu.decide(density, entropy, 1.0, 0.5).tolist() == [0, 1, 2, 2, 0]
-    val_density = torch.tensor([-6.0, 0.0, 1.0, 2.0])
+    val_density = torch.tensor([-6.0, 0.0, 1.0, 2.0]).double()
     columns = ddu.density_columns(density, entropy, ddu.Fitted(None, val_density, 0.0, 0.5, 1.0))
     assert columns["density_percentile"].tolist() == [100, 100, 25, 25, 50]
     assert columns["decision"] == ["clean", "ambiguous", "ood", "ood", "clean"]
@@ -816,7 +817,7 @@ def test_low_density_is_ood_whatever_the_entropy():
             assert fitted.density_threshold == pytest.approx(-6 if quantile == 0 else 0)
             assert fitted.entropy_threshold == pytest.approx(expected)
             # What is less dense than all validation examples is never clean.
-            columns = ddu.density_columns(torch.tensor([-7.0]), torch.zeros(1), fitted)
+            columns = ddu.density_columns(torch.tensor([-7.0]).double(), torch.zeros(1), fitted)
             assert columns["decision"] == ["ood"]
 
 
@@ -1213,9 +1214,9 @@ def test_own_images_by_the_preset(own, own_run, tmp_path, monkeypatch):
     probs = np.stack([member.predict.logits.double().softmax(1) for member in members])
     mean = probs.mean(0)
     assert np.abs(probs[0] - mean).max() > 1e-3
-    assert column(predictions, "confidence") == pytest.approx(mean.max(1))
+    assert column(predictions, "confidence") == pytest.approx(mean.max(1), rel=1e-5)  # six digits
     mutual = scipy.stats.entropy(mean, axis=1) - scipy.stats.entropy(probs, axis=2).mean(0)
-    assert column(predictions, "epistemic") == pytest.approx(mutual, abs=1e-9)
+    assert column(predictions, "epistemic") == pytest.approx(mutual, rel=1e-5, abs=1e-9)
     assert_close_rows(ddu.main([*options, "--eval"]), rows, 0)
 
 
@@ -1251,6 +1252,7 @@ def test_own_images_by_a_pretrained_network_of_other_classes(own, own_run, tmp_p
                tmp_path / "net.pt")
     options = [*own_run, "--model", "torchvision/resnet18", "--weights", str(tmp_path / "net.pt"),
                "--image-size", "40", "--epochs", "1", "--workers", "0", *more.split()]
+    data._print_once.cache_clear()
     [row] = ddu.main([*options, "--predict", f"folder:{own}/test"])
     assert "new head: 3 classes instead of 1000" in capsys.readouterr().out
     assert row["n"] == 15 and 0 <= row["accuracy"] <= 1
@@ -1464,8 +1466,8 @@ def test_active_learning_resumes_and_does_not_reuse_other_options(few, tmp_path,
             ddu.main([*options, *other.split()])
     monkeypatch.setattr(ddu, "train", None)
     assert ddu.main([*options, "--eval"]) == rows
-    [row] = ddu.main(few("random", "--eval"))  # of the same directory
-    assert row == row_of(rows, method="random", seed=1)
+    found = ddu.main(few("random", "--eval"))  # of the same directory, and its options
+    assert found == [row for row in rows if row["method"] == "random"]
 
 
 def test_active_learning_uses_the_published_networks_and_tells_when_they_diverge(few, monkeypatch):
@@ -1482,7 +1484,7 @@ def test_active_learning_uses_the_published_networks_and_tells_when_they_diverge
         ddu.main([*few(name), "--name", name, "--max-training-samples", "8"])
         assert seen.keys() - {(None, None)} == expected  # None: what is checked before training
     with pytest.raises(UserError, match="^training diverged in epoch 1: use a lower --lr$"):
-        ddu.main([*few("entropy"), "--name", "far", "--lr", "1e38", "--limit-steps", "3"])
+        ddu.main([*few("entropy"), "--name", "far", "--lr", "1e20", "--limit-steps", "3"])
 
 
 def test_active_learning_takes_low_densities_and_high_uncertainties(few, monkeypatch):
@@ -1597,10 +1599,9 @@ MISUSE = {
     f"{LEARN_FAST} --num-initial-samples 10": "samples 10",
     f"{LEARN_FAST} --max-training-samples 10": "samples 10",
     f"{LEARN_FAST} --max-training-samples 9001": "9001",
-    f"{LEARN_FAST} --num-initial-samples 900 --max-training-samples 900": "class . has only",
     "--dataset dirty_glyphs --ood folder:x/glyphs_ambiguous": "rename the set",
     "--active-learning nonsense": "nonsense", "--coeff 0": "--coeff", "--ensemble 0": "--ensemble",
-    "--dataset tiny_imagenet --model lenet --no-sn --no-mod": "28x28"}
+    "--dataset tiny_imagenet --model lenet --no-sn --no-mod": "--model lenet fails on images"}
 
 
 @pytest.mark.parametrize("line", MISUSE)
