@@ -94,7 +94,7 @@ def inputs_of(script, method):
         return {"logits": logits, "g": g, "y": y, "B": 5, "X": double(40, 6), "N": 40}
     if script == "gbnn2d":
         net = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.ReLU(), torch.nn.Linear(60, 3))
-        trained = method.MeanFieldNetwork(net)
+        trained = method.MeanField(net)
         mu = trained.mu.detach()
         return {"net": net, "mu": mu, "sigma": trained.sigma.detach(), "g": torch.rand(len(mu)),
                 "generator": torch.Generator().manual_seed(0)}
@@ -173,12 +173,12 @@ def test_gbnn2d_mixture_is_that_of_plain_em(method):
     top, best = joint.topk(2)
     assert torch.equal(label, best[:, 0])
     weights = method.encode(x, label, ours)
-    assert torch.equal(weights.second, best[weights.blended, 1])
-    close(weights.alpha, top[weights.blended].softmax(1)[:, 0], rtol=1e-5)
+    assert torch.equal(weights.second, best[weights.ellipse_point, 1])
+    close(weights.alpha, top[weights.ellipse_point].softmax(1)[:, 0], rtol=1e-5)
     offset = x - centre[label]
     precision = torch.linalg.inv(covariance)[label]
     outside = torch.einsum("ni,nij,nj->n", offset, precision, offset) > 5.991464547  # 95 %
-    assert torch.equal(weights.blended, outside.nonzero()[:, 0]) and 5 < len(weights.blended) < 100
+    assert torch.equal(weights.ellipse_point, outside.nonzero()[:, 0]) and 5 < outside.sum() < 100
 
 
 def naive_w2(c, s, d, t):
@@ -211,23 +211,27 @@ def test_gbnn2d_merges_the_closest_pair_until_none_is_close(method):
 
 
 def test_gbnn2d_imports_are_those_of_its_comment():
-    """And a stranger's network shares its weights with nothing else."""
+    """And a stranger's network compresses its weights with nothing else."""
     text = (REPO / "gbnn2d.py").read_text()
-    section = re.search(r"^# ---- Method -+\n(.*?)^# ---- Training -+\n", text, re.M | re.S)[1]
-    listed = re.findall(r"^#   ((?:import|from) .*)$", section, re.M)
+    section = re.search(r"^# ---- Method -+\n(.*?)^# ---- ", text, re.M | re.S)[1]
+    named = re.findall(r"\w+", re.search(r"it needs those of (.*?)\.\n", section)[1])
+    imports = [n for n in ast.parse(text).body if isinstance(n, (ast.Import, ast.ImportFrom))
+               and (getattr(n, "module", None) or n.names[0].name).split(".")[0] in named]
     module = types.ModuleType("pasted")
-    exec("\n".join(listed) + "\n" + section, vars(module))
+    exec(compile(ast.Module(imports, []), "imports", "exec"), vars(module))
+    exec(section, vars(module))
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.ReLU(), torch.nn.Linear(50, 3))
-    field = module.MeanFieldNetwork(net)
-    options = module.SharingOptions(k0=12, tau_w=1.0)
-    before, after, _ = module.share_weights(field.mu.detach(), field.sigma.detach(),
-                                            torch.rand(2150), options, torch.Generator())
-    shared = module.SharedNetwork(net, after)
+    field = module.MeanField(net)
+    options = module.CompressionOptions(k0=12, tau_w=1.0)
+    before, after, _ = module.compress(field.mu.detach(), field.sigma.detach(), torch.rand(2150),
+                                       options, torch.Generator())
+    shared = module.RandomNetwork(net, module.SharedGaussians(after))
     x = torch.randn(6, 40)
     assert shared(x).shape == (6, 3) and not torch.equal(shared(x), shared(x))
     torch.nn.functional.cross_entropy(shared(x), torch.arange(6) % 3).backward()
-    assert shared.shift.grad.abs().max() > 0 and shared.kl() == 0
+    posterior = shared.posterior
+    assert posterior.shift.grad.abs().max() > 0 and posterior.kl() == 0
     assert module.storage(before, 0)["gaussians"] >= module.storage(after, 0)["gaussians"] > 1
 
 
