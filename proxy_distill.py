@@ -36,16 +36,14 @@ Differences from the published code (github.com/yandex-research/proxy-dirichlet-
   - MIMO averages probabilities (there, logits) and is evaluated as an ensemble.
   - Batch norm and metrics are over all processes (there, of one GPU); --opt adam has the schedule
     (there, AdamW without); the step schedule has no milestone before the second epoch.
-  - Images are resized in proportion, those of ImageNet-C not at all (--published-evaluation: both
-    sides to 256). In any case by Pillow (there, by OpenCV without antialiasing), and --amp is
-    bfloat16 (there, float16). PRR shares ties (there, order of rows; an area by trapezoids).
-  - ece15 has 15 bins (a, b], ece10 theirs. Means over corruptions are new. The last epoch counts
-    (there, the last, or the best on validation images).
+  - Images are resized in proportion, those of ImageNet-C not at all. --published-evaluation
+    resizes both sides to 256, as there, but by Pillow with antialiasing (there, OpenCV). On equal
+    logits, metrics then agree (ece10 has their bins), but for RMI, the proxy's and MIMO's.
+  - --amp is bfloat16 (there, float16). Ties share a rank in PRR (there, the order of rows). Means
+    over corruptions are new. The last epoch counts (there, the last, or the best on validation
+    images).
 Not here: the paper's machine translation and speech recognition.
 """
-
-import argparse
-import hashlib
 
 import argparse
 import hashlib
@@ -351,7 +349,7 @@ class Network(nn.Sequential):
 
     def __init__(self, backbone, head):
         layers = {"backbone": backbone}
-        if isinstance(backbone, nn.Sequential):
+        if isinstance(backbone, nn.Sequential) and not hasattr(backbone, "fc"):
             layers = dict(backbone.named_children())
         super().__init__(OrderedDict(layers, fc=head))
 
@@ -535,7 +533,6 @@ def read_network(path, kind, like, args):
 
 
 # ---- Training -----------------------------------------------------------------------------------
-
 
 # The first weights of a network are determined by its seed and this number.
 KINDS = {"member": 0, "mimo": 1, "student": 2}
@@ -1143,7 +1140,8 @@ PRESETS = {
     "pretrained": dict(width=1.0, members=3, epochs=5, member_epochs=5, batch_size=32, lr=0.08,
                        opt="sgd", schedule="cosine", weight_decay=1e-4, augment=True,
                        shift="none"),
-    "frozen": dict(members=5, epochs=50, member_epochs=50, batch_size=64, lr=0.4, augment=False),
+    "frozen": dict(members=5, epochs=50, member_epochs=50, batch_size=64, lr=0.4,
+                   weight_decay=5e-4, augment=False),
 }
 # These say which networks a study has and how they are evaluated, but not how a member is trained.
 # They do not identify a run: its directory holds the networks of all their values, each in a
