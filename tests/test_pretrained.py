@@ -243,6 +243,20 @@ def test_default_weights_are_downloaded(tmp_path, monkeypatch):
     assert len(downloaded) == 1 and backbone[0].size == 224
 
 
+def test_files_without_a_bias_or_a_count_of_batches(tmp_path, monkeypatch):
+    state = dict(saved(tmp_path / "net.pt"))
+    old = {name: value for name, value in state.items() if "num_batches" not in name}
+    assert len(old) < len(state)
+    torch.save(old, tmp_path / "net.pt")
+    assert same_weights(network(weights=tmp_path / "net.pt")[0], state)
+    # As MaxViT's, this head has no bias; it gets one of zeros.
+    monkeypatch.setattr(models, "get_model", lambda name, num_classes: Classifier())
+    state = Classifier().state_dict()
+    torch.save(state, tmp_path / "net.pt")
+    _, head = network("torchvision/maxvit_t", tmp_path / "net.pt", num_classes=4)
+    assert torch.equal(head.weight, state["last.weight"]) and head.bias.tolist() == [0, 0, 0, 0]
+
+
 # ---- Sizes --------------------------------------------------------------------------------------
 
 
