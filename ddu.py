@@ -1216,9 +1216,10 @@ PRESETS = {
                    schedule="one_cycle", augment=True, ood=[], shrinkage=True,
                    entropy_threshold=None),
     # Your own network: a few careful epochs, or its last layer alone.
-    "pretrained": dict(sn=False, mod=False, width=1.0, epochs=5, batch_size=32, lr=0.01,
-                       schedule="one_cycle", augment=True, shrinkage=True, entropy_threshold=None),
-    "frozen": dict(epochs=50, batch_size=64, lr=0.1, augment=False),
+    "pretrained": dict(sn=False, mod=False, width=1.0, epochs=10, batch_size=32, lr=0.02,
+                       weight_decay=5e-4, schedule="one_cycle", augment=True, shrinkage=True,
+                       entropy_threshold=None),
+    "frozen": dict(epochs=30, lr=0.01, weight_decay=0.05, augment=False),
 }
 # published code: active learning uses one recipe for all data sets, a ResNet-18
 ACTIVE_LEARNING = dict(model="resnet18", sn=None, mod=None, opt="adam", lr=1e-3,
@@ -1227,7 +1228,9 @@ ACTIVE_LEARNING = dict(model="resnet18", sn=None, mod=None, opt="adam", lr=1e-3,
 ACQUISITIONS = ("density", "entropy", "pe", "mi", "random")
 # These only change what is computed from trained networks, so they do not identify a run.
 EVALUATION_OPTIONS = ("ood", "shrinkage", "density_quantile", "entropy_quantile",
-                      "entropy_threshold", "ensemble", "score", "validation", "active_learning")
+                      "entropy_threshold", "ensemble", "score", "validation", "active_learning",
+                      "num_initial_samples", "max_training_samples", "acquisition_batch_size",
+                      "subsample")
 USED_BY_FEATURES = ("features", "score", "validation", "seed", "shrinkage", "density_quantile",
                     "entropy_quantile", "entropy_threshold", "data_dir", "out_dir", "name",
                     "device", "fresh", "plot")
