@@ -1032,7 +1032,7 @@ def fit_features(train, args):
     if args.validation:
         val = data.read_features(args.validation, features.shape[1]).values
     else:
-        rows, val_rows = data.train_val_split(len(labels), args.seed)
+        rows, val_rows = data.class_split(labels, args.seed)
         if len(val_rows) == 0:
             raise UserError(f"{args.features} has {len(labels)} examples; at least 10 are needed "
                             "to hold a tenth out, or give --validation FILE.npz")

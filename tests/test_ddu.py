@@ -1328,7 +1328,7 @@ def features(tmp_path, monkeypatch):
 def test_features_of_ones_own(features, tmp_path):
     rows = ddu.main([*features, "near.npz", "far.npz"])
     train = np.load("train.npz")
-    kept, held_out = data.train_val_split(300, 1)
+    kept, held_out = data.class_split(torch.tensor(train["labels"]), 1)
     z = torch.tensor(train["features"])
     y = torch.tensor(train["labels"])
     prior = np.log(np.bincount(y[kept]) / len(kept))
