@@ -558,7 +558,8 @@ def on_each_machine(work, *arguments):
 
 def derive_seed(*key):
     """A 63-bit seed from integers (seed, epoch, ...), well mixed: similar keys share nothing."""
-    state = np.random.SeedSequence(key).generate_state(1, np.uint64)
+    # NumPy pads keys with zeros; the length tells (1,) from (1, 0).
+    state = np.random.SeedSequence([len(key)] + list(key)).generate_state(1, np.uint64)
     return int(state[0] >> 1)
 
 

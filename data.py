@@ -198,10 +198,19 @@ def _print_once(note):
 
 
 def _generator(*key):
-    """A CPU generator seeded by the integers of `key`; similar keys give unrelated numbers."""
+    """A CPU generator seeded by the integers of `key`; similar keys give unrelated numbers.
+
+    NumPy pads keys with zeros: (1,) and (1, 0) are the same. The embedded sets and corruptions
+    keep this rule, so that they stay as they are.
+    """
     entropy = [number % 2**63 for number in key]
     state = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0]) % 2**63)
+
+
+def _loader_generator(*key):
+    """A generator for loaders, whose keys of different lengths also give unrelated numbers."""
+    return _generator(len(key), *key)
 
 
 # ---- Sets ---------------------------------------------------------------------------------
@@ -311,7 +320,7 @@ class StreamedSet(_Rows):
         """torchvision's random resized crop and a random flip, determined by key and row."""
         # get_params draws from the default generator, which is restored afterwards.
         with torch.random.fork_rng(devices=[]):
-            seed = _generator(*self.key, row).initial_seed()
+            seed = _loader_generator(*self.key, row).initial_seed()
             torch.default_generator.manual_seed(seed)
             box = RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3))
             flip = torch.rand(()) < 0.5
@@ -1591,7 +1600,7 @@ class Loader(_Batches):
             self.images = images.to(self.device)
 
     def _batches(self, epoch):
-        generator = _generator(self.seed, epoch)
+        generator = _loader_generator(self.seed, epoch)
         order = self._order(generator)
         if self.streamed:
             return self._stream(order, generator, epoch)
@@ -1669,7 +1678,7 @@ class SequenceLoader(_Batches):
             self.sources, self.targets, self.counts = find_edges(dataset, cutoff)
 
     def _batches(self, epoch):
-        generator = _generator(self.seed, epoch)
+        generator = _loader_generator(self.seed, epoch)
         order = self._order(generator)
         if isinstance(self.dataset, TextSet):
             return self._texts(order, generator)

@@ -467,7 +467,7 @@ def test_shuffling_by_length():
     assert [len(batch.index) for batch in few.epoch()] == [4] * 300
     for seed, epoch in ((0, 0), (0, 1), (1, 0)):
         # A chunk: 200 rows of the permutation, sorted by length, cut in 50
-        generator = data._generator(seed, epoch)
+        generator = data._loader_generator(seed, epoch)
         shuffled = torch.randperm(1203, generator=generator)
         cut = []
         for chunk in shuffled.split(200):
