@@ -1535,10 +1535,9 @@ class _Batches:
         self.device = torch.device(device)
         self.seed = seed
         self.shuffle = shuffle
-        self.num_batches = math.ceil(len(dataset) / batch_size)
+        self.steps = math.ceil(len(dataset) / batch_size)
         if drop_last:
-            self.num_batches = max(1, len(dataset) // batch_size)
-        self.steps = self.num_batches
+            self.steps = max(1, len(dataset) // batch_size)
         if limit_steps is not None:
             self.steps = min(self.steps, limit_steps)
         self.labels = dataset.labels.to(self.device)
@@ -1665,10 +1664,9 @@ class Loader(_Batches):
 class SequenceLoader(_Batches):
     """Batches of a TextSet or a MoleculeSet, in an order determined by (seed, epoch).
 
-    Sentences of similar length share a batch and are padded to the longest of the global
-    batch. When shuffled, the rows of every 50 batches are sorted by length and then all
-    batches are permuted, so that the smaller batch may come anywhere; else all sentences are
-    sorted. cutoff (angstrom) is that of the edges of molecules, which are found here, once.
+    Sentences are padded to the longest of the global batch. Without `shuffle` they come by rising
+    length, so that little is padded. cutoff (angstrom) is that of the edges of molecules, which
+    are found here, once.
     """
 
     def __init__(self, dataset, batch_size, device="cpu", *, seed=0, shuffle=False,
@@ -1678,25 +1676,16 @@ class SequenceLoader(_Batches):
             self.sources, self.targets, self.counts = find_edges(dataset, cutoff)
 
     def _batches(self, epoch):
-        generator = _loader_generator(self.seed, epoch)
-        order = self._order(generator)
+        order = self._order(_loader_generator(self.seed, epoch))
         if isinstance(self.dataset, TextSet):
-            return self._texts(order, generator)
+            return self._texts(order)
         return self._molecules(order)
 
-    def _texts(self, order, generator):
+    def _texts(self, order):
         lengths = self.dataset.lengths
-        chunk_size = 50 * self.batch_size if self.shuffle else len(order)
-        chunks = []
-        for chunk in order.split(chunk_size):
-            by_length = lengths[chunk].argsort(stable=True)
-            chunks.append(chunk[by_length])
-        batches = torch.cat(chunks).split(self.batch_size)[:self.num_batches]
-        numbers = range(len(batches))
-        if self.shuffle:
-            numbers = torch.randperm(len(batches), generator=generator).tolist()
-        for number in numbers:
-            batch = batches[number]
+        if not self.shuffle:
+            order = lengths.argsort(stable=True)
+        for batch in order.split(self.batch_size):
             rows = self._piece(batch)
             part = self.dataset.select(rows)
             is_token = torch.arange(int(lengths[batch].max())) < part.lengths[:, None]
