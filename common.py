@@ -656,11 +656,13 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         return normalised.movedim(-1, 1).to(x.dtype)
 
 
-def data_parallel(net, device):
+def data_parallel(net, device, compiled=False):
     """Wrap `net` in DistributedDataParallel, with batch norm over the global batch.
 
     The number of processes then does not change the result of a training step, beyond rounding.
     """
+    if compiled:
+        return torch.compile(data_parallel(net, device))
     if world_size() == 1:
         return net
     for module in net.modules():

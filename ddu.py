@@ -623,9 +623,8 @@ def train(net, train_set, args, seed, run=None, name=None):
     loader = data.Loader(train_set, args.batch_size, args.device, seed=seed, shuffle=True,
                          limit_steps=args.limit_steps, workers=args.workers, channels_last=True,
                          augment="crop_flip" if args.augment else "none")
-    model = common.data_parallel(net, args.device)  # DDP, with batch norm over all processes
-    if args.compile:
-        model = torch.compile(model)
+    # DistributedDataParallel, with batch norm over all processes.
+    model = common.data_parallel(net, args.device, args.compile)
     history = []  # a row for each completed epoch
     if run is not None:
         # A checkpoint of other training images or pretrained weights is refused.

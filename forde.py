@@ -6,56 +6,57 @@ ensembles", ICLR 2024, arXiv:2306.02775. Algorithm 1, for M members on the same 
   1. g_ib is the gradient of the true class's logit of member i with respect to input b.
   2. s_ib = A^T g_ib / |g_ib|. For FoRDE-PCA, A = U Lambda^(1/2), where the N normalised training
      images X have X^T X / (N - 1) = U Lambda U^T; for FoRDE-identity, A = I.
-  3. k_ijb = exp(-|s_ib - s_jb|^2 / h_jb), h_jb = med_i |s_ib - s_jb|^2 / ln M; s_jb and h_jb are
-     constants.
+  3. k_ijb = exp(-|s_ib - s_jb|^2 / h_jb), h_jb = med_i |s_ib - s_jb|^2 / ln M (equation 17); s_jb
+     and h_jb are constants.
   4. Minimise sum_i CE_i + R, R = (1/B) sum_i log[(1/B) sum_b sum_j k_ijb]. This is Wasserstein
      gradient descent on the posterior. Predict with the mean of the members' probabilities.
 
 Usage:
   python forde.py                                          # glyphs, three methods, two CPU cores
   torchrun --nproc_per_node 8 forde.py --dataset cifar100  # the paper's row: 10 members, 300 epochs
-  python forde.py --eval --predict glyphs_letters          # evaluate again, predict another set
-  python forde.py --dataset features --features train.npz test.npz    # on your own features
+  python forde.py --dataset folder:images --model torchvision/resnet18  # your images and network
+  python forde.py --dataset features --features train.npz test.npz      # your own features
 
-Expected (more in tests/RESULTS.md): `python forde.py --runs 10`, 30 seconds per seed on a CPU core:
-  NLL under corruption 0.633 +- 0.011 (deep ensemble), by FoRDE-PCA 0.020 +- 0.005 and by
-  FoRDE-identity 0.024 +- 0.003 lower (mean +- standard error of paired differences, n = 10).
+Expected (more in tests/RESULTS.md): to be measured.
 
 Differences from the published code (github.com/AaltoPML/FoRDE, commit e8f9d74; JAX and Haiku):
   - The paper's Algorithm 1 doubles the exponent and has one bandwidth per example; the published
     code, which made the paper's results, has the form above. So does this script.
-  - The basis is that of the images trained on; there, it includes held-out validation images (by
-    default there are none).
-  - The running variances of batch norm are unbiased, as in PyTorch (there biased: 0.05 % lower in
-    the last layers of ResNet-18).
+  - The basis is that of the images trained on; there, it includes held-out validation images.
+  - The running variances of batch norm are unbiased, as in PyTorch; there, biased (.05 % lower).
   - An input gradient of zero length is a constant; there, its unit vector has derivative 1e12.
   - TinyImageNet is scaled to [0, 1] (there 0 to 255, with statistics of that scale).
   - Validation images are drawn by the seed; --published-split draws equal shares of the classes
     by scikit-learn's seed 88.
   - Nesterov momentum is always on (as there, where its flag is ignored); no warm-up (off there).
-  - nll_miss is None where the ensemble makes no error (there NaN); a single member has no R (NaN).
-  - New: tuned lengthscales and the methods that the paper compares (it has no code for them),
-    --chunk, --repulse-every.
+  - nll_miss is None where the ensemble makes no error (there NaN).
+  - There is only FoRDE. Of what the paper compares it with, deep ensembles, weight-RDE,
+    function-RDE, LIT and tuned lengthscales are here; node-BNN, SWAG, feature-RDE and the prior
+    EmpCov are not.
+  - New: --chunk, --repulse-every, pretrained networks, and --dataset features, which is not the
+    paper's transfer experiment: no ViT, no corrupted sets; widths and epochs are ours.
 """
 
 import argparse
 import math
 import time
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import common
 import data
 from common import UserError, at_least, between
 
 # ---- Method -------------------------------------------------------------------------------------
-# The paper, as functions of tensors. This section runs alone: paste it below `import math`,
-# `import torch` and `import torch.nn.functional as F`.
+# The paper, as functions of tensors. This section runs alone: paste it below the imports, of which
+# it needs math, torch and torch.nn.functional as F.
 #
 # M members, B examples, K classes, D input dimensions. The repulsion of Algorithm 1 is
 #   repulsion(log_kernel(unit_rows(g) @ A)), with input gradients g [M, B, D] and A of `metric_root`
@@ -77,25 +78,12 @@ def input_gradient(net, x, y, grad_of="logit"):
         if grad_of == "logprob":
             outputs = logits.log_softmax(1)
         of_label = outputs.gather(1, y[:, None])                       # [B, 1]
-        # With a graph even for constants: the `Convolution` of the networks above then computes
-        # no gradients of weights.
+        # With a graph even for constants: the layers below then compute no gradients of weights.
         g, = torch.autograd.grad(of_label.sum(), x, create_graph=True)
     if constant:
         logits = logits.detach()
         g = g.detach()
     return logits, g.flatten(1)
-
-
-def function_values(net, x, y):
-    """The logits [B, K], and again as particles: function-RDE repels in them."""
-    logits = net(x)
-    return logits, logits
-
-
-def no_particles(net, x, y):
-    """The logits [B, K], and particles [B, 0]."""
-    logits = net(x)
-    return logits, logits[:, :0]
 
 
 def unit_rows(g, eps=1e-24):
@@ -114,17 +102,19 @@ def pca(second_moments):
     """Eigenvectors [D, D] as columns, and eigenvalues [D], largest first, of X^T X / (N - 1).
 
     second_moments: X^T X / (N - 1) [D, D] in float64, for normalised images X [N, D]. Normalising
-    subtracts the mean of each channel, not that of each pixel (as published).
+    subtracts the mean of each channel, not that of each pixel. The result is float32. Both are as
+    published.
     """
     eigenvalues, eigenvectors = torch.linalg.eigh(second_moments)
-    return eigenvectors.flip(1), eigenvalues.flip(0).clamp_min(0)
+    return eigenvectors.flip(1).float(), eigenvalues.flip(0).clamp_min(0).float()
 
 
 def metric_root(eigenvectors, eigenvalues, alpha=1.0):
     """A [D, D] with A A^T = Sigma^-1, so that distances are those of the rows s = u A.
 
     paper: appendix D.4, Sigma = alpha Lambda^-1 + (1 - alpha) I in the eigenbasis; PCA is alpha 1.
-    With alpha 1 a common factor of the eigenvalues cancels, because it is in the bandwidth, too.
+    With alpha 1 a common factor of the eigenvalues cancels, because it is in the bandwidth, too. A
+    has the dtype of the eigenvectors, which must be that of the gradients: float32 after `pca`.
     """
     precision = eigenvalues / (alpha + (1 - alpha) * eigenvalues).clamp_min(1e-30)
     return eigenvectors * precision.sqrt()
@@ -209,27 +199,19 @@ def data_loss(logits, labels):
     return F.cross_entropy(logits.flatten(0, 1), every_label, reduction="sum")
 
 
-def disagreement(log_probs):
-    """Fraction of ordered pairs of members that predict different classes; log_probs [M, N, K]."""
-    members, _, num_classes = log_probs.shape
-    if members == 1:
-        return 0.0
-    votes = F.one_hot(log_probs.argmax(2), num_classes).sum(0)         # [N, K]
-    agreeing_pairs = (votes * (votes - 1)).sum(1)                      # [N]
-    share = agreeing_pairs.double() / (members * (members - 1))
-    return 1 - share.mean().item()
-
-
 # ---- Model --------------------------------------------------------------------------------------
-# Every layer must be differentiable twice: FoRDE trains through the gradient by the input.
+# FoRDE trains through the gradient by the input, so every layer must be differentiable twice.
+# PyTorch's are, but of convolutions the second derivative is slow, and of batch norm and ReLU it
+# takes many small operations. `make_network` gives these layers, in any network, the classes below.
 
 
 class Convolution(torch.autograd.Function):
-    """F.conv2d(x, weight, None, stride, padding), with a cheaper second derivative.
+    """F.conv2d(x, weight, None, stride, padding), twice differentiable.
 
     PyTorch differentiates the gradient by x by means of a convolution whose kernel is as large as
-    the image. Here this gradient is a transposed convolution, and is differentiated as one. The
-    stride must divide the padded size minus the kernel's size.
+    the image. Here this gradient is a transposed convolution, and is differentiated as one. Only
+    for gradients by inputs: a backward pass with create_graph does not compute the gradient by the
+    weight, which is None there.
     """
 
     @staticmethod
@@ -242,16 +224,38 @@ class Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            # With create_graph, only the gradient by the input is taken: see `input_gradient`.
-            return F.conv_transpose2d(grad, weight, None, ctx.stride, ctx.padding), None, None, None
+        if torch.is_grad_enabled():  # with create_graph
+            beyond = []  # rows and columns at the end of x that no kernel reaches
+            for axis in (0, 1):
+                unpadded = x.shape[2 + axis] - weight.shape[2 + axis]
+                beyond.append((unpadded + 2 * ctx.padding[axis]) % ctx.stride[axis])
+            grad_x = F.conv_transpose2d(grad, weight, None, ctx.stride, ctx.padding, beyond)
+            return grad_x, None, None, None
         wanted = (ctx.needs_input_grad[0], True, False)
         grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
             grad, x, weight, None, ctx.stride, ctx.padding, (1, 1), False, (0, 0), 1, wanted)
         return grad_x, grad_weight, None, None
 
 
-class SameConv2d(nn.Conv2d):
+class Conv2d(nn.Conv2d):
+    """nn.Conv2d by `Convolution`."""
+
+    def _conv_forward(self, x, weight, bias):
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.bfloat16()
+            weight = weight.bfloat16()
+        stride = self.stride
+        if self.kernel_size == (1, 1) and self.padding == (0, 0) and stride != (1, 1):
+            # Subsample: the strided 1x1 convolution of PyTorch 2.14 writes out of bounds on CPUs.
+            x = F.avg_pool2d(x, 1, stride)
+            stride = (1, 1)
+        y = Convolution.apply(x, weight, stride, self.padding)
+        if bias is not None:
+            y = y + bias.to(y)[:, None, None]
+        return y
+
+
+class SameConv2d(Conv2d):
     """A 3x3 convolution without bias, padded to ceil(size / stride) outputs."""
 
     def __init__(self, c_in, c_out, stride=1):
@@ -263,17 +267,164 @@ class SameConv2d(nn.Conv2d):
             # published code: JAX pads even sizes only at the end
             height, width = x.shape[2:]
             x = F.pad(x, (width % 2, 1, height % 2, 1))
-        weight = self.weight
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.bfloat16()
-            weight = weight.bfloat16()
-        return Convolution.apply(x, weight, self.stride, self.padding)
+        return super().forward(x)
 
 
-def projection(c_in, c_out, stride):
-    """The layers of a shortcut between different shapes."""
-    # Subsample first: the strided 1x1 convolution of PyTorch 2.14 writes out of bounds on CPUs.
-    return [nn.AvgPool2d(1, stride), nn.Conv2d(c_in, c_out, 1, bias=False)]
+def by_channel(values, x):
+    """values [C] in the shape that broadcasts over x [B, C] or [B, C, H, W]."""
+    return values.view(-1, *[1 for _ in x.shape[2:]])
+
+
+def sum_by_channel(x):
+    """The sums [C] of x [B, C] or [B, C, H, W], in float32 if x is bfloat16."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.sum([0, *range(2, x.ndim)], dtype=dtype)
+
+
+def batch_norm_gradient(g, x, weight, mean, inv_std, count):
+    """d(g) of `BatchNormGradient`, and the sums [C] of g x' and of g over this process's examples.
+
+    count: number of values of a channel in the global batch
+    """
+    alone = common.world_size() == 1
+    var = None if alone else inv_std**-2
+    # In one process, this is the equation; otherwise, so far, that of a constant mean and std.
+    d_g, sum_gx, sum_g = torch.ops.aten.native_batch_norm_backward(
+        g, x, weight, mean, var, mean, inv_std, alone, 0.0, (True, True, True))
+    if not alone:
+        mean_gx, mean_g = common.all_reduce(torch.stack([sum_gx, sum_g])) / count
+        scale = weight * inv_std
+        d_g = d_g - F.batch_norm(x, mean, var, scale * mean_gx, scale * mean_g, eps=0.0)
+    return d_g, sum_gx, sum_g
+
+
+class BatchNormGradient(torch.autograd.Function):
+    """The gradient d(g) of batch norm by its input x, for the gradient g of its output.
+
+    With x' = (x - mean) / std, and <.> the mean over the n values of a channel:
+      d(g) = (weight / std) (g - <g> - x' <g x'>)
+    For a gradient v of d(g), and k = <v g> - <v> <g> - <v x'> <g x'>, the gradient
+      by g       is d(v)
+      by weight  is n k / std
+      by x       is -(<g x'> d(v) + <v x'> d(g) + k (weight / std) x') / std
+    """
+
+    @staticmethod
+    def forward(ctx, g, x, weight, mean, inv_std, count):
+        d_g, sum_gx, sum_g = batch_norm_gradient(g, x, weight, mean, inv_std, count)
+        ctx.save_for_backward(g, x, weight, mean, inv_std, d_g.detach(), sum_gx, sum_g)
+        ctx.count = count
+        ctx.mark_non_differentiable(sum_gx, sum_g)
+        ctx.set_materialize_grads(False)
+        return d_g, sum_gx, sum_g
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, v, *_):
+        g, x, weight, mean, inv_std, d_g, sum_gx, sum_g = ctx.saved_tensors
+        d_v, sum_vx, sum_v = batch_norm_gradient(v, x, weight, mean, inv_std, ctx.count)
+        sums = [sum_gx, sum_g, sum_vx, sum_v, sum_by_channel(v * g)]
+        if common.world_size() > 1:
+            sums = common.all_reduce(torch.stack(sums))
+        sum_gx, sum_g, sum_vx, sum_v, sum_vg = sums
+        products = torch.addcmul(sum_v * sum_g, sum_vx, sum_gx)
+        grad_weight = (sum_vg - products / ctx.count) * inv_std
+
+        scale = inv_std / -ctx.count
+        # The term with x' is a batch norm by constants, to which the other two are added.
+        of_x = scale * weight * grad_weight
+        grad_x = torch.native_batch_norm(x, of_x, None, mean, inv_std**-2, False, 0.0, 0.0)[0]
+        grad_x.addcmul_(by_channel(scale * sum_gx, x), d_v)
+        grad_x.addcmul_(by_channel(scale * sum_vx, x), d_g)
+        if common.world_size() > 1:
+            grad_weight = grad_weight / common.world_size()  # the processes' are added up
+        return d_v, grad_x, grad_weight, None, None, None
+
+
+class BatchNormTraining(torch.autograd.Function):
+    """Batch norm of x by the statistics of the global batch, which move the running averages.
+
+    As in `Convolution`, a backward pass with create_graph does not give the gradients by weight
+    and bias, but None.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, running_mean, running_var, momentum, eps):
+        count = x.numel() / x.shape[1]
+        if common.world_size() == 1:
+            y, mean, inv_std = torch.native_batch_norm(x, weight, bias, running_mean, running_var,
+                                                       True, momentum, eps)
+        else:
+            # The number of values travels with the sums, because processes may differ in it.
+            sums = torch.cat([sum_by_channel(x), weight.new_full((1,), count)])
+            count = common.all_reduce(sums)[-1]
+            mean = sums[:-1] / count                                   # [C]
+            squares = (x - by_channel(mean, x)).square()
+            var = common.all_reduce(sum_by_channel(squares)) / count
+            running_mean.lerp_(mean, momentum)
+            running_var.lerp_(var * count / (count - 1), momentum)     # PyTorch's: unbiased
+            y = F.batch_norm(x, mean, var, weight, bias, eps=eps)
+            inv_std = (var + eps).rsqrt()
+        ctx.save_for_backward(x, weight, mean, inv_std)
+        ctx.count = count
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        grad_x, grad_weight, grad_bias = BatchNormGradient.apply(g, *ctx.saved_tensors, ctx.count)
+        if torch.is_grad_enabled():  # with create_graph
+            grad_weight = None
+            grad_bias = None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+class BatchNorm(nn.Module):
+    """nn.BatchNorm1d or nn.BatchNorm2d, in training mode by `BatchNormTraining`."""
+
+    def forward(self, x):
+        statistics = (self.running_mean, self.running_var)
+        if not self.training:
+            return F.batch_norm(x, *statistics, self.weight, self.bias, eps=self.eps)
+        if x.numel() == x.shape[1] and common.world_size() == 1:
+            raise ValueError(f"batch norm needs more than one value per channel, got {x.shape}")
+        return BatchNormTraining.apply(x, self.weight, self.bias, *statistics, self.momentum,
+                                       self.eps)
+
+
+class Rectifier(torch.autograd.Function):
+    """max(x, 0). PyTorch's adds zeros, the derivative by x, to the gradients of a gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.relu()
+        ctx.save_for_backward(y.detach())  # a constant, which has no derivative
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, = ctx.saved_tensors
+        return torch.ops.aten.threshold_backward(grad, y, 0)
+
+
+class ReLU(nn.ReLU):
+    """nn.ReLU by `Rectifier`."""
+
+    def forward(self, x):
+        return Rectifier.apply(x)
+
+
+def ease_second_derivatives(net):
+    """Give layers of `net` the classes above; parameters and buffers stay the same objects."""
+    for module in net.modules():
+        if type(module) is nn.Conv2d:
+            padding = (module.padding_mode, type(module.padding))
+            if padding == ("zeros", tuple) and module.dilation == (1, 1) and module.groups == 1:
+                module.__class__ = Conv2d
+        elif type(module) in (nn.BatchNorm1d, nn.BatchNorm2d):
+            if module.affine and module.track_running_stats and module.momentum is not None:
+                module.__class__ = BatchNorm
+        elif type(module) is nn.ReLU:
+            module.__class__ = ReLU
 
 
 class BasicBlock(nn.Module):
@@ -286,10 +437,12 @@ class BasicBlock(nn.Module):
             SameConv2d(c_out, c_out), nn.BatchNorm2d(c_out))
         self.shortcut = nn.Sequential()
         if stride > 1 or c_in != c_out:
-            self.shortcut = nn.Sequential(*projection(c_in, c_out, stride), nn.BatchNorm2d(c_out))
+            projection = nn.Conv2d(c_in, c_out, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(c_out))
+        self.activation = nn.ReLU()
 
     def forward(self, x):
-        return F.relu(self.body(x) + self.shortcut(x))
+        return self.activation(self.body(x) + self.shortcut(x))
 
 
 class PreActivationBlock(nn.Module):
@@ -302,7 +455,7 @@ class PreActivationBlock(nn.Module):
                                   nn.ReLU(), SameConv2d(c_out, c_out))
         self.projection = None
         if stride > 1 or c_in != c_out:
-            self.projection = nn.Sequential(*projection(c_in, c_out, stride))
+            self.projection = nn.Conv2d(c_in, c_out, 1, stride, bias=False)
 
     def forward(self, x):
         h = self.before(x)
@@ -368,31 +521,37 @@ def mlp(args, shape):
     c_in = math.prod(shape)
     for count in args.hidden:
         c_out = channels(count, args)
-        # As images of one pixel, because common.data_parallel shares only BatchNorm2d.
-        layers += [nn.Linear(c_in, c_out), nn.Unflatten(1, (c_out, 1, 1)), nn.BatchNorm2d(c_out),
-                   nn.ReLU(), nn.Flatten()]
+        layers += [nn.Linear(c_in, c_out), nn.BatchNorm1d(c_out), nn.ReLU()]
         c_in = c_out
     return layers, c_in
 
 
-# To add a network, add its function here. Batch norm must be nn.BatchNorm2d, and --chunk needs a
-# network without dropout.
+# To add a network, add its function here.
 NETWORKS = {"resnet9": resnet9, "resnet18": resnet18, "preact_resnet18": preact_resnet18,
             "wrn_16_4": wrn_16_4, "mlp": mlp}
 
 
 def make_network(args, num_classes, shape):
-    """One member for inputs of `shape` (C, H, W), initialised as published; it returns logits."""
+    """One member for inputs of `shape` (C, H, W), initialised as published; it returns logits.
+
+    Pretrained networks keep their weights, but all members get heads of their own.
+    """
     net = nn.Sequential(*data.backbone_and_head(args, NETWORKS, num_classes, shape))
-    for module in net.modules():
+    head = net[1]
+    drawn_anew = net
+    if args.model.startswith("torchvision/"):
+        drawn_anew = head
+    for module in drawn_anew.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             # Haiku's default: std 1 / sqrt(fan_in), cut at two standard deviations
             std = module.weight[0].numel() ** -0.5
             nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-    # published code: the last layer starts at zero, so the first forces are zero, too.
-    nn.init.zeros_(net[-1].weight)
+    if drawn_anew is net:
+        # published code: the last layer starts at zero, so the first forces are zero, too.
+        nn.init.zeros_(head.weight)
+    ease_second_derivatives(net)
     return net
 
 
@@ -423,26 +582,42 @@ class Members(nn.Module):
         super().__init__()
         self.nets = nn.ModuleList(nets)
 
-    def forward(self, x, y, particles):
-        """Logits [C, B, K] and particles [C, B, ...], float32, by a function of `particles_of`."""
-        outputs = [particles(net, x, y) for net in self.nets]
+    def forward(self, x, y, method, grad_of):
+        """Logits [C, B, K], and what repels in this method, particles [C, B, ...]; float32."""
+        logits = []
+        particles = []
+        for net in self.nets:
+            if method in WITHOUT_INPUT_GRADIENTS:
+                f = net(x)                                             # [B, K]
+                points = f if method == "function_rde" else f[:, :0]
+            else:
+                f, points = input_gradient(net, x, y, grad_of)         # [B, K], [B, D]
+            logits.append(f)
+            particles.append(points)
         # bfloat16 is not precise enough for losses and distances; float64 stays.
-        logits, points = map(torch.stack, zip(*outputs))
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        return logits.to(dtype), points.to(dtype)
+        dtype = torch.promote_types(f.dtype, torch.float32)
+        return torch.stack(logits).to(dtype), torch.stack(particles).to(dtype)
 
 
-def particles_of(args):
-    """The function of (net, x, y) that gives the logits, and what repels in this method."""
-    if args.repulsion in ("input_gradient", "lit"):
-        return partial(input_gradient, grad_of=args.grad_of)
-    if args.repulsion == "function":
-        return function_values
-    return no_particles
+WITHOUT_INPUT_GRADIENTS = ("deep_ensemble", "weight_rde", "function_rde")
+# R of the other methods than FoRDE, from their particles [M, B, ...]; that of no particles is 0.
+BASELINES = {"deep_ensemble": torch.sum, "weight_rde": torch.sum,
+             "function_rde": function_repulsion, "lit": local_independence}
 
 
-# The repulsion of the baselines, given their particles [M, B, ...].
-BASELINES = {"lit": local_independence, "function": function_repulsion}
+def chunked_forward(chunks, x, *others):
+    """The outputs of all Members, by gradient checkpointing over chunks of them.
+
+    Only one chunk's activations are in memory at a time: the backward pass computes them again,
+    with the same dropout masks.
+    """
+    x.requires_grad_()  # or else the backward pass would not reach a checkpoint
+    outputs = []
+    for chunk in chunks:
+        outputs.append(checkpoint(chunk, x, *others, use_reentrant=True))
+    set_momentum(chunks, 0.0)  # the running averages do not move again
+    logits, particles = map(torch.cat, zip(*outputs))
+    return logits, particles
 
 
 def own_rows(batch):
@@ -460,80 +635,42 @@ def global_batch(particles, batch):
     return common.all_reduce(everyone)
 
 
-def ensemble_step(members, batch, metric, args):
+def ensemble_step(chunks, batch, metric, method, args):
     """Algorithm 1 on one batch: add the gradient of sum_i CE_i + R to those of the parameters.
 
-    members: a function that gives logits [M, b, K] and particles [M, b, D] of this process's
-    examples; metric: A of `metric_root`, None for the identity. Returns the cross entropy, summed
-    over members and these examples, R, and the logits.
+    chunks: of `make_chunks`; metric: A of `metric_root`, None for the identity. Returns the cross
+    entropy, summed over members and this process's examples, R, and the logits [M, b, K].
     """
     # 1. The input gradients of all members. Baselines have other particles.
+    inputs = (batch.images, batch.labels, method, args.grad_of)
     with common.autocast(args):
-        logits, particles = members(batch.images, batch.labels, particles_of(args))
+        if len(chunks) == 1:
+            logits, particles = chunks[0](*inputs)                     # [M, b, K], [M, b, D]
+        else:
+            logits, particles = chunked_forward(chunks, *inputs)
 
     # Members repel over the global batch.
     g = global_batch(particles.detach(), batch).requires_grad_()       # [M, B, D]
-    if args.repulsion == "input_gradient":
+    if method in BASELINES:
+        R = BASELINES[method](g)
+    else:
         # 2. Unit vectors: only the directions of the gradients count.
         s = unit_rows(g)                                               # [M, B, D]
         if metric is not None:
             s = s @ metric.to(s)
         # 3. The kernel between members, which is summed over examples and members j.
         log_k = log_kernel(s)                                          # [M, M, B]
-        value = repulsion(log_k)
-    else:
-        value = BASELINES[args.repulsion](g)
-    # The force is minus the gradient of R with respect to this process's particles.
-    force = -torch.autograd.grad(value, g)[0]                          # [M, B, D]
-    force = force[:, own_rows(batch)]                                  # [M, b, D]
+        R = repulsion(log_k)
 
-    # 4. The loss. The force is a constant: minus its product with the particles has the gradient
-    # of R with respect to the weights.
+    # 4. The loss. `surrogate` has the gradient of R by the weights: the product of dR / dg, taken
+    # as a constant, and the gradient of this process's particles g by the weights.
+    grad_R = torch.autograd.grad(R, g)[0][:, own_rows(batch)]          # [M, b, D]
+    surrogate = (particles * grad_R).sum()
     loss = data_loss(logits, batch.labels)
-    repelling = -(particles * force).sum()
-    total = loss / batch.global_size + args.repulsion_coef * repelling
+    total = loss / batch.global_size + args.repulsion_coef * surrogate
     # The backward pass, also through the input gradients. DDP averages over the processes.
     (total * common.world_size()).backward()
-    return loss.detach(), value.detach(), logits.detach()
-
-
-def chunked_step(chunks, batch, metric, args):
-    """`ensemble_step` with the activations of one chunk of members at a time, in two passes."""
-    # The first pass, without a graph: the logits and particles of all members.
-    parts = []
-    with torch.no_grad(), common.autocast(args):
-        for chunk in chunks:
-            parts.append(chunk(batch.images, batch.labels, particles_of(args)))
-    logits = torch.cat([part[0] for part in parts]).requires_grad_()
-    particles = torch.cat([part[1] for part in parts]).requires_grad_()
-    # The backward pass of Algorithm 1 ends at these outputs ...
-    result = ensemble_step(lambda *_: (logits, particles), batch, metric, args)
-
-    # ... and goes on to the weights in a second pass, which must not move running averages again.
-    set_momentum(chunks, 0.0)
-    by_logits = logits.grad.split(args.chunk)
-    by_particles = particles.grad.split(args.chunk)
-    for chunk, gradients in zip(chunks, zip(by_logits, by_particles)):
-        with common.autocast(args):
-            outputs = chunk(batch.images, batch.labels, particles_of(args))
-        torch.autograd.backward(outputs, gradients)
-    return result
-
-
-def independent_step(chunks, batch, args):
-    """Add the gradient of sum_i CE_i alone; returns what `ensemble_step` does, with R = 0."""
-    losses = []
-    outputs = []
-    for chunk in chunks:
-        with common.autocast(args):
-            logits, _ = chunk(batch.images, batch.labels, no_particles)
-        loss = data_loss(logits, batch.labels)
-        mean_loss = loss / batch.global_size
-        (mean_loss * common.world_size()).backward()
-        losses.append(loss.detach())
-        outputs.append(logits.detach())
-    total = torch.stack(losses).sum()
-    return total, torch.zeros_like(total), torch.cat(outputs)
+    return loss.detach(), R.detach(), logits.detach()
 
 
 def repel_weights(nets, num_train, args):
@@ -544,16 +681,16 @@ def repel_weights(nets, num_train, args):
         points.append(torch.cat(weights))
     points = torch.stack(points)                                       # [M, P]
     # The cross entropy is a mean over examples, so the prior is divided by their number.
-    value = rbf_repulsion(points) / num_train
-    (args.repulsion_coef * value).backward()
-    return value.detach()
+    R = rbf_repulsion(points) / num_train
+    (args.repulsion_coef * R).backward()
+    return R.detach()
 
 
 def set_momentum(nets, momentum):
     """Set how far a step moves the running statistics of batch norm."""
     for net in nets:
         for module in net.modules():
-            if isinstance(module, nn.BatchNorm2d):
+            if isinstance(module, (BatchNorm, nn.modules.batchnorm._BatchNorm)):
                 module.momentum = momentum
 
 
@@ -582,11 +719,13 @@ def make_chunks(nets, args):
     return chunks
 
 
-def train(nets, train_set, metric, args, seed, run, name):
-    """Train all members together, on the same batches; save and resume the checkpoint `name`."""
+def train(nets, train_set, metric, method, args, seed, run):
+    """Train all members together, on the same batches; save and resume their checkpoint."""
+    name = f"{method}-seed{seed}"
     chunks = make_chunks(nets, args)
+    # Fused: one operation updates all parameters.
     optimiser = torch.optim.SGD(nets.parameters(), lr=args.lr, momentum=0.9, nesterov=True,
-                                weight_decay=args.weight_decay)
+                                weight_decay=args.weight_decay, fused=args.device.type == "cuda")
     # The order and the augmentation of the images depend only on the seed and the epoch.
     # published code: the last, smaller batch of an epoch is dropped
     augment = "crop_flip" if args.augment else "none"
@@ -597,41 +736,61 @@ def train(nets, train_set, metric, args, seed, run, name):
     made_from = data.origin(train_set, args)
     history = run.resume(name, args.epochs, made_from, net=nets, optimiser=optimiser)
     for epoch in range(len(history), args.epochs):
-        start = time.perf_counter()
         common.seed_all(seed, epoch, common.rank())  # for networks with dropout
-        nets.train()
-        totals = torch.zeros(3, device=args.device)  # cross entropy, R, correct predictions
-        for step, batch in enumerate(common.progress(loader, epoch)):
-            # Functions of the step: a resumed run needs no state of a scheduler.
-            now = epoch * len(loader) + step
-            lr = learning_rate(now, len(loader), args)
-            for group in optimiser.param_groups:
-                group["lr"] = lr
-            # published code: averages with decay 0.9, divided by 1 - 0.9^t after t steps
-            set_momentum(nets, 0.1 / (1 - 0.9 ** (now + 1)))
-            optimiser.zero_grad()
-            repels = now % args.repulse_every == 0
-            if args.repulsion in ("none", "weight") or not repels:
-                loss, value, logits = independent_step(chunks, batch, args)
-            elif len(chunks) == 1:
-                loss, value, logits = ensemble_step(chunks[0], batch, metric, args)
-            else:
-                loss, value, logits = chunked_step(chunks, batch, metric, args)
-            if args.repulsion == "weight" and repels:
-                value = repel_weights(nets, len(train_set), args)
-            optimiser.step()
-
-            totals[0] += loss
-            totals[1] += value * len(batch.labels)
-            totals[2] += (logits.argmax(2) == batch.labels).sum()
-        examples = len(loader) * batch.global_size
-        loss, value, accuracy = (common.all_reduce(totals) / examples / args.members).tolist()
-        history.append({"epoch": epoch + 1, "loss": loss, "repulsion": value,
-                        "accuracy": accuracy, "lr": lr, "seconds": time.perf_counter() - start})
+        row = train_epoch(nets, chunks, loader, optimiser, epoch, metric, method, args)
+        history.append(row)
         run.save(name, history, made_from, net=nets, optimiser=optimiser)
 
 
+def train_epoch(nets, chunks, loader, optimiser, epoch, metric, method, args):
+    """Train all members for one epoch; returns the row of the history.
+
+    Its repulsion is R before --repulsion-coef, the mean over the steps that repel.
+    """
+    start = time.perf_counter()
+    nets.train()
+    totals = torch.zeros(2, device=args.device)  # cross entropy, correct predictions
+    Rs = []
+    for step, batch in enumerate(common.progress(loader, epoch)):
+        # Functions of the step: a resumed run needs no state of a scheduler.
+        global_step = epoch * len(loader) + step
+        lr = learning_rate(global_step, len(loader), args)
+        for group in optimiser.param_groups:
+            group["lr"] = lr
+        # published code: averages with decay 0.9, divided by 1 - 0.9^t after t steps
+        set_momentum(nets, 0.1 / (1 - 0.9 ** (global_step + 1)))
+
+        optimiser.zero_grad()
+        repel_this_step = method != "deep_ensemble" and global_step % args.repulse_every == 0
+        step_method = method if repel_this_step else "deep_ensemble"
+        loss, R, logits = ensemble_step(chunks, batch, metric, step_method, args)
+        if step_method == "weight_rde":
+            R = repel_weights(nets, len(loader.dataset), args)
+        optimiser.step()
+
+        totals[0] += loss
+        totals[1] += (logits.argmax(2) == batch.labels).sum()
+        if repel_this_step:
+            Rs.append(R)
+    # All batches are of one size.
+    predictions = len(loader) * batch.global_size * args.members
+    loss, accuracy = (common.all_reduce(totals) / predictions).tolist()
+    row = {"epoch": epoch + 1, "loss": loss, "accuracy": accuracy, "lr": lr,
+           "seconds": time.perf_counter() - start}
+    if Rs:
+        row["repulsion"] = torch.stack(Rs).mean().item()
+    return row
+
+
 # ---- Evaluation ---------------------------------------------------------------------------------
+
+
+class Outputs(NamedTuple):
+    """The predictions of an ensemble for one set, in the order of the set, on the CPU."""
+
+    log_probs: Tensor  # [M, N, K] float32
+    labels: Tensor     # [N]
+    ms: float          # time of the pass over the set, in milliseconds per example
 
 
 def batches_of(dataset, args):
@@ -642,9 +801,12 @@ def batches_of(dataset, args):
 
 
 @torch.no_grad()
-def predict(nets, dataset, args):
-    """Log probabilities [M, N, K] of all members for a whole set; None on all other processes."""
+def forward(nets, dataset, args):
+    """The Outputs for a whole set in eval mode; None for None, and on all other processes."""
+    if dataset is None:
+        return None
     nets.eval()
+    start = time.perf_counter()
     batches = []
     for batch in batches_of(dataset, args):
         with common.autocast(args):
@@ -653,7 +815,8 @@ def predict(nets, dataset, args):
     columns = common.gather_rows(batches)
     if not columns:
         return None
-    return columns["log_probs"].transpose(0, 1)
+    ms = 1000 * (time.perf_counter() - start) / len(dataset)
+    return Outputs(columns["log_probs"].transpose(0, 1), dataset.labels, ms)
 
 
 @torch.no_grad()
@@ -688,6 +851,17 @@ def mean_log_probs(log_probs):
     return torch.cat(blocks) - math.log(len(log_probs))
 
 
+def disagreement(log_probs):
+    """Fraction of ordered pairs of members that predict different classes; log_probs [M, N, K]."""
+    members, _, num_classes = log_probs.shape
+    if members == 1:
+        return 0.0
+    votes = F.one_hot(log_probs.argmax(2), num_classes).sum(0)         # [N, K]
+    agreeing_pairs = (votes * (votes - 1)).sum(1)                      # [N]
+    share = agreeing_pairs.double() / (members * (members - 1))
+    return 1 - share.mean().item()
+
+
 def predictive_metrics(log_probs, labels):
     """Metrics of the mean prediction of log_probs [M, N, K]; nll_miss is the NLL of its errors."""
     uncertainty = uncertainties(log_probs)
@@ -716,45 +890,48 @@ def moments(uncertainty):
     return metrics
 
 
-def clean_rows(sets, outputs, distance, key):
+def set_row(name, outputs, key):
+    """The row of one set; key: {"method": ..., "seed": ...}."""
+    row = {**key, "set": name, "n": len(outputs.labels)}
+    return row | predictive_metrics(outputs.log_probs, outputs.labels)
+
+
+def clean_rows(test_name, outputs, distance, key):
     """The rows of the test set, of the validation set, and of the test set against OOD sets.
 
-    outputs: data.Sets of log probabilities [M, N, K]; key: method and seed, with which rows begin
+    outputs: data.Sets of Outputs; distance: of the test set's input gradients
     """
-    test = sets.test
-    row = {**key, "set": test.name, "n": len(test)}
-    row |= predictive_metrics(outputs.test, test.labels)
-    row["gradient_distance"] = distance
+    test = outputs.test
+    row = set_row(test_name, test, key) | {"gradient_distance": distance, "ms": test.ms}
     rows = [row]
-    if sets.val is not None:
-        on_val = mean_log_probs(outputs.val)
-        temperature = common.fit_temperature(on_val, sets.val.labels)
+    if outputs.val is not None:
+        rows.append(set_row("val", outputs.val, key))
+        on_val = mean_log_probs(outputs.val.log_probs)
+        row["temperature"] = common.fit_temperature(on_val, outputs.val.labels)
         # Logarithms of probabilities are logits: their softmax gives the probabilities back.
-        scaled = (mean_log_probs(outputs.test) / temperature).log_softmax(1)
-        row["temperature"] = temperature
+        logits = mean_log_probs(test.log_probs) / row["temperature"]
+        scaled = logits.log_softmax(1)
         row["nll_scaled"] = common.nll(scaled, test.labels)
         row["ece15_scaled"] = common.ece(scaled.exp(), test.labels)
-        val_row = {**key, "set": "val", "n": len(sets.val)}
-        rows.append(val_row | predictive_metrics(outputs.val, sets.val.labels))
-    inside = uncertainties(outputs.test)
-    for name, log_probs in outputs.ood.items():
-        outside = uncertainties(log_probs)
-        row = {**key, "set": test.name, "against": name, "n": len(test)}
+    inside = uncertainties(test.log_probs)
+    for name, of_set in outputs.ood.items():
+        outside = uncertainties(of_set.log_probs)
+        # The moments are those of the OOD set.
+        row = {**key, "set": test_name, "against": name, "n": len(test.labels), **moments(outside)}
         for score in ("total", "epistemic"):
             found = common.ood_metrics(inside[score], outside[score], larger_means="ood")
             for metric, value in found.items():
                 row[f"{metric}_{score}"] = value
-        # The moments are those of the OOD set.
-        rows.append(row | moments(outside))
+        rows.append(row)
     return rows
 
 
 class Shift(NamedTuple):
     """The corrupted test sets of a run."""
 
-    name: str                     # of all of them together
-    kinds: list                   # of corruption
-    clean: data.ImageSet | None   # the images to corrupt; None for the published sets
+    name: str        # of all of them together
+    kinds: list      # of corruption
+    read: Callable   # read(kind, severity) is one set
 
 
 def find_shift(test_set, args):
@@ -766,83 +943,79 @@ def find_shift(test_set, args):
         kinds = data.corruption_kinds(name, args.data_dir)
         if not kinds:
             return None
-        return Shift(data.corrupted_name(name, kinds), kinds, None)
+        read = partial(data.load_corrupted, name, data_dir=args.data_dir)
+        return Shift(data.corrupted_name(name, kinds), kinds, read)
     data.check_sizes(test_set, limit=args.shift_examples or math.inf)
     clean = data.evenly(test_set, args.shift_examples or None)
     if isinstance(clean, data.StreamedSet):
         clean = common.on_each_machine(clean.in_memory)
     # These corruptions are not those of the published -C sets.
     name = "glyphs_c" if test_set.name == "glyphs" else f"{test_set.name}_computed_c"
-    return Shift(name, list(data.CORRUPTIONS), clean)
-
-
-def corrupted_set(shift, kind, severity, test_set, args):
-    """The test set, or --shift-examples of it, under one corruption."""
-    if shift.clean is not None:
-        return data.corrupted(shift.clean, kind, severity)
-    dataset = data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir)
-    return data.evenly(data.match(dataset, test_set), args.shift_examples or None)
+    return Shift(name, list(data.CORRUPTIONS), partial(data.corrupted, clean))
 
 
 DIVERSITY_EXAMPLES = 1000  # of a test set, for the input gradients
+# What is averaged over the severities, and drawn, and its name in the picture.
+SHIFT_METRICS = {"accuracy": "accuracy", "nll": "NLL (nats)", "ece15": "ECE, 15 bins",
+                 "disagreement": "disagreement of members",
+                 "epistemic_mean": "epistemic uncertainty (nats)",
+                 "gradient_distance": "1 - cos of input gradients"}
 
 
-def severity_row(nets, shift, severity, test_set, args, key):
-    """The row of one severity, with all kinds of corruption as one set."""
-    log_probs = []
-    labels = []
-    distances = []
-    examples = math.ceil(DIVERSITY_EXAMPLES / len(shift.kinds))
-    for kind in shift.kinds:
-        dataset = corrupted_set(shift, kind, severity, test_set, args)
-        log_probs.append(predict(nets, dataset, args))
-        labels.append(dataset.labels)
-        some = data.evenly(dataset, examples)
-        distances.append(gradient_distance(nets, some, args))
-    labels = torch.cat(labels)
-    row = {**key, "set": f"{shift.name}_s{severity}", "severity": severity, "n": len(labels)}
-    row |= common.on_main(pooled_metrics, log_probs, labels)
-    row["gradient_distance"] = np.mean(distances)
-    return row
+def severity_rows(outputs, distance, name, severity, key):
+    """The row of all kinds of corruption as one set, then a row of each kind.
 
-
-def pooled_metrics(log_probs, labels):
-    """Metrics of the union of sets, from a list of log_probs [M, n, K] and all labels [N]."""
-    return predictive_metrics(torch.cat(log_probs, 1), labels)
+    outputs: {kind: Outputs}; distance: of input gradients; name: of the Shift
+    """
+    log_probs = torch.cat([of_kind.log_probs for of_kind in outputs.values()], 1)
+    labels = torch.cat([of_kind.labels for of_kind in outputs.values()])
+    row = set_row(f"{name}_s{severity}", Outputs(log_probs, labels, None), key)
+    rows = [row | {"severity": severity, "gradient_distance": distance}]
+    for kind, of_kind in outputs.items():
+        row = set_row(f"{name}_{kind}_s{severity}", of_kind, key)
+        rows.append(row | {"severity": severity, "kind": kind})
+    return rows
 
 
 def evaluate_shift(nets, shift, test_set, args, key):
     """The rows of each severity, and of their mean; one line is printed after each severity."""
     rows = []
+    pooled = []
     for severity in data.SEVERITIES:
-        row = severity_row(nets, shift, severity, test_set, args, key)
-        scores = f"accuracy {row['accuracy']:.4f}, NLL {row['nll']:.4f}"
-        common.print_on_main(f"{row['method']}-seed{row['seed']}: {row['set']}, {row['n']} images: {scores}")
-        rows.append(row)
-    mean = {**key, "set": shift.name, "n": 0}
-    for row in rows:
-        mean["n"] += row["n"]
-    for metric in ("accuracy", "nll", "ece15", "disagreement", "gradient_distance"):
-        mean[metric] = np.mean([row[metric] for row in rows])
+        outputs = {}
+        distances = []
+        for kind in shift.kinds:
+            dataset = data.match(shift.read(kind, severity), test_set)
+            dataset = data.evenly(dataset, args.shift_examples or None)
+            outputs[kind] = forward(nets, dataset, args)
+            some = data.evenly(dataset, math.ceil(DIVERSITY_EXAMPLES / len(shift.kinds)))
+            distances.append(gradient_distance(nets, some, args))
+        distance = np.mean(distances)
+        found = common.on_main(severity_rows, outputs, distance, shift.name, severity, key)
+        row = found[0]
+        common.print_on_main(f"{row['method']}-seed{row['seed']}: {row['set']}, {row['n']} images: "
+                             f"accuracy {row['accuracy']:.4f}, NLL {row['nll']:.4f}")
+        pooled.append(row)
+        rows += found
+    mean = {**key, "set": shift.name, "n": sum(row["n"] for row in pooled)}
+    for metric in SHIFT_METRICS:
+        mean[metric] = np.mean([row[metric] for row in pooled])
     return rows + [mean]
 
 
 def evaluate(nets, sets, shift, args, key):
     """All rows of one ensemble."""
-    test = predict(nets, sets.test, args)
-    val = None
-    if sets.val is not None:
-        val = predict(nets, sets.val, args)
-    ood = {}
-    for name, dataset in sets.ood.items():
-        ood[name] = predict(nets, dataset, args)
-    outputs = data.Sets(None, val, test, ood, None)
+    ood = {name: forward(nets, dataset, args) for name, dataset in sets.ood.items()}
+    outputs = data.Sets(None, forward(nets, sets.val, args), forward(nets, sets.test, args), ood,
+                        None)
     some = data.evenly(sets.test, DIVERSITY_EXAMPLES)
     distance = gradient_distance(nets, some, args)
-    rows = common.on_main(clean_rows, sets, outputs, distance, key)
+    rows = common.on_main(clean_rows, sets.test.name, outputs, distance, key)
     if shift is not None:
         rows += evaluate_shift(nets, shift, sets.test, args, key)
-    return rows
+    size = sum(tensor.nbytes for tensor in nets.state_dict().values())
+    cost = {"ms": rows[0]["ms"], "bytes": size}
+    return [row | cost for row in rows]
 
 
 # The columns of the table that is printed; results.csv has all of them.
@@ -861,18 +1034,21 @@ def paired_differences(rows):
             first[key] = row
             continue
         difference = {"method": f"{row['method']} - {baseline}"}
-        for name, value in row.items():
-            if name in ("seed", "set", "against", "n", "severity"):
-                difference[name] = value
-            elif name in COLUMNS:
-                difference[name] = value - first[key][name]
+        for name in ("seed", "set", "against", "n", "severity", "kind"):
+            if name in row:
+                difference[name] = row[name]
+        for name in COLUMNS:
+            if name in row:
+                difference[name] = row[name] - first[key][name]
         differences.append(difference)
     return differences
 
 
 def write_predictions(predictions, sets, run):
-    """predictions.csv from {method: log_probs [M, N, K]}, the methods side by side."""
-    columns = common.prediction_columns(sets.predict, predictions, sets.train.classes)
+    """predictions.csv from {method: Outputs}, the columns of a deep ensemble last."""
+    methods = sorted(predictions, key=lambda method: method == "deep_ensemble")
+    log_probs = {method: predictions[method].log_probs for method in methods}
+    columns = common.prediction_columns(sets.predict, log_probs, sets.train.classes)
     run.write_csv("predictions.csv", columns)
 
 
@@ -883,39 +1059,36 @@ PLANE_LIMIT = 12  # its largest coordinate
 
 
 def plot_shift(rows, test_name, shift_name, run):
-    """Metrics by severity (0 is clean), with standard errors over the seeds."""
-    labels = {"accuracy": "accuracy", "nll": "NLL (nats)", "ece15": "ECE, 15 bins",
-              "gradient_distance": "1 - cos of input gradients"}
-    sets = [test_name]
-    for severity in data.SEVERITIES:
-        sets.append(f"{shift_name}_s{severity}")
+    """SHIFT_METRICS by severity (0 is clean), with standard errors over the seeds."""
+    sets = [test_name] + [f"{shift_name}_s{severity}" for severity in data.SEVERITIES]
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    figure, axes = common.make_figure(1, len(labels), figsize=(14, 3.5))
-    for axis, (metric, label) in zip(axes, labels.items()):
+    figure, axes = common.make_figure(2, 3, figsize=(11, 6.5))
+    for axis, (metric, label) in zip(axes.flat, SHIFT_METRICS.items()):
         for method, colour, marker in zip(methods, common.colours(len(methods)), "osD^vP*"):
-            values = {name: [] for name in sets}
-            for row in rows:
-                if row["method"] == method and row["set"] in values and "against" not in row:
-                    values[row["set"]].append(row[metric])
-            mean = [np.mean(of_set) for of_set in values.values()]
-            error = [common.standard_error(of_set) or 0 for of_set in values.values()]
+            mean = []
+            error = []
+            for name in sets:
+                found = [row[metric] for row in rows if row["method"] == method
+                         and row["set"] == name and "against" not in row]
+                mean.append(np.mean(found))
+                error.append(common.standard_error(found) or 0)
             axis.errorbar(range(len(sets)), mean, error, marker=marker, ms=4, capsize=2,
                           color=colour, label=method.replace("_", " "))
         axis.set(xlabel=f"severity ({shift_name}; 0 is clean)", ylabel=label)
-    axes[0].legend(frameon=False)
+    axes[0, 0].legend(frameon=False)
     run.save_figure(figure, "shift.png")
 
 
-def plot_toy(points, outputs, run):
-    """Epistemic uncertainty over the plane; outputs {method: log_probs [M, N, K]}."""
-    figure, axes = common.make_figure(1, len(outputs), figsize=(4.4 * len(outputs), 3.7),
+def plot_toy(points, predictions, run):
+    """Epistemic uncertainty over the plane; predictions {method: Outputs}."""
+    figure, axes = common.make_figure(1, len(predictions), figsize=(4.4 * len(predictions), 3.7),
                                       squeeze=False)
     x, y = points.images.flatten(1).T.numpy()
     colours = np.array(common.COLOURS)[points.labels]
     extent = (-PLANE_LIMIT, PLANE_LIMIT, -PLANE_LIMIT, PLANE_LIMIT)
     pictures = {}
-    for name, log_probs in outputs.items():
-        uncertainty = common.ensemble_uncertainty(log_probs)["epistemic"]
+    for name, outputs in predictions.items():
+        uncertainty = common.ensemble_uncertainty(outputs.log_probs)["epistemic"]
         pictures[name] = uncertainty.view(PLANE_SIDE, PLANE_SIDE).numpy()
     highest = max(picture.max() for picture in pictures.values())
     for axis, name in zip(axes[0], pictures):
@@ -928,16 +1101,8 @@ def plot_toy(points, outputs, run):
 
 # ---- Options ------------------------------------------------------------------------------------
 
-# method: the space in which its members repel, and for FoRDE the alpha of its metric
-METHODS = {
-    "deep_ensemble": dict(repulsion="none"),
-    "forde_pca": dict(repulsion="input_gradient", alpha=1.0),
-    "forde_identity": dict(repulsion="input_gradient", alpha=0.0),
-    "forde_tuned": dict(repulsion="input_gradient"),  # --alpha
-    "weight_rde": dict(repulsion="weight"),
-    "function_rde": dict(repulsion="function"),
-    "lit": dict(repulsion="lit"),
-}
+METHODS = ("deep_ensemble", "forde_pca", "forde_identity", "forde_tuned", "weight_rde",
+           "function_rde", "lit")
 # A data set alone selects the paper's recipe for it: what its preset does not say is the default
 # of `parse_args`, ten ResNet-18 and FoRDE-PCA.
 # The validation set is drawn by the seed, so each seed trains on other images.
@@ -952,7 +1117,7 @@ PRESETS = {
     "tiny_imagenet": dict(model="preact_resnet18", epochs=150, lr_ratio=0.001, ood=["svhn"]),
     "mnist": dict(augment=False, shift="computed", ood=["fashion_mnist"]),
     "fashion_mnist": dict(augment=False, shift="computed", ood=["mnist"]),
-    # paper: features of a frozen ViT, three hidden layers with batch norm
+    # paper: batches of 256, learning rate 0.2, three hidden layers; widths and epochs are ours
     "features": dict(model="mlp", batch_size=256, lr=0.2, epochs=100, augment=False, shift="none"),
     "glyphs": GLYPHS,
     "dirty_glyphs": GLYPHS,
@@ -964,12 +1129,15 @@ PRESETS = {
     # Your own images: small networks that train on two CPU cores in minutes.
     "folder": dict(methods=["deep_ensemble", "forde_pca"], members=4, model="resnet9", width=0.25,
                    epochs=30, batch_size=16, schedule="one_cycle", shift="none"),
-    "pretrained": dict(),
-    "frozen": dict(),
+    # Your own network. Large images have too many dimensions for the basis of FoRDE-PCA.
+    "pretrained": dict(methods=["deep_ensemble", "forde_identity"], members=3, width=1.0,
+                       epochs=3, batch_size=16, lr=0.01, schedule="one_cycle", augment=True,
+                       shift="none"),
+    "frozen": dict(),  # --freeze is refused
 }
-# These only change what is computed from trained networks, or how much memory training takes, so
-# they do not identify a run.
-EVALUATION_OPTIONS = ("methods", "ood", "shift", "shift_examples", "chunk")
+# These only change what is computed from trained networks, where the basis comes from, or how much
+# memory training takes, so they do not identify a run.
+EVALUATION_OPTIONS = ("methods", "ood", "shift", "shift_examples", "basis", "chunk")
 
 
 def parse_args(argv=None):
@@ -977,13 +1145,15 @@ def parse_args(argv=None):
                            model="resnet18", epochs=300, batch_size=128, lr=0.1)
     flag = argparse.BooleanOptionalAction
     add = parser.add_argument_group("forde.py").add_argument
-    add("--methods", nargs="+", choices=list(METHODS), metavar="METHOD", default=["forde_pca"],
+    add("--methods", nargs="+", choices=METHODS, metavar="METHOD", default=["forde_pca"],
         help=f"methods to compare, from the same initial weights: {', '.join(METHODS)}")
     add("--members", "-m", type=at_least(1), default=10,
         help="number of ensemble members M (paper: 10)")
     add("--alpha", type=between(0, 1), default=0.4,
         help="metric of forde_tuned, from 0 (identity) to 1 (PCA) (paper: 0.4 on CIFAR-100, 0.2 on "
         "CIFAR-10)")
+    add("--basis", metavar="FILE",
+        help="principal components of the same training images, basis-*.pt of another run")
     add("--grad-of", choices=["logit", "logprob"], default="logit",
         help="input gradients of the true class's logit (paper) or log probability")
     add("--repulsion-coef", type=at_least(0, float), default=1.0,
@@ -1021,50 +1191,74 @@ def parse_args(argv=None):
     return args
 
 
+def uses_basis(args):
+    """Whether a method needs the principal components of the training images."""
+    return "forde_pca" in args.methods or "forde_tuned" in args.methods
+
+
 def check_options(args):
     """Refuse options that contradict each other, or that would have no effect."""
+    pretrained = args.model.startswith("torchvision/")
+    repels = args.methods != ["deep_ensemble"]
     if args.compile:
         raise UserError("--compile: a compiled network cannot be differentiated twice")
+    if args.freeze:
+        raise UserError("--freeze: compute the features of your network once, and train an "
+                        "ensemble on them: --dataset features --features TRAIN.npz TEST.npz")
+    if pretrained and args.epochs == 0:
+        raise UserError(f"--epochs 0 --model {args.model}: all members would be equal; use "
+                        "--epochs 1 or more")
+    if args.members == 1 and repels:
+        raise UserError("--members 1: one particle cannot repel; use --methods deep_ensemble for "
+                        "a single network")
     if args.chunk and args.members % args.chunk:
         raise UserError(f"--chunk {args.chunk} must divide --members {args.members}; or use 0 for "
                         "all members at once")
     if (args.dataset == "features") != bool(args.features):
         raise UserError("--dataset features and --features TRAIN.npz TEST.npz must be used "
                         "together")
-    no_images = {"features": ["val_fraction", "published_split", "image_size"],
-                 "toy_classification": ["val_fraction", "published_split", "image_size",
-                                        "limit_train", "ood", "predict", "data_dir", "workers"]}
-    if args.dataset in no_images:
-        common.refuse(args, no_images[args.dataset], f"with --dataset {args.dataset}")
-        if args.augment or args.shift != "none":
-            raise UserError(f"--dataset {args.dataset} has no images; it needs --no-augment and "
-                            "--shift none")
     if args.shift == "published" and f"{args.dataset}_c" not in data.CORRUPTED:
         raise UserError(f"--shift published: not available for {args.dataset}; use --shift "
                         "computed or none")
-    if args.shift == "none":
-        common.refuse(args, ["shift_examples"], "without corrupted test sets (--shift)")
-    if not args.val_fraction:
-        common.refuse(args, ["published_split"], "without --val-fraction")
-    if args.model != "mlp":
-        common.refuse(args, ["hidden"], f"with --model {args.model}")
-    if args.schedule != "published":
-        common.refuse(args, ["lr_ratio"], f"with --schedule {args.schedule}")
-    if "forde_tuned" not in args.methods:
-        common.refuse(args, ["alpha"], "without --methods forde_tuned")
-    if args.methods == ["deep_ensemble"] or args.members == 1:
-        common.refuse(args, ["repulsion_coef", "repulse_every"], "where no members repel")
+    no_images = args.dataset in ("features", "toy_classification")
+    if no_images and (args.augment or args.shift != "none"):
+        raise UserError(f"--dataset {args.dataset} has no images; it needs --no-augment and "
+                        "--shift none")
+
+    no_effect = [
+        (no_images, ["val_fraction", "published_split", "image_size"],
+         f"with --dataset {args.dataset}"),
+        (args.dataset == "toy_classification",
+         ["limit_train", "ood", "predict", "data_dir", "workers"], "with toy_classification"),
+        (args.shift == "none", ["shift_examples"], "without corrupted test sets (--shift)"),
+        (not args.val_fraction, ["published_split"], "without --val-fraction"),
+        (args.model != "mlp", ["hidden"], f"with --model {args.model}"),
+        (pretrained, ["width"], f"with --model {args.model}"),
+        (not pretrained, ["weights"], "without --model torchvision/NAME"),
+        (args.schedule != "published", ["lr_ratio"], f"with --schedule {args.schedule}"),
+        ("forde_tuned" not in args.methods, ["alpha"], "without --methods forde_tuned"),
+        (not uses_basis(args), ["basis"], "without --methods forde_pca or forde_tuned"),
+        (not repels, ["repulsion_coef", "repulse_every"], "where no members repel"),
+    ]
+    for applies, names, reason in no_effect:
+        if applies:
+            common.refuse(args, names, reason)
 
 
 # ---- Main ---------------------------------------------------------------------------------------
 
 
-def points_set(name, x, y=None):
-    """Points x [N, 2] with labels y [N], or without, as images of one pixel."""
-    if y is None:
-        y = torch.full((len(x),), -1)
-    images = x[:, :, None, None]
-    return data.ImageSet(name, images, y, num_classes=5, mean=(0.0, 0.0), std=(1.0, 1.0))
+def gaussian_ring(n_per_class, seed=42):
+    """(x float32 [5n, 2], y int64 [5n]): n points of each of five Gaussians, class 0 first.
+
+    They have unit variance and centres at 0, 72, ..., 288 degrees of a circle of radius 5
+    (D'Angelo and Fortuin 2021).
+    """
+    y = torch.arange(5).repeat_interleave(n_per_class)
+    angle = 2 * math.pi / 5 * y
+    centre = 5 * torch.stack([angle.cos(), angle.sin()], 1)            # [5n, 2]
+    noise = torch.randn(len(y), 2, generator=torch.Generator().manual_seed(seed))
+    return centre + noise, y
 
 
 def toy_plane():
@@ -1076,20 +1270,25 @@ def toy_plane():
 
 def load_toy():
     """The sets of the toy; points of the plane that are far from its training points are OOD."""
-    x, y = data.gaussian_ring(40)
-    test_x, test_y = data.gaussian_ring(20, seed=43)
-    # An epoch sees each point 50 times: a pass over 200 points would be a single step.
-    train = points_set("toy_classification", x.repeat(50, 1), y.repeat(50))
+    x, y = gaussian_ring(40)
+    test_x, test_y = gaussian_ring(20, seed=43)
     plane = toy_plane()
     far = plane[torch.cdist(plane, x).amin(1) > 3]
-    ood = {"far": points_set("far", far)}
-    test = points_set(train.name, test_x, test_y)
-    return data.Sets(train, None, test, ood, points_set("plane", plane))
+    # Points are images of one pixel. An epoch sees each one 50 times: a pass over 200 points would
+    # be a single step.
+    images = x.repeat(50, 1)[:, :, None, None]
+    train = data.ImageSet("toy_classification", images, y.repeat(50), 5, (0.0, 0.0), (1.0, 1.0))
+    test = replace(train, images=test_x[:, :, None, None], labels=test_y)
+    sets = {}
+    for name, points in [("far", far), ("plane", plane)]:
+        unknown = torch.full((len(points),), -1)
+        sets[name] = replace(train, name=name, images=points[:, :, None, None], labels=unknown)
+    return data.Sets(train, None, test, {"far": sets["far"]}, sets["plane"])
 
 
 def load_features(args):
     """The sets of --features: a training and a test file, and others like them."""
-    train = data.evenly(data.feature_set(args.features[0]), args.limit_train)
+    train = data.limit_train(data.feature_set(args.features[0]), args.limit_train)
     if len(train) < 2:
         raise UserError(f"{train.name}: {len(train)} training example(s); at least two are needed")
     test = data.feature_set(args.features[1], train)
@@ -1101,21 +1300,61 @@ def load_features(args):
     return data.Sets(train, None, test, ood, predicted)
 
 
+def stratified_split(labels, val_fraction=0.1, seed=88):
+    """(train, val): int64 row numbers; floor(val_fraction n_c) rows of each class are in val.
+
+    published code: scikit-learn's train_test_split with this seed. The rows are the same where
+    val_fraction n_c is a whole number for each class.
+    """
+    generator = np.random.RandomState(seed)
+    train = []
+    val = []
+    for label in labels.unique():
+        rows = (labels == label).nonzero()[:, 0].numpy()
+        rows = rows[generator.permutation(len(rows))]
+        num_train = len(rows) - math.floor(val_fraction * len(rows))
+        train.append(rows[:num_train])
+        val.append(rows[num_train:])
+    train = generator.permutation(np.concatenate(train))
+    val = generator.permutation(np.concatenate(val))
+    return torch.from_numpy(train), torch.from_numpy(val)
+
+
+def hold_out_as_published(sets, args):
+    """The sets with the validation set of --published-split."""
+    if sets.val is not None or getattr(sets.train, "groups", None) is not None:
+        raise UserError(f"--published-split: {sets.train.name} has a validation set of its own, or "
+                        "images that occur several times; remove this option")
+    train, val = stratified_split(sets.train.labels, args.val_fraction)
+    val_set = sets.train.select(val)
+    data.check_sizes(val_set)
+    train_set = data.limit_train(sets.train.select(train), args.limit_train)
+    return sets._replace(train=train_set, val=val_set)
+
+
 def load_sets(args, seed):
     """All sets of a run as data.Sets; `seed` splits off the validation set."""
     if args.dataset == "toy_classification":
         return load_toy()
     if args.features:
         return load_features(args)
-    published_split = "forde" if args.published_split else None
     statistics = None
     if args.dataset == "cifar10":
         # published code: these differ a little from those of the other scripts
         statistics = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
-    return data.load_sets(args.dataset, args.data_dir, seed=seed, val_fraction=args.val_fraction,
-                          published_split=published_split, image_size=args.image_size,
-                          limit_train=args.limit_train, statistics=statistics, ood=args.ood,
+    val_fraction = args.val_fraction
+    limit_train = args.limit_train
+    if args.published_split:
+        val_fraction = 0.0
+        limit_train = None
+    preparation = data.preparation_of(args.model, args.weights, args.image_size)
+    sets = data.load_sets(args.dataset, args.data_dir, seed=seed, val_fraction=val_fraction,
+                          image_size=args.image_size, preparation=preparation,
+                          limit_train=limit_train, statistics=statistics, ood=args.ood,
                           ood_required="ood" in args.given, predict=args.predict)
+    if args.published_split:
+        return hold_out_as_published(sets, args)
+    return sets
 
 
 def check_network(train_set, args):
@@ -1135,7 +1374,12 @@ def check_network(train_set, args):
 
 
 def check_basis(train_set, args):
-    """Refuse, before training, a basis that needs more memory than the device has."""
+    """Refuse, before training, a basis of other images, or one that exceeds the memory."""
+    if args.basis:
+        if read_basis(train_set, args) is None:
+            raise UserError(f"--basis {args.basis} was not made from these training images; give a "
+                            "file basis-*.pt of a run with the same ones, or remove this option")
+        return
     dim = math.prod(train_set.shape)
     needed = 5 * 8 * dim**2  # in float64, with the workspace of eigh
     memory = common.device_memory(args.device)
@@ -1145,52 +1389,53 @@ def check_basis(train_set, args):
                         "--image-size")
 
 
-def needs_basis(args):
-    """Whether a method uses the eigenvectors of the training images."""
-    some_method = "forde_pca" in args.methods or "forde_tuned" in args.methods
-    return some_method and args.members > 1
+def read_basis(train_set, args):
+    """The basis in the file --basis; None if there is none for these training images."""
+    basis = common.load_tensors(args.basis) if args.basis else {}
+    is_theirs = basis.get("images") == data.digest(train_set)
+    return basis if is_theirs else None
 
 
-def second_moments(train_set, args):
-    """X^T X / (N - 1) [D, D] in float64, of the normalised images X [N, D] without augmentation."""
+def compute_basis(train_set, args):
+    """The principal components of FoRDE-PCA, and a digest of their images.
+
+    {"eigenvectors": [D, D], "eigenvalues": [D], "images": digest}
+    """
+    common.print_on_main(f"computing the eigenvectors of {len(train_set)} training images")
     device = "cpu" if args.device.type == "mps" else args.device  # MPS has no float64
     dim = math.prod(train_set.shape)
     total = torch.zeros(dim, dim, dtype=torch.float64, device=device)
-    for batch in batches_of(train_set, args):
+    for batch in batches_of(train_set, args):  # normalised images without augmentation
         x = batch.images.to(device).flatten(1).double()                # [b, D]
         total.addmm_(x.T, x)
-    return common.all_reduce(total) / (len(train_set) - 1)
+    eigenvectors, eigenvalues = pca(common.all_reduce(total) / (len(train_set) - 1))
+    return {"eigenvectors": eigenvectors.cpu(), "eigenvalues": eigenvalues.cpu(),
+            "images": data.digest(train_set)}
 
 
-def principal_components(train_set, args):
-    """The basis of FoRDE-PCA in float32, {"eigenvectors": [D, D], "eigenvalues": [D]}."""
-    common.print_on_main(f"computing the eigenvectors of {len(train_set)} training images")
-    eigenvectors, eigenvalues = pca(second_moments(train_set, args))
-    return {"eigenvectors": eigenvectors.float().cpu(), "eigenvalues": eigenvalues.float().cpu()}
+def load_basis(train_set, args, run):
+    """The basis of FoRDE-PCA; seeds that train on the same images share one file."""
+    basis = read_basis(train_set, args)
+    if basis is None:
+        digest = data.digest(train_set)
+        basis = run.load_or_compute(f"basis-{digest[:8]}", {"training images": digest},
+                                    partial(compute_basis, train_set, args))
+    return basis
 
 
-def with_method(args, method):
-    """The options of one method."""
-    args = common.with_options(args, **METHODS[method])
-    if args.members == 1:
-        args.repulsion = "none"  # ln 1 = 0: a single member has no kernel
-    return args
-
-
-def metric_of(basis, args):
+def metric_of(basis, method, args):
     """A of `metric_root` on the device; None for the identity, and for methods without a metric."""
-    if basis is None or args.repulsion != "input_gradient" or args.alpha == 0:
+    alpha = {"forde_pca": 1.0, "forde_tuned": args.alpha}.get(method, 0.0)
+    if basis is None or alpha == 0:
         return None
-    metric = metric_root(basis["eigenvectors"], basis["eigenvalues"], args.alpha)
-    return metric.to(args.device)
+    return metric_root(basis["eigenvectors"], basis["eigenvalues"], alpha).to(args.device)
 
 
 def run_name(args):
     """The name of the run directory."""
-    name = [data.set_name(args.dataset), args.model]
-    if args.width != 1:
-        name.append(f"w{args.width:g}")
-    return common.join_name(*name, f"m{args.members}", f"seed{args.seed}")
+    name = data.set_name(args.dataset)
+    width = f"w{args.width:g}" if args.width != 1 else None
+    return common.join_name(name, args.model, width, f"m{args.members}", f"seed{args.seed}")
 
 
 def main(argv=None):
@@ -1200,27 +1445,24 @@ def main(argv=None):
     sets = load_sets(args, args.seed)
     shift = find_shift(sets.test, args)
     check_network(sets.train, args)
-    if needs_basis(args):
+    needs_basis = uses_basis(args) and not args.eval
+    if needs_basis:
         check_basis(sets.train, args)
     run = common.Run(args, "forde", run_name(args), EVALUATION_OPTIONS)
     rows = []
-    predictions = {}  # of the first seed, {method: log_probs [M, N, K]}
+    predictions = {}  # of the first seed, {method: Outputs}
     for seed in range(args.seed, args.seed + args.runs):
         if seed > args.seed:
             sets = load_sets(args, seed)  # another validation set
-        basis = None  # only training needs it
-        if needs_basis(args) and not args.eval:
-            images = {"training images": data.digest(sets.train)}
-            basis = run.load_or_compute(f"basis-seed{seed}", images,
-                                        partial(principal_components, sets.train, args))
+        basis = load_basis(sets.train, args, run) if needs_basis else None
         for method in args.methods:
-            method_args = with_method(args, method)
+            # Algorithm 1: train the members together, predict with their mean.
             nets = make_ensemble(args, seed, sets.train.num_classes, sets.train.shape)
-            metric = metric_of(basis, method_args)
-            train(nets, sets.train, metric, method_args, seed, run, f"{method}-seed{seed}")
+            metric = metric_of(basis, method, args)
+            train(nets, sets.train, metric, method, args, seed, run)
             rows += evaluate(nets, sets, shift, args, {"method": method, "seed": seed})
-            if sets.predict is not None and seed == args.seed:
-                predictions[method] = predict(nets, sets.predict, args)
+            if seed == args.seed:
+                predictions[method] = forward(nets, sets.predict, args)
 
     results = rows + paired_differences(rows)
     # The severities of corruption and the validation set are in results.csv.

@@ -365,17 +365,12 @@ def wasserstein(centre_a, covariance_a, centre_b, covariance_b):
         W2^2 = |c_a - c_b|^2 + tr S_a + tr S_b - 2 sqrt(tr(S_a S_b) + 2 sqrt(det S_a det S_b))
     """
     trace = (covariance_a + covariance_b).diagonal(dim1=-2, dim2=-1).sum(-1)
-    determinants = determinant(covariance_a) * determinant(covariance_b)
+    determinants = torch.linalg.det(covariance_a) * torch.linalg.det(covariance_b)
     product_trace = (covariance_a * covariance_b).sum((-2, -1))  # both are symmetric
-    root = (product_trace + 2 * determinants.sqrt()).sqrt()
+    # Rounding makes the determinant of a singular covariance, or the trace part, negative.
+    root = (product_trace + 2 * determinants.clamp_min(0).sqrt()).sqrt()
     squared_offset = (centre_a - centre_b).square().sum(-1)
     return (squared_offset + (trace - 2 * root).clamp_min(0)).sqrt()
-
-
-def determinant(matrix):
-    """Of positive semidefinite matrices [..., 2, 2]; rounding does not make it negative."""
-    product = matrix[..., 0, 0] * matrix[..., 1, 1]
-    return (product - matrix[..., 0, 1] * matrix[..., 1, 0]).clamp_min(0)
 
 
 def merge_distances(k, mixture, gradient, tau_g, tau_v):
@@ -551,7 +546,7 @@ class SharedGaussians(nn.Module):
 
     def triangle(self):
         """M [K, 2, 2]."""
-        matrix = torch.diag_embed(self.stretch[:, [0, 2]].exp())
+        matrix = torch.diag_embed(self.stretch[:, ::2].exp())
         matrix[:, 1, 0] = self.stretch[:, 1]
         return matrix
 
@@ -656,9 +651,8 @@ def channels(count, args):
     return max(1, round(count * args.width))
 
 
-# Each of the following functions builds one network without its head, for images of `shape`
-# (C, H, W): it returns its layers, as a list or by name, and the number of features. The names are
-# those of torchvision and of the published code.
+# Each of the following functions builds a network without its head, for images of `shape` (C, H,
+# W): it returns its layers (a list, or by names as in torchvision) and the number of features.
 
 
 def lenet(args, shape):
@@ -865,10 +859,10 @@ def train(module, stage, seed, train_set, args, run, made_from):
     name = f"seed{seed}-{stage.name}"
     optimiser = make_optimiser(module, args)
     full_rates = [group["lr"] for group in optimiser.param_groups]
+    augment = "reflect_crop_flip" if args.augment else "none"
     loader = data.Loader(train_set, args.batch_size, args.device, seed=seed, shuffle=True,
                          limit_steps=args.limit_steps, workers=args.workers, channels_last=True,
-                         augment="reflect_crop_flip" if args.augment else "none")
-    steps = len(loader)
+                         augment=augment)
     model = common.data_parallel(module, args.device)  # DDP, with batch norm over all processes
     history = run.resume(name, stage.epochs, made_from, net=module, optimiser=optimiser)
     for epoch in range(len(history), stage.epochs):
@@ -879,7 +873,7 @@ def train(module, stage, seed, train_set, args, run, made_from):
         for step, batch in enumerate(common.progress(loader, epoch)):
             # Every step is seeded: all processes draw the same weights, and so does a resumed run.
             common.seed_all(seed, stage.number, epoch, step)
-            factor = lr_factor((epoch + (step + 0.5) / steps) / stage.epochs, args.warm_up)
+            factor = lr_factor((epoch + (step + 0.5) / len(loader)) / stage.epochs, args.warm_up)
             for group, full_rate in zip(optimiser.param_groups, full_rates):
                 group["lr"] = full_rate * factor
             with common.autocast(args):
@@ -898,8 +892,9 @@ def train(module, stage, seed, train_set, args, run, made_from):
             totals[2] += (logits.argmax(1) == batch.labels).sum()
             totals[3] += len(logits)
         loss, kl, correct, examples = common.all_reduce(totals).tolist()
-        history.append({"epoch": epoch + 1, "loss": loss / steps, "kl_per_example": kl / steps,
-                        "accuracy": correct / examples, "lr": optimiser.param_groups[-1]["lr"],
+        history.append({"epoch": epoch + 1, "loss": loss / len(loader),
+                        "kl_per_example": kl / len(loader), "accuracy": correct / examples,
+                        "lr": optimiser.param_groups[-1]["lr"],
                         "seconds": time.perf_counter() - start})
         run.save(name, history, made_from, net=module, optimiser=optimiser)
 
@@ -975,8 +970,8 @@ def predict(module, dataset, seed, args):
     for batch in loader.epoch():
         index = batch.index.cpu()
         drawn = []
-        # Every batch is predicted with the same draws, so that a set is read once, and neither the
-        # size of the batches nor the number of processes matters.
+        # Every batch gets the same draws, so that a set is read once, and neither the size of the
+        # batches nor the number of processes matters.
         for sample in range(samples):
             common.seed_all(seed, 1000 + sample)
             with common.autocast(args):
@@ -1008,17 +1003,19 @@ def uncertainties(prediction):
     return {"total": total, "epistemic": (total - prediction.aleatoric).clamp_min(0)}
 
 
+def label_metrics(log_probs, labels):
+    """Accuracy, likelihood and calibration of one prediction for each example [N, K]."""
+    probs = log_probs.exp()
+    return {"accuracy": common.accuracy(probs, labels), "nll": common.nll(log_probs, labels),
+            "brier": common.brier(probs, labels), "ece15": common.ece(probs, labels),
+            "ece10": common.ece(probs, labels, bins=10)}
+
+
 def prediction_metrics(prediction, labels):
     """Metrics of the mean probabilities; and of the mean logits and the mode, as published."""
-    metrics = {}
-    mean_logits = prediction.logits.log_softmax(1)
-    for suffix, log_probs in (("", prediction.log_probs), ("_logits", mean_logits)):
-        probs = log_probs.exp()
-        metrics[f"accuracy{suffix}"] = common.accuracy(probs, labels)
-        metrics[f"nll{suffix}"] = common.nll(log_probs, labels)
-        metrics[f"ece15{suffix}"] = common.ece(probs, labels)
-        metrics[f"ece10{suffix}"] = common.ece(probs, labels, bins=10)
-    metrics["brier"] = common.brier(prediction.log_probs.exp(), labels)
+    metrics = label_metrics(prediction.log_probs, labels)
+    for name, value in label_metrics(prediction.logits.log_softmax(1), labels).items():
+        metrics[f"{name}_logits"] = value
     metrics["accuracy_mode"] = (prediction.mode == labels).double().mean().item()
     return metrics
 
@@ -1042,7 +1039,7 @@ def make_rows(method, test_set, test, ood, size, seed, args):
     rows = [row | metrics | {"ms": test.ms} | size]
     inside = uncertainties(test)
     if method == "deterministic" or args.mc == 1:
-        del inside["epistemic"]
+        del inside["epistemic"], rows[0]["accuracy_mode"]
     for against, prediction in ood.items():
         outside = uncertainties(prediction)
         metrics = {}
@@ -1096,9 +1093,9 @@ def draw_plane(axis, points, rows, weights):
                                (is_outlier, outlier_colour, "outliers"),
                                (is_ellipse_point, point_colour, "ellipse points")):
         axis.plot(*points[mask].T, ".", ms=1.2, color=colour, label=name, rasterized=True)
-    # An ellipse that holds 95 % is the image under L of a circle of radius sqrt(5.99).
+    # The ellipse that holds 95 % is the image under L of a circle of radius sqrt(5.991).
     angle = torch.linspace(0, 2 * math.pi, 50)
-    circle = math.sqrt(-2 * math.log(0.05)) * torch.stack([angle.cos(), angle.sin()])  # [2, 50]
+    circle = math.sqrt(5.991) * torch.stack([angle.cos(), angle.sin()])  # [2, 50]
     ellipses = weights.centre[:, :, None] + weights.factor @ circle    # [K, 2, 50]
     u, v = ellipses.permute(1, 2, 0).numpy()                           # [50, K]
     axis.plot(u, v, color=ellipse_colour, lw=0.6)
@@ -1107,7 +1104,7 @@ def draw_plane(axis, points, rows, weights):
 # ---- Compressed networks ------------------------------------------------------------------------
 
 FORMAT = "unsure-gbnn2d-6"
-# What --load takes from the file, unless it is given: a file of pretrained weights may have moved.
+# What --load takes from the file, unless it is given: a file of --weights may have moved.
 STORED_OPTIONS = ("model", "width", "draw", "freeze", "weights", "image_size")
 
 
@@ -1150,21 +1147,23 @@ def decompress(state, train_set, args):
             tensor = tensor.long()
         weights[name] = tensor
     net = make_network(args, train_set.num_classes, train_set.shape)
-    shared = network_of(net, SharedWeights(**weights), args.draw)
+    shared = network_of(net, SharedWeights(**weights), args)
     net.load_state_dict(state["rest"] | shared.split(shared.posterior()))
     return shared
 
 
-def network_of(net, weights, draw):
+def network_of(net, weights, args):
     """The RandomNetwork of SharedWeights from a file; raises an error where they do not fit."""
+    count = sum(shape.numel() for shape in weight_shapes(net).values())
+    if len(weights.label) != count:
+        raise ValueError(f"it has {len(weights.label)} weights, {args.model} for these images "
+                         f"{count}")
     outlier = weights.outlier.sort().values
     if not torch.equal((weights.label < 0).nonzero()[:, 0], outlier):
         raise ValueError("other outliers than weights without a component")
-    posterior = SharedGaussians(weights, draw == "equal")
+    posterior = SharedGaussians(weights, args.draw == "equal")
     posterior()  # on a CPU, where an index that is too large does not kill the process
-    shared = RandomNetwork(net, posterior)
-    shared.split(weights.label)
-    return shared
+    return RandomNetwork(net, posterior)
 
 
 PUBLISHED_PARTS = ("state_dict_no_weight", "params_guide", "params_dict_indices")
@@ -1191,11 +1190,12 @@ def read_published(state, train_set, args):
         outlier = torch.cat([outlier[kept], rows])
         mu = torch.cat([mu[kept], published_blend(centre, indices)])
         sigma = torch.cat([sigma[kept], torch.zeros(len(rows))])
+        rows = rows[:0]
     # ResNet's scripts overwrite these constants: alpha = 1 has no effect either.
     label = indices["filtered_labels"].int().index_fill(0, outlier, -1)
     weights = SharedWeights(label, outlier, mu, sigma, rows, torch.zeros_like(rows),
                             torch.ones(len(rows)), centre, guide["scale_tril_posterior"])
-    return network_of(net, weights, args.draw)
+    return network_of(net, weights, args)
 
 
 def published_blend(centre, indices):
@@ -1231,8 +1231,10 @@ PRESETS = {
     "folder": dict(SMALL, width=0.25, epochs=20, batch_size=32, lr=0.05, lr_rho=5e-2, augment=True,
                    mc=20, ood=[]),
     # Your own network: a few careful epochs, or its last layer alone.
-    "pretrained": dict(SMALL, width=1.0, epochs=5, batch_size=32, lr=0.01, augment=True, mc=20),
-    "frozen": dict(epochs=50, batch_size=64, lr=0.1, augment=False),
+    "pretrained": dict(SMALL, width=1.0, epochs=5, stoch_epochs=2, final_epochs=2, batch_size=32,
+                       lr=0.01, augment=True, mc=10),
+    "frozen": dict(epochs=50, stoch_epochs=20, final_epochs=20, batch_size=64, lr=0.1, lr_rho=5e-2,
+                   lr_final=0.03, tau_w=1.0, k0=64, mc=20, augment=False),
 }
 # These only change what is computed from trained networks, so they do not identify a run.
 EVALUATION_OPTIONS = ("mc", "ood", "load")
@@ -1345,7 +1347,7 @@ def check_options(args):
 COLUMNS = ["accuracy", "nll", "ece15", "auroc_total", "auroc_epistemic", "gaussians", "outliers",
            "ellipse_points", "bytes", "file_bytes", "bytes_vs_mean_field",
            "bytes_vs_deterministic"]
-# Of a published file, what its scripts print comes first.
+# For a published file, those that its script prints come first.
 PUBLISHED_COLUMNS = ["outliers", "ellipse_points", "gaussians", "accuracy_mode", "accuracy_logits",
                      "nll_logits", "ece15_logits", "ece10_logits"] + COLUMNS[:5]
 
@@ -1368,7 +1370,7 @@ def load_sets(args, statistics=None):
 def check_network(train_set, args):
     """Refuse, before training, a network or a number of Gaussians that is impossible."""
     net = make_network(args, train_set.num_classes, train_set.shape)
-    # The smallest batch is the last one of an epoch; two images suffice to find errors of shape.
+    # The last batch of an epoch is the smallest; two images show errors of shape.
     smallest = len(train_set) % args.batch_size or args.batch_size
     images = torch.zeros(min(smallest, 2), *train_set.shape).to(next(net.parameters()))
     net.train(args.epochs > 0)
@@ -1396,8 +1398,7 @@ def run_name(args):
 
 def run_seed(seed, sets, args, run):
     """All steps for one seed; returns the rows."""
-    # Step 1: a deterministic network, then a mean-field posterior over its weights. The norms and
-    # biases of `net` are trained further in each stage.
+    # Step 1: a deterministic network, then a mean-field posterior. Norms and biases train on.
     common.seed_all(seed)
     origin = data.origin(sets.train, args)
     net = make_network(args, sets.train.num_classes, sets.train.shape)
@@ -1470,8 +1471,9 @@ def run_loaded(args):
     size = storage(shared.posterior.weights(), rest_bytes(shared))
     size["file_bytes"] = common.on_main(Path(args.load).stat).st_size
     if not is_ours:
-        size["outliers"] = len(state["params_dict_indices"]["outliers_indices"])
-    # Files of one name, and other seeds, have directories of their own.
+        indices = state["params_dict_indices"]
+        size["outliers"] = len(indices["outliers_indices"])
+        size["ellipse_points"] = len(indices["ellipse_outdices"])
     name = common.join_name("loaded", Path(args.load).stem, common.digest(shared)[:8],
                             f"seed{args.seed}")
     run = common.Run(args, "gbnn2d", name, EVALUATION_OPTIONS)
@@ -1480,7 +1482,8 @@ def run_loaded(args):
     if args.predict:
         predictions = {"final": predict(shared, sets.predict, args.seed, args)}
         common.on_main(write_predictions, predictions, sets, args, run)
-    return run.report(rows, COLUMNS if is_ours else PUBLISHED_COLUMNS)
+    columns = COLUMNS if is_ours else PUBLISHED_COLUMNS
+    return run.report(rows, columns)
 
 
 def main(argv=None):

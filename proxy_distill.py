@@ -594,9 +594,8 @@ def train(net, train_set, batch_columns, plan, args, run):
     loader = data.Loader(train_set, plan.batch_size, args.device, seed=plan.seed, shuffle=True,
                          limit_steps=args.limit_steps, augment=augment, workers=args.workers,
                          channels_last=True)
-    model = common.data_parallel(net, args.device)  # DDP, with batch norm over all processes
-    if args.compile:
-        model = torch.compile(model)
+    # DistributedDataParallel, with batch norm over all processes.
+    model = common.data_parallel(net, args.device, args.compile)
 
     history = run.resume(plan.name, plan.epochs, plan.made_from, net=net, optimiser=optimiser)
     for epoch in range(len(history), plan.epochs):

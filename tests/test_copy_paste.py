@@ -186,28 +186,40 @@ def naive_w2(c, s, d, t):
     return math.sqrt(((c - d) ** 2).sum() + np.trace(s + t - 2 * sqrtm(root @ t @ root)).real)
 
 
-def test_gbnn2d_merges_the_closest_pair_until_none_is_close(method):
-    k, tau = 12, 0.9
+@pytest.mark.parametrize("tau, tau_g, tau_v, left", [
+    (0.9, math.inf, math.inf, None), (1.2, 0.3, math.inf, None), (1.2, math.inf, 0.05, None),
+    (0.0, math.inf, math.inf, 12), (math.inf, math.inf, math.inf, 1)])
+def test_gbnn2d_merges_the_closest_pair_until_none_is_close(method, tau, tau_g, tau_v, left):
+    """Of those whose gradients and variances differ by less than tau_g and tau_v."""
+    k = 12
     root = 0.3 * double(k, 2, 2)
     mixture = method.Mixture(double(k).softmax(0), double(k, 2), root @ root.mT)
-    parts = [list(part) for part in zip(*(t.numpy() for t in mixture))]
+    gradient = torch.rand(k).double()
+    before = [tensor.clone() for tensor in (*mixture, gradient)]
+    parts = [list(part) for part in zip(*(t.clone().numpy() for t in before))]
     _, c, s = mixture
     close(method.wasserstein(c[0], s[0], c[1:], s[1:]),
-          [naive_w2(*parts[0][1:], *p[1:]) for p in parts[1:]])
-    merged = method.merge_mixture(mixture, torch.zeros(k), tau, tau_v=math.inf)
+          [naive_w2(*parts[0][1:3], *p[1:3]) for p in parts[1:]])
+    merged = method.merge_mixture(mixture, gradient, tau, tau_g, tau_v)
     while True:
-        w2, i, j = min((naive_w2(*parts[i][1:], *parts[j][1:]), i, j)
-                       for j in range(len(parts)) for i in range(j))
+        pairs = [(naive_w2(*parts[i][1:3], *parts[j][1:3]), i, j)
+                 for j in range(len(parts)) for i in range(j)
+                 if abs(parts[i][3] - parts[j][3]) < tau_g
+                 and abs(np.trace(parts[i][2] - parts[j][2])) / 2 < tau_v]
+        w2, i, j = min(pairs, default=(math.inf, 0, 0))
         if w2 >= tau:
             break
-        (w, c, s), (v, d, t) = parts[i], parts.pop(j)
+        (w, c, s, g), (v, d, t, h) = parts[i], parts.pop(j)
         p, q = w / (w + v), v / (w + v)
-        parts[i] = [w + v, p * c + q * d, p * s + q * t + p * q * np.outer(c - d, c - d)]
-    assert 3 < len(parts) < k - 2
+        covariance = p * s + q * t + p * q * np.outer(c - d, c - d)
+        parts[i] = [w + v, p * c + q * d, covariance, p * g + q * h]
+    assert len(parts) == left if left else 1 < len(parts) < k - 1
     parts.sort(key=lambda part: part[1][0])
     order = merged.centre[:, 0].argsort()
     for own, wanted in zip(merged, zip(*parts)):
         close(own[order], np.stack(wanted))
+    for tensor, old in zip((*mixture, gradient), before):
+        assert torch.equal(tensor, old)  # the arguments stay
 
 
 def test_gbnn2d_imports_are_those_of_its_comment():

@@ -5,16 +5,18 @@ import csv
 import itertools
 import json
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CPU, Child, assert_same_checkpoints, in_float64
+from conftest import CPU, Child, assert_same_checkpoints, in_float64, refusal
 from PIL import Image
 from scipy.stats import entropy
 from sklearn.metrics import accuracy_score, brier_score_loss, roc_auc_score, top_k_accuracy_score
+from sklearn.model_selection import train_test_split
 from torch import nn
 
 import common
@@ -36,11 +38,11 @@ def double(*shape):
 
 
 def options(**changes):
-    """The options of a miniature network, as parse_args and with_method would resolve them."""
+    """The options of a miniature network, as parse_args would resolve them."""
     values = dict(model="resnet9", width=0.05, hidden=[6, 7], members=4, chunk=0, amp="off",
-                  device=torch.device("cpu"), repulsion="input_gradient", alpha=1.0,
-                  grad_of="logit", repulsion_coef=1.0, lr=0.1, lr_ratio=0.01, weight_decay=5e-4,
-                  schedule="published", epochs=300)
+                  device=torch.device("cpu"), grad_of="logit", repulsion_coef=1.0, lr=0.1,
+                  lr_ratio=0.01, weight_decay=5e-4, schedule="published", epochs=300,
+                  weights=None, freeze=False, image_size=None)
     return SimpleNamespace(**{**values, **changes})
 
 
@@ -51,7 +53,7 @@ def ensemble(args, classes=CLASSES, shape=(3, SIDE, SIDE)):
         for p in net.parameters():
             if p.ndim == 1:
                 p.data.add_(0.3 * torch.randn_like(p))
-        net[-1].weight.data.normal_(0, 0.5)
+        net[1].weight.data.normal_(0, 0.5)
     return nn.ModuleList(nets).double()
 
 
@@ -103,10 +105,11 @@ def plain_norm(h, weight, bias):
 
 def plain_network(net, x):
     """The logits of a residual network in training mode, from its parameters by name."""
-    p = dict(net.named_parameters())
-    blocks = [k for k, m in enumerate(net)
+    backbone, head = net
+    p = dict(backbone.named_parameters())
+    blocks = [k for k, m in enumerate(backbone)
               if isinstance(m, (forde.BasicBlock, forde.PreActivationBlock))]
-    basic = isinstance(net[blocks[0]], forde.BasicBlock)  # one block per group; the other has two
+    basic = isinstance(backbone[blocks[0]], forde.BasicBlock)  # one per group; the other has two
 
     def conv(h, at, stride=1):
         return plain_conv(h, p[f"{at}.weight"], stride)
@@ -122,17 +125,16 @@ def plain_network(net, x):
         h = x if basic else norm(x, f"{k}.before.0").relu()
         z = conv(norm(conv(h, f"{k}.body.0", stride), f"{k}.body.1").relu(), f"{k}.body.3")
         if basic:
-            if f"{k}.shortcut.1.weight" in p:
-                x = norm(conv(h, f"{k}.shortcut.1", stride), f"{k}.shortcut.2")
+            if f"{k}.shortcut.0.weight" in p:
+                x = norm(conv(h, f"{k}.shortcut.0", stride), f"{k}.shortcut.1")
             x = (x + norm(z, f"{k}.body.4")).relu()
         else:
-            if f"{k}.projection.1.weight" in p:
-                x = conv(h, f"{k}.projection.1", stride)
+            if f"{k}.projection.weight" in p:
+                x = conv(h, f"{k}.projection", stride)
             x = x + z
     if not basic:
         x = norm(x, blocks[-1] + 1).relu()
-    head = len(net) - 1
-    return x.mean((2, 3)) @ p[f"{head}.weight"].T + p[f"{head}.bias"]
+    return x.mean((2, 3)) @ head.weight.T + head.bias
 
 
 @pytest.mark.parametrize("model", ["resnet9", "preact_resnet18", "wrn_16_4"])
@@ -148,48 +150,114 @@ def test_networks_are_those_written_out_to_their_second_derivatives(model):
     assert all(relative(own, right) < 1e-9 for own, right in zip(*results))
 
 
+def eased(layer):
+    """The layer in float64, as `make_network` leaves it."""
+    forde.ease_second_derivatives(nn.Sequential(layer))
+    return layer.double()
+
+
 @pytest.mark.parametrize("size", [(8, 8), (7, 10), (1, 2)])
-@pytest.mark.parametrize("kernel, stride", [(3, 1), (3, 2), (1, 1), (1, 2)])
-def test_same_padding_is_xlas(kernel, stride, size):
-    layer = forde.SameConv2d(2, 3, stride)
-    weight = layer.weight
-    if kernel == 1:
-        layer = nn.Sequential(*forde.projection(2, 3, stride))
-        weight = layer[1].weight
+@pytest.mark.parametrize("stride", [1, 2])
+def test_same_padding_is_xlas(stride, size):
     x = double(2, 2, *size)
-    assert relative(layer.double()(x), plain_conv(x, weight.double(), stride)) < 1e-13
+    for layer in (forde.SameConv2d(2, 3, stride), nn.Conv2d(2, 3, 1, stride, bias=False)):
+        own = eased(layer)
+        assert relative(own(x), plain_conv(x, own.weight, stride)) < 1e-13
 
 
-@pytest.mark.parametrize("needs_x", [True, False])
-@pytest.mark.parametrize("stride, size", [(1, (8, 7)), (2, (8, 7)), (2, (1, 2))])
-def test_convolution_differentiates_as_torchs_does(stride, size, needs_x):
-    layer = forde.SameConv2d(2, 3, stride).double()
-    weight = layer.weight
-    x = double(2, 2, *size)
-    results = []
-    for forward in (layer, lambda x: plain_conv(x, weight, stride)):
-        x = x.detach().requires_grad_(needs_x)
-        y = forward(x)
-        inputs = [x, weight] if needs_x else [weight]
-        result = list(torch.autograd.grad(y.sin().sum(), inputs, retain_graph=True))
-        if needs_x:
-            g, = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
-            result += [g, *torch.autograd.grad(g.square().sum(), inputs)]
-        results.append(result)
-    assert all(relative(own, right) < 1e-12 for own, right in zip(*results, strict=True))
+def derivatives(forward, x, parameters):
+    """The output of a layer, the gradients of a function of it, and those of its gradient by x."""
+    x = x.detach().requires_grad_()
+    y = forward(x)
+    first = torch.autograd.grad(y.sin().sum(), [x, *parameters], retain_graph=True)
+    g, = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+    loss = g.square().sum() + 3 * g.sin().sum() + (y * y.cos()).sum()
+    return [y, *first, g, *torch.autograd.grad(loss, [x, *parameters])]
 
 
-def test_convolution_gives_no_wrong_second_derivative_by_its_weights():
-    layer = forde.SameConv2d(2, 3)
+def assert_same_derivatives(layer, x):
+    """Those of a layer with eased second derivatives, against PyTorch's."""
+    parameters = list(layer.double().parameters())
+    wanted = derivatives(layer, x, parameters)
+    before = [buffer.clone() for buffer in layer.buffers()]
+    forde.ease_second_derivatives(nn.Sequential(layer))
+    assert type(layer).__module__ == "forde"
+    found = derivatives(layer, x, parameters)
+    assert all(relative(own, right) < 1e-12 for own, right in zip(found, wanted, strict=True))
+    return before
+
+
+@pytest.mark.parametrize("make, size", [
+    (partial(nn.Conv2d, 2, 3, 3, padding=1), (8, 7)),
+    (partial(nn.Conv2d, 2, 3, 3, stride=2, padding=1), (8, 7)),
+    (partial(nn.Conv2d, 2, 3, 7, stride=2, padding=3, bias=False), (9, 10)),
+    (partial(nn.Conv2d, 2, 3, (1, 3), stride=(1, 3)), (5, 7)),
+    (partial(nn.Conv2d, 2, 3, 1, stride=2), (5, 8)), (nn.ReLU, (3, 3))])
+def test_eased_layers_differentiate_as_torchs_do(make, size):
+    assert_same_derivatives(make(), double(2, 2, *size))
+
+
+@pytest.mark.parametrize("weights", ["random", "one is zero"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(5, 3), (5, 3, 4, 6)])
+def test_batch_norm_differentiates_as_torchs_does(shape, training, weights):
+    norm = nn.BatchNorm1d(3) if len(shape) == 2 else nn.BatchNorm2d(3)
+    for values in (norm.weight, norm.bias, norm.running_mean):
+        values.data.normal_()
+    if weights == "one is zero":
+        norm.weight.data[1] = 0
+    norm.train(training)
+    once, = (b for b in assert_same_derivatives(norm, 2 * double(*shape) + 1)[1:2])
+    if not training:
+        assert torch.equal(norm.running_var, torch.ones(3).double())
+    else:  # moved twice by the same statistic
+        x = once - 0.9
+        assert relative(norm.running_var, 0.9 * once + x) < 1e-12
+
+
+def test_layers_without_an_eased_form_are_left_alone():
+    layers = [nn.Conv2d(2, 4, 3, padding="same"), nn.Conv2d(2, 4, 3, padding_mode="reflect"),
+              nn.Conv2d(2, 4, 3, groups=2), nn.Conv2d(2, 4, 3, dilation=2),
+              nn.BatchNorm2d(2, affine=False), nn.BatchNorm2d(2, momentum=None)]
+    forde.ease_second_derivatives(nn.Sequential(*layers))
+    assert all(type(layer) in (nn.Conv2d, nn.BatchNorm2d) for layer in layers)
+    with pytest.raises(ValueError, match="more than one value"):
+        eased(nn.BatchNorm1d(2))(double(1, 2))
+
+
+def norm_of_a_share(shape):
+    """Derivatives of batch norm in this process: of its rows of x, added up over the processes."""
+    common.start("cpu")
+    torch.manual_seed(0)
+    norm = eased(nn.BatchNorm2d(3))
+    norm.weight.data.normal_()
+    x = double(*shape).tensor_split(common.world_size())[common.rank()]
+    y, by_x, by_weight, by_bias, g, of_g, *second = derivatives(norm, x, list(norm.parameters()))
+    sums = [common.all_reduce(t.clone()) for t in (by_weight, by_bias, *second)]
+    shares = [torch.cat(common.gather_objects(t.detach())) for t in (y, by_x, g, of_g)]
+    return [*shares, *sums, norm.running_mean, norm.running_var]
+
+
+def test_batch_norm_of_two_processes_is_that_of_one(ranks):
+    """Second derivatives, too; the processes have three and two examples."""
+    one = norm_of_a_share((5, 3, 4, 6))
+    for own in ranks(norm_of_a_share, (5, 3, 4, 6)):
+        assert all(relative(a, b) < 1e-12 for a, b in zip(own, one, strict=True))
+
+
+@pytest.mark.parametrize("layer", [forde.SameConv2d(2, 2), nn.BatchNorm2d(2)])
+def test_no_wrong_second_derivative_by_weights(layer):
+    layer = eased(layer)
     with pytest.raises(RuntimeError, match="not have been used"):
-        torch.autograd.grad(layer(torch.ones(1, 2, 4, 4)).sum(), layer.weight, create_graph=True)
+        loss = layer(double(2, 2, 4, 4)).square().sum()
+        torch.autograd.grad(loss, layer.weight, create_graph=True)
 
 
 @pytest.mark.parametrize("model", ["resnet18", "mlp"])
 def test_running_statistics_are_the_published_averages(model):
     """average_t = hidden_t / (1 - 0.9^t), hidden_t = 0.9 hidden_(t-1) + 0.1 statistic_t."""
     [net] = ensemble(options(model=model, members=1, width=0.1))
-    [norm, *_] = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
+    [norm, *_] = [m for m in net.modules() if isinstance(m, forde.BatchNorm)]
     seen = []
     norm.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].detach()))
     for step in range(1, 5):
@@ -215,15 +283,15 @@ def test_mlp_and_the_published_initialisation():
     [net] = ensemble(options(model="mlp", width=1.0, members=1), 4, (5, 1, 1))
     x, p = double(9, 5, 1, 1), net.state_dict()
     h = x.flatten(1)
-    for k in (1, 6):
-        h = h @ p[f"{k}.weight"].T + p[f"{k}.bias"]
+    for k in (1, 4):
+        h = h @ p[f"0.{k}.weight"].T + p[f"0.{k}.bias"]
         h = (h - h.mean(0)) / (h.var(0, correction=0) + 1e-5).sqrt()
-        h = (h * p[f"{k + 2}.weight"] + p[f"{k + 2}.bias"]).relu()
-    assert relative(net(x), h @ p["11.weight"].T + p["11.bias"]) < 1e-12
+        h = (h * p[f"0.{k + 1}.weight"] + p[f"0.{k + 1}.bias"]).relu()
+    assert relative(net(x), h @ p["1.weight"].T + p["1.bias"]) < 1e-12
 
     net = forde.make_network(options(model="resnet18", width=0.5), 10, (3, 32, 32))
-    assert not net[-1].weight.any()
-    for name, p in net[:-1].named_parameters():
+    assert not net[1].weight.any()
+    for name, p in net[0].named_parameters():
         if p.ndim == 4:
             unit = p * p[0].numel() ** 0.5
             assert 1.5 < unit.abs().max() <= 2.0001
@@ -405,11 +473,12 @@ def plain_lit(g):
 class Case:
     """A miniature ensemble and its batch, as forde.py and as the oracle have it."""
 
-    def __init__(self, **changes):
+    def __init__(self, method="forde_tuned", alpha=1.0, **changes):
+        self.method = method
         self.args = options(**changes)
         self.nets = ensemble(self.args).train()
         self.batch = make_batch()
-        (vectors, values), alpha = random_basis(), self.args.alpha
+        vectors, values = random_basis()
         self.metric = forde.metric_root(vectors, values, alpha) if alpha else None
         self.matrix = vectors / (alpha / values + 1 - alpha).sqrt() if alpha else None
 
@@ -425,48 +494,56 @@ class Case:
             logits.append(f)
             gradients.append(g.flatten(1))
         loss = sum(F.cross_entropy(f, y) for f in logits)
-        if self.args.repulsion == "input_gradient":
+        if self.method == "forde_tuned":
             return loss, plain_repulsion(torch.stack(gradients), self.matrix)
-        if self.args.repulsion == "lit":
+        if self.method == "lit":
             return loss, plain_lit(torch.stack(gradients))
         z = torch.stack(logits)
         prior = torch.log(1 + 1e-6 * z ** 2).sum()
         return loss, (plain_rbf(z.flatten(1)) + prior) / BATCH
 
-    def step(self, chunk=0, repel=True):
+    def step(self, chunk=0, method=None):
         """(what the step returns, parameter gradients)."""
         self.args.chunk = chunk
         chunks = forde.make_chunks(self.nets, self.args)
         self.nets.zero_grad()
-        if not repel:
-            out = forde.independent_step(chunks, self.batch, self.args)
-        elif chunk:
-            out = forde.chunked_step(chunks, self.batch, self.metric, self.args)
-        else:
-            out = forde.ensemble_step(chunks[0], self.batch, self.metric, self.args)
+        out = forde.ensemble_step(chunks, self.batch, self.metric, method or self.method, self.args)
         return out, [p.grad.clone() for p in self.nets.parameters()]
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 2])
 @pytest.mark.parametrize("changes", [
     dict(), dict(alpha=0.0), dict(alpha=0.4), dict(grad_of="logprob", repulsion_coef=2.5),
-    dict(repulsion="function", repulsion_coef=0.7), dict(repulsion="lit", repulsion_coef=0.7),
+    dict(method="function_rde", repulsion_coef=0.7), dict(method="lit", repulsion_coef=0.7),
     dict(alpha=0.0, model="mlp", width=1.0)], ids=str)
 def test_a_step_is_that_of_the_loops(changes, chunk):
     this = Case(**changes)
     loss, force = this.oracle()
     right = torch.autograd.grad(loss + this.args.repulsion_coef * force, [*this.nets.parameters()],
                                 retain_graph=True)
-    (total, value, logits), grads = this.step(chunk)
+    (total, R, logits), grads = this.step(chunk)
     assert total.item() / BATCH == pytest.approx(loss.item(), rel=1e-12)
-    assert value.item() == pytest.approx(force.item(), rel=1e-9)
+    assert R.item() == pytest.approx(force.item(), rel=1e-9)
     assert relative(grads, right) < 1e-9 and logits.shape[:2] == (this.args.members, BATCH)
     alone = torch.autograd.grad(loss, [*this.nets.parameters()])
-    (total, value, logits), without = this.step(chunk, repel=False)
-    assert total.item() / BATCH == pytest.approx(loss.item(), rel=1e-12) and value == 0
+    (total, R, logits), without = this.step(chunk, "deep_ensemble")
+    assert total.item() / BATCH == pytest.approx(loss.item(), rel=1e-12) and R == 0
     assert relative(without, alone) < 1e-9 and logits.shape[:2] == (this.args.members, BATCH)
     forces = [[a - b for a, b in zip(both, alone)] for both in (grads, right)]
     assert relative(*forces) < 1e-8
+
+
+def test_chunks_draw_the_dropout_masks_of_their_first_pass():
+    """Gradients are those of the unchunked step, which draws the same masks once."""
+    results = []
+    for chunk in (0, 1):
+        this = Case(alpha=0.0, model="mlp", members=2)
+        for net in this.nets:
+            net[0].append(nn.Dropout(0.5))
+        torch.manual_seed(1)
+        results.append(this.step(chunk)[1])
+        torch.manual_seed(0)
+    assert relative(*results) < 1e-12
 
 
 @pytest.mark.parametrize("chunk", [0, 1])
@@ -479,10 +556,10 @@ def test_published_initialisation_starts_at_the_maximum_without_a_force(chunk):
     assert value.item() / 3 == pytest.approx(math.log(3) / BATCH, rel=1e-12)
     assert (logits == 0).all() and sum(g.abs().sum() for g in grads) > 0
     for net in this.nets:
-        h = F.conv2d(this.batch.images, net[0].weight, padding=1)
-        assert relative(net[1].running_mean, h.mean((0, 2, 3))) < 1e-9
-        assert relative(net[1].running_var, h.var((0, 2, 3))) < 1e-9
-    assert all(torch.equal(a, b) for a, b in zip(grads, this.step(chunk, repel=False)[1]))
+        h = F.conv2d(this.batch.images, net[0][0].weight, padding=1)
+        assert relative(net[0][1].running_mean, h.mean((0, 2, 3))) < 1e-9
+        assert relative(net[0][1].running_var, h.var((0, 2, 3))) < 1e-9
+    assert all(torch.equal(a, b) for a, b in zip(grads, this.step(chunk, "deep_ensemble")[1]))
 
 
 @pytest.mark.parametrize("chunk", [0, 1])
@@ -492,8 +569,8 @@ def test_a_step_moves_the_running_statistics_once(chunk):
     forde.set_momentum(this.nets, 0.25)
     this.step(chunk)
     for net in this.nets:
-        mean = F.conv2d(this.batch.images, net[0].weight, padding=1).mean((0, 2, 3))
-        assert relative(net[1].running_mean, 0.25 * mean) < 1e-9
+        mean = F.conv2d(this.batch.images, net[0][0].weight, padding=1).mean((0, 2, 3))
+        assert relative(net[0][1].running_mean, 0.25 * mean) < 1e-9
 
 
 def test_bf16_gives_finite_float32_gradients_near_the_right_ones():
@@ -509,7 +586,7 @@ def test_bf16_gives_finite_float32_gradients_near_the_right_ones():
 
 
 def test_weight_repulsion_is_the_loops_over_n():
-    args = options(repulsion="weight", repulsion_coef=0.7)
+    args = options(repulsion_coef=0.7)
     nets = ensemble(args)
     right = plain_rbf(torch.stack([torch.cat([p.flatten() for p in n.parameters()]) for n in nets]))
     before = []
@@ -567,6 +644,14 @@ def tiny(tmp_path, monkeypatch):
     return run
 
 
+def history(folder, method):
+    return torch.load(folder / f"{method}-seed1.pt", weights_only=True)["history"]
+
+
+def without_times(rows):
+    return {key: {k: v for k, v in row.items() if k != "ms"} for key, row in rows.items()}
+
+
 def weights(folder, method="*", seed=1):
     [path] = [p for p in folder.glob(f"**/{method}-seed{seed}.pt") if "basis" not in p.name]
     return torch.load(path, weights_only=True)["net"]
@@ -588,14 +673,13 @@ def story(tmp_path_factory):
             "--shift-examples 5 --device cpu --runs 2 --predict glyphs_letters").split()
     with pytest.MonkeyPatch.context() as patch:
         keep_few(patch)
-        for name in ("ensemble_step", "independent_step"):
+        step = forde.ensemble_step
 
-            def watched(members, batch, *rest, step=getattr(forde, name)):
-                first = members[0] if isinstance(members, list) else members
-                seen.append((first.nets[0][1].weight.detach().clone(), batch.images))
-                return step(members, batch, *rest)
+        def watched(chunks, batch, *rest):
+            seen.append((chunks[0].nets[0][0][1].weight.detach().clone(), batch.images))
+            return step(chunks, batch, *rest)
 
-            patch.setattr(forde, name, watched)
+        patch.setattr(forde, "ensemble_step", watched)
         rows = forde.main(argv)
         trained = len(seen)
         again = forde.main([*argv, "--eval", "--no-plot"])
@@ -608,22 +692,32 @@ def test_the_story(story):
     methods = ("deep_ensemble", "forde_pca", "forde_identity")
     [folder] = (out / "forde").glob("glyphs-*")
     results = json.loads((folder / "results.json").read_text())
-    assert again == rows == results["rows"]
-    # seeds; methods and two differences; test, val and OOD set, five severities, their mean
-    assert len(rows) == 2 * (3 + 2) * 9
+    assert again == results["rows"]
+    assert [{**row, "ms": 0} for row in again] == [{**row, "ms": 0} for row in rows]
+    # seeds; methods and two differences; test, val and OOD set, five severities and three kinds at
+    # each of them, their mean
+    assert len(rows) == 2 * (3 + 2) * (3 + 5 * (1 + 3) + 1)
     names = {path.name for path in folder.iterdir()}
-    assert {"shift.png", "results.csv", *(f"{m}-seed{s}.pt" for m in methods for s in (1, 2)),
-            *(f"predictions-{m}-seed{s}.csv" for m in methods for s in (1, 2))} <= names
+    assert {"shift.png", "results.csv", "training.png", "predictions.csv",
+            *(f"{m}-seed{s}.pt" for m in methods for s in (1, 2))} <= names
     for method in methods:
         own = [row for row in rows if row["method"] == method and row["seed"] == 1]
-        for k in ("accuracy", "nll", "ece15", "gradient_distance"):
-            assert own[-1][k] == pytest.approx(np.mean([row[k] for row in own[3:8]]))
-        log = [json.loads(line) for line in open(folder / f"{method}-seed1.jsonl")]
+        pooled = [row for row in own if "severity" in row and "kind" not in row]
+        for k in ("accuracy", "nll", "ece15", "gradient_distance", "epistemic_mean"):
+            assert own[-1][k] == pytest.approx(np.mean([row[k] for row in pooled]))
+        for row in pooled:
+            kinds = [other for other in own if other.get("severity") == row["severity"]][1:]
+            assert {other["set"] for other in kinds} == {
+                f"glyphs_c_{kind}_s{row['severity']}" for kind in [*data.CORRUPTIONS][:3]}
+            assert row["nll"] == pytest.approx(np.mean([other["nll"] for other in kinds]))
+            assert row["ms"] > 0 and row["bytes"] > 4 * 2 * 28 * 28 * 12
+        log = history(folder, method)
         # one cycle of 18 steps: 300 images make nine batches of 32 an epoch
         assert [row["lr"] for row in log] == pytest.approx([0.1 * 10 / 14.4, 0.1 / 14.4])
         # with two members R is 2 ln(1.25) / B where they differ
-        low, high = (0, 0) if method == "deep_ensemble" else (math.log(1.25), math.log(2))
-        assert all(low - 1e-5 <= 32 * row["repulsion"] <= high + 1e-5 for row in log)
+        R = [32 * row["repulsion"] for row in log if method != "deep_ensemble"]
+        assert all(2 * math.log(1.25) - 1e-4 <= r <= 2 * math.log(2) + 1e-4 for r in R)
+        assert all(("repulsion" in row) == (method != "deep_ensemble") for row in log)
     steps = len(seen) // 6
     first, *others = (seen[k * steps:(k + 1) * steps] for k in range(6))
     for k, other in enumerate(others):  # the methods start alike and see the same batches
@@ -636,7 +730,7 @@ def test_the_storys_differences_are_paired(story):
     _, rows, *_ = story
     by = {(row["method"], row["seed"], row["set"], row.get("against")): row for row in rows}
     pairs = [key for key in by if key[0] == "forde_pca - deep_ensemble"]
-    assert len(pairs) == 18
+    assert len(pairs) == 2 * 24
     for key in pairs:
         own, base = by["forde_pca", *key[1:]], by["deep_ensemble", *key[1:]]
         for metric in set(forde.COLUMNS) & own.keys():
@@ -678,10 +772,9 @@ def test_predictive_metrics(members, skill):
 def test_temperature_is_fitted_on_the_validation_set():
     y = torch.arange(200) % 5
     outputs = [(3 * double(2, 200, 5)).log_softmax(2) for _ in range(2)]
-    sets = [data.ImageSet(name, torch.zeros(200, 1, 1, 1), y, 5, (0.0,), (1.0,))
-            for name in ("val", "test")]
-    rows = forde.clean_rows(data.Sets(None, *sets, {}, None), data.Sets(None, *outputs, {}, None),
-                            0.5, {"method": "lit", "seed": 1})
+    sets = [forde.Outputs(log_probs, y, 0.1) for log_probs in outputs]
+    rows = forde.clean_rows("test", data.Sets(None, *sets, {}, None), 0.5,
+                            {"method": "lit", "seed": 1})
     val, test = (log_probs.exp().mean(0).log() for log_probs in outputs)
     temperature = common.fit_temperature(val, y)
     assert rows[0]["temperature"] == pytest.approx(temperature, rel=1e-6)
@@ -718,8 +811,8 @@ def test_the_storys_evaluation_is_that_of_the_saved_members(story):
     assert own[0]["gradient_distance"] == pytest.approx(
         1 - F.cosine_similarity(*g).mean().item(), abs=1e-5)
     right = plain_metrics(shifted, torch.cat([s.labels for s in third]).numpy())
-    assert own[5]["set"] == "glyphs_c_s3" and own[5]["n"] == 15
-    assert own[5]["nll"] == pytest.approx(right["nll"], abs=1e-5)
+    [row] = [row for row in own if row["set"] == "glyphs_c_s3"]
+    assert row["n"] == 15 and row["nll"] == pytest.approx(right["nll"], abs=1e-5)
 
 
 def test_n_is_the_number_of_examples_of_the_set(tiny, tmp_path):
@@ -730,19 +823,20 @@ def test_n_is_the_number_of_examples_of_the_set(tiny, tmp_path):
     assert rows["deep_ensemble", "glyphs", "odd"]["n"] == 100
 
 
-def test_predictions_of_several_methods_are_announced(tiny, tmp_path, capsys):
-    """One line says what the files are called, of which --help knows only predictions.csv."""
-    run = ["--predict", "glyphs_letters", "--epochs", 1]
-    tiny(*run, "--methods", "lit", "--name", "one")
-    assert "METHOD" not in capsys.readouterr().out
-    assert (tmp_path / "forde/one/predictions.csv").exists()
-    tiny(*run, "--methods", "lit", "deep_ensemble", "--name", "two")
-    [line] = [line for line in capsys.readouterr().out.splitlines() if "METHOD" in line]
-    assert "predictions-METHOD-seedN.csv" in line
-    with open(tmp_path / "forde/two/predictions-lit-seed1.csv") as file:
+def test_predictions_of_several_methods_are_side_by_side(tiny, tmp_path):
+    """Of the first seed; a deep ensemble's columns come last, whatever the order of methods."""
+    tiny("--predict", "glyphs_letters", "--epochs", 1, "--runs", 2, "--methods", "deep_ensemble",
+         "lit", "--name", "two")
+    with open(tmp_path / "forde/two/predictions.csv") as file:
         table = [*csv.DictReader(file)]
     assert len(table) == 100
-    assert {"index", "predicted", "confidence", "total", "epistemic"} <= table[0].keys()
+    kinds = ["predicted", "confidence", "total", "aleatoric", "epistemic"]
+    assert [*table[0]] == ["index", *kinds, *(f"{kind}_deep_ensemble" for kind in kinds)]
+    only = tiny("--predict", "glyphs_letters", "--epochs", 1, "--methods", "lit", "--name", "one")
+    assert only["lit", "glyphs"]["n"] == 100
+    with open(tmp_path / "forde/one/predictions.csv") as file:
+        alone = [*csv.DictReader(file)]
+    assert all(row[kind] == other[kind] for row, other in zip(table, alone) for kind in kinds)
 
 
 def test_evaluation_under_corruption_prints_a_line_for_each_severity(tiny, capsys):
@@ -753,19 +847,12 @@ def test_evaluation_under_corruption_prints_a_line_for_each_severity(tiny, capsy
     assert "glyphs_c_s2" in lines[1] and "12 images" in lines[1] and f"{nll:.4f}" in lines[1]
 
 
-def test_a_slow_first_epoch_is_announced(tiny, monkeypatch, capsys):
-    clock = itertools.count(0, 60)
-    monkeypatch.setattr(common.time, "perf_counter", lambda: next(clock))
-    tiny("--limit-train", 200, "--methods", "lit", "--epochs", 1)
-    assert "an epoch has 13 steps" in capsys.readouterr().out
-
-
 def test_every_method_and_one_that_was_killed(tiny, tmp_path, monkeypatch):
     """Killed in the second step of the second method's second epoch: the same weights, bit for bit.
     All methods repel but the deep ensemble, and no two end alike."""
     every = [*ALL, "--augment", "--val-fraction", 0.01, "--published-split"]
-    passes, moments = [], forde.second_moments
-    monkeypatch.setattr(forde, "second_moments", lambda *a: (passes.append(a), moments(*a))[1])
+    passes, pca = [], forde.pca
+    monkeypatch.setattr(forde, "pca", lambda moments: (passes.append(1), pca(moments))[1])
     calm, real, steps = tiny(*every, "--name", "calm"), forde.learning_rate, []
     assert len(passes) == 1  # once for all methods
 
@@ -775,23 +862,64 @@ def test_every_method_and_one_that_was_killed(tiny, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(step, *rest)
 
-    monkeypatch.setattr(forde, "learning_rate", killed)
-    with pytest.raises(KeyboardInterrupt):
-        tiny(*every, "--name", "again")
+    with monkeypatch.context() as patch:
+        patch.setattr(forde, "learning_rate", killed)
+        with pytest.raises(KeyboardInterrupt):
+            tiny(*every, "--name", "again")
     assert steps[-1] == 5
-    assert tiny(*every, "--name", "again") == calm
+    assert without_times(tiny(*every, "--name", "again")) == without_times(calm)
     assert len(passes) == 2  # the basis was kept
     folder = tmp_path / "forde"
     states = {m: weights(folder / "calm", m) for m in forde.METHODS}
     for method, state in states.items():
         name = f"{method}-seed1"
         assert_same_checkpoints(folder / f"calm/{name}.pt", folder / f"again/{name}.pt")
-        log = [json.loads(line) for line in open(folder / f"calm/{name}.jsonl")]
-        assert (log[-1]["repulsion"] == 0) == (method == "deep_ensemble")
         assert calm[method, "glyphs"]["temperature"] and calm[method, "val"]["n"] > 0
         assert sum(distance(state, other) < 1e-6 for other in states.values()) == 1
         if method == "weight_rde":  # its prior is divided by the number of examples
-            assert 0.2 < 75 * log[-1]["repulsion"] < math.log(3)
+            R = 75 * history(folder / "calm", method)[-1]["repulsion"]
+            assert 3 * 0.2 < R < 3 * math.log(3)
+
+
+def test_logged_repulsion_is_the_mean_of_the_steps_that_repel(tiny, tmp_path, monkeypatch):
+    """It is R: not divided by members, not multiplied by --repulsion-coef."""
+    seen, step = [], forde.ensemble_step
+
+    def watched(*inputs):
+        result = step(*inputs)
+        seen.append((inputs[3], result[1].item()))
+        return result
+
+    monkeypatch.setattr(forde, "ensemble_step", watched)
+    tiny("--epochs", 1, "--methods", "lit", "forde_identity", "--repulse-every", 3,
+         "--repulsion-coef", 5)
+    assert len(seen) == 2 * 4 and seen[4][1] == pytest.approx(3 * math.log(3) / 16)
+    for method in ("lit", "forde_identity"):
+        [row] = history(next(tmp_path.glob("forde/*")), method)
+        found = [R for name, R in seen if name == method]
+        assert len(found) == 2 and row["repulsion"] == pytest.approx(np.mean(found))
+
+
+def test_one_basis_serves_all_seeds_and_other_runs(tiny, tmp_path, monkeypatch):
+    tiny("--methods", "forde_pca", "--val-fraction", 0, "--runs", 2, "--name", "a", "--epochs", 1)
+    [basis] = tmp_path.glob("forde/a/basis-*.pt")
+    assert torch.load(basis, weights_only=True)["eigenvectors"].dtype == torch.float32
+    monkeypatch.setattr(forde, "pca", lambda *_: pytest.fail("computed again"))
+    run = ["--methods", "forde_pca", "--val-fraction", 0, "--epochs", 1, "--basis", basis]
+    tiny(*run, "--name", "b")
+    for name in ("made_from", "net"):
+        a, b = (torch.load(tmp_path / f"forde/{k}/forde_pca-seed1.pt", weights_only=True)[name]
+                for k in "ab")
+        assert a == b if name == "made_from" else distance(a, b) == 0
+    for other in (["--limit-train", 50], ["--val-fraction", 0.5]):
+        text = refusal(tiny, *run, *other, "--name", "c")
+        assert "was not made from these training images" in text
+    assert not (tmp_path / "forde/c").exists() and not [*tmp_path.glob("forde/b/basis*")]
+
+
+def test_seeds_of_other_images_have_bases_of_their_own(tiny, tmp_path):
+    tiny("--methods", "forde_pca", "--val-fraction", 0.5, "--runs", 2, "--epochs", 1)
+    assert len([*tmp_path.glob("forde/*/basis-*.pt")]) == 2
 
 
 def test_killed_while_the_basis_is_written(tiny, tmp_path, monkeypatch):
@@ -819,7 +947,7 @@ def test_a_refused_start_leaves_nothing_that_the_next_command_meets(tiny, tmp_pa
         with pytest.raises(UserError, match="basis of 784 inputs"):
             tiny("--methods", "deep_ensemble", "forde_pca", "--name", "a")
     with pytest.raises(UserError, match="cannot be differentiated|fails on"):
-        tiny("--methods", "forde_pca", "--name", "a", "--limit-train", 2, "--model", "mlp", "-b", 1)
+        tiny("--methods", "forde_pca", "--name", "a", "--model", "mlp", "-b", 1)
     assert not [*tmp_path.glob("forde/*")]
     tiny("--methods", "forde_identity", "--name", "a", "--epochs", 1)
 
@@ -850,7 +978,7 @@ def test_options_that_are_another_method(tiny, tmp_path, monkeypatch, a, b):
 def test_augmentation_is_of_training_alone(tiny, tmp_path):
     run = ["--methods", "deep_ensemble", "--epochs", 1, "--name"]
     rows = tiny(*run, "a", "--augment")
-    assert tiny(*run, "a", "--no-augment", "--eval") == rows
+    assert without_times(tiny(*run, "a", "--no-augment", "--eval")) == without_times(rows)
     tiny(*run, "b", "--no-augment")
     assert distance(*(weights(tmp_path / "forde" / name) for name in "ab")) > 1e-3
     with pytest.raises(UserError, match="not finite.*--lr"):
@@ -882,7 +1010,7 @@ def test_two_processes_equal_one(ranks, tmp_path):
         assert environment["processes"] == 2
         for row, again in zip(rows, two[k], strict=True):
             assert row.keys() == again.keys()
-            assert all(again[k] == pytest.approx(v, abs=1e-6) for k, v in row.items())
+            assert all(again[k] == pytest.approx(v, abs=1e-6) for k, v in row.items() if k != "ms")
 
 
 def test_more_processes_than_examples_is_refused(monkeypatch):
@@ -976,8 +1104,8 @@ def test_published_corruptions_and_a_part_of_them(tiny, small_data, tmp_path):
     rows = tiny("--dataset", "tiny_imagenet", "--data-dir", tmp_path, "--shift", "published",
                 "--methods", "forde_identity", "--limit-train", 16)
     assert rows["forde_identity", "tiny_imagenet"]["n"] == 20
-    assert rows["forde_identity", "tiny_imagenet_c_2of15_s5"]["n"] == 16
-    assert rows["forde_identity", "tiny_imagenet_c_2of15"]["n"] == 80
+    assert rows["forde_identity", "tiny_imagenet_c_2of19_s5"]["n"] == 16
+    assert rows["forde_identity", "tiny_imagenet_c_2of19"]["n"] == 80
 
 
 def test_the_basis_is_numpys():
@@ -985,7 +1113,7 @@ def test_the_basis_is_numpys():
     args = forde.parse_args([*TINY])
     x = torch.randint(256, (9, 3, 2, 2), dtype=torch.uint8)
     images = data.ImageSet("a", x, torch.zeros(9).long(), 5, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
-    basis = forde.principal_components(images, args)
+    basis = forde.compute_basis(images, args)
     vectors, values = basis["eigenvectors"], basis["eigenvalues"]
     x = next(data.Loader(images, 9).epoch()).images.double().flatten(1)
     np.testing.assert_allclose(vectors * values @ vectors.T, x.T @ x / 8, atol=1e-5)
@@ -1004,17 +1132,45 @@ def test_sets_are_read_once(tiny, tmp_path, monkeypatch):
 
 
 def test_picture_has_error_bars_and_markers():
-    rows = [{"method": m, "seed": s, "set": name, "accuracy": 0.5 + 0.1 * s, "nll": 1.0 + s,
-             "ece15": 0.1 * s, "gradient_distance": 0.1} for m in ("lit", "weight_rde")
-            for s in (1, 2) for name in ("a", *(f"a_c_s{k}" for k in range(1, 6)))]
+    rows = [{**dict.fromkeys(forde.SHIFT_METRICS, 0.1 * s), "method": m, "seed": s, "set": name,
+             "accuracy": 0.5 + 0.1 * s} for m in ("lit", "weight_rde") for s in (1, 2)
+            for name in ("a", *(f"a_c_s{k}" for k in range(1, 6)))]
     figures = {}
     run = SimpleNamespace(save_figure=lambda figure, name: figures.update({name: figure}))
     forde.plot_shift(rows, "a", "a_c", run)
+    panels = [axis.get_ylabel() for axis in figures["shift.png"].axes]
+    assert "epistemic uncertainty (nats)" in panels and len(panels) == 6
     bars = figures["shift.png"].axes[0].containers
     assert len(bars) == 2 and all(bar.has_yerr for bar in bars)
     assert len({bar.lines[0].get_marker() for bar in bars}) == 2
     assert np.allclose(bars[0].lines[0].get_ydata(), 0.65)
     assert np.allclose(bars[0].lines[2][0].get_segments()[0][:, 1], [0.6, 0.7])
+
+
+def test_stratified_split_is_that_of_scikit_learn(tiny):
+    labels = torch.randperm(2000, generator=torch.Generator().manual_seed(0)) % 10
+    train, val = forde.stratified_split(labels)
+    wanted = train_test_split(np.arange(2000), test_size=0.1, stratify=labels, random_state=88)
+    assert np.array_equal(train, wanted[0]) and np.array_equal(val, wanted[1])
+    labels = torch.tensor([0] * 25 + [1] * 9)  # no whole numbers: rounded down in each class
+    train, val = forde.stratified_split(labels)
+    assert labels[val].tolist() == [0, 0] and sorted([*train, *val]) == list(range(34))
+    args = forde.parse_args([*TINY, "--val-fraction", "0.1", "--published-split"])
+    first, second = (forde.load_sets(args, seed) for seed in (1, 2))
+    assert first.val.labels.bincount().tolist() == [100] * 10 and len(first.train) == 76
+    assert torch.equal(first.val.images, second.val.images)
+
+
+def test_gaussian_ring():
+    x, y = forde.gaussian_ring(4000)
+    assert x.dtype == torch.float32 and y.tolist() == [k for k in range(5) for _ in range(4000)]
+    angle = 2 * np.pi / 5 * np.arange(5)
+    centres = torch.tensor(5 * np.stack([np.cos(angle), np.sin(angle)], 1)).float()
+    assert (x.view(5, 4000, 2).mean(1) - centres).abs().max() < 0.07  # four standard errors
+    for group in x.view(5, 4000, 2):
+        assert (group.T.cov() - torch.eye(2)).abs().max() < 0.1
+    draws = [forde.gaussian_ring(20, seed=seed)[0] for seed in (3, 3, 1)]
+    assert torch.equal(draws[0], draws[1]) and not (draws[0] == draws[2]).any()
 
 
 # ---- Options ------------------------------------------------------------------------------------
@@ -1034,7 +1190,12 @@ def test_picture_has_error_bars_and_markers():
     ("--hidden 3", "--hidden"), ("--lr-ratio 0.1", "--lr-ratio"),
     ("--methods forde_pca --alpha 0.1", "--alpha"),
     ("--methods deep_ensemble --repulse-every 2", "--repulse-every"),
-    ("--members 1 --repulsion-coef 2", "--repulsion-coef")])
+    ("--members 1", "one particle cannot repel"), ("--freeze", "--dataset features"),
+    ("--weights none", "--weights has no effect"), ("--basis b.pt --methods lit", "--basis"),
+    ("--basis b.pt --methods forde_pca", "b.pt cannot be read"),
+    ("--model torchvision/resnet18 --width 0.5 --weights none", "--width has no effect"),
+    ("--model torchvision/resnet18 --weights none --epochs 0", "all members would be equal"),
+    ("--dataset dirty_glyphs --val-fraction 0.1 --published-split", "--published-split")])
 def test_misuse_is_refused_before_training(tiny, features, tmp_path, argv, named):
     more = argv.replace("FEATURES", " ".join(features)).split()
     with pytest.raises(UserError) as refused:
