@@ -350,8 +350,8 @@ def encode(points, label, mixture, level=0.95):
         second.append(block_second)
         alpha.append(block_alpha)
     outlier = (label < 0).nonzero()[:, 0]
-    outlier_mu, outlier_sigma = points[outlier].float().unbind(1)
-    return SharedWeights(label.int(), outlier, outlier_mu, outlier_sigma, ellipse_point,
+    mu, sigma = points.float().T
+    return SharedWeights(label.int(), outlier, mu[outlier], sigma[outlier], ellipse_point,
                          torch.cat(second), torch.cat(alpha).float(), mixture.centre.float(),
                          torch.linalg.cholesky(mixture.covariance).float())
 
