@@ -1297,9 +1297,9 @@ def match(dataset, like):
 def ood_sets(names, like, data_dir="data", *, required=False):
     """The OOD sets {name: set} for a training set `like`, resized and normalised like it.
 
-    A name is that of a set of the kind of `like`, for images also folder:PATH, for features
-    PATH.npz. `required`: the user named the sets. Then it is an error
-    if a set is absent or has the name of another set; else it is skipped, which one line reports.
+    A name is that of a set of the kind of `like`, for images also folder:PATH or "nonsense", for
+    features PATH.npz. `required`: the user named the sets. Then it is an error if a set is absent
+    or has the name of another set; else it is skipped, which one line reports.
     """
     found = {}
     used = ("train", "val", "test", like.name)
@@ -1328,6 +1328,8 @@ def _other_set(name, like, data_dir):
         if name == "qm9" and like.quantity in QM9_TARGETS:
             target = like.quantity
         return load_molecules(name, "test", data_dir, target=target)
+    if name == "nonsense":
+        return nonsense(like)
     size = None
     if like.preparation is None and name.startswith(("folder:", "imagenet")):
         # TinyImageNet is small enough to be resized in memory, as published.
@@ -1343,7 +1345,7 @@ def predict_set(name, like, data_dir="data"):
 
     Labels are translated by the names of the classes; for a folder these are the folders that
     the images lie in. They are -1 (molecules: NaN) where they are unknown. `files` names the
-    images of a folder, or the rows of an .npz file.
+    images of a folder and of "nonsense", or the rows of an .npz file.
     """
     dataset = _other_set(name, like, data_dir)
     if isinstance(dataset, MoleculeSet) and dataset.quantity != like.quantity:
@@ -1363,6 +1365,41 @@ def _numbers_of(names, classes):
     """int64 [N]: the places of the names in `classes`, -1 for other names."""
     label_of = {c: label for label, c in enumerate(classes)}
     return torch.tensor([label_of.get(name, -1) for name in names])
+
+
+def nonsense(like):
+    """The set "nonsense": 70 images that belong to no class, each with a name in `files`.
+
+    They have the shape (C, H, W) and the statistics of the image set `like`; equal shapes give
+    equal images. The ten of a kind differ in shade, number of squares, direction or random draw.
+    """
+    if like.is_features:
+        raise UserError(f"nonsense are images, but {like.name} has features")
+    _, height, width = like.shape
+    y = (torch.arange(height)[:, None] + 0.5) / height                 # [H, 1], in (0, 1)
+    x = (torch.arange(width) + 0.5) / width                            # [W]
+    generator = _generator(2105)
+    images = {}
+    for number in range(10):
+        row = (y * (number + 2)).long()
+        column = (x * (number + 2)).long()
+        angle = 2 * math.pi * number / 10
+        ramp = math.cos(angle) * (x - 0.5) + math.sin(angle) * (y - 0.5)
+        kinds = {
+            "black": torch.tensor(0.01 * number),
+            "white": torch.tensor(1 - 0.01 * number),
+            "checkerboard": (row + column) % 2.0,
+            "stripes": row % 2.0,
+            "gradient": 0.5 + ramp / math.sqrt(2),
+            "uniform_noise": torch.rand(like.shape, generator=generator),
+            "gaussian_noise": 0.5 + 0.25 * torch.randn(like.shape, generator=generator),
+        }
+        for kind, image in kinds.items():
+            images[f"{kind}-{number}"] = _from_unit(image, torch.uint8).expand(like.shape)
+    files = tuple(sorted(images))
+    pixels = torch.stack([images[file] for file in files])
+    return ImageSet("nonsense", pixels, torch.full((len(files),), -1), like.num_classes, like.mean,
+                    like.std, classes=like.classes, files=files)
 
 
 # ---- Features and points ------------------------------------------------------------------
@@ -1628,7 +1665,7 @@ class Loader(_Batches):
             at = self._piece(batch)
             rows = order[at]
             x = crops[rows, :, dy[at], dx[at]]                         # [b, C, H, W]
-            # index_select copies whole images; torch.where, byte by byte, takes five times as long.
+            # index_select copies whole images; torch.where, byte by byte, takes five times longer.
             chosen = torch.arange(len(rows), device=self.device) + len(rows) * flips[at]
             x = torch.cat([x, x.flip(3)]).index_select(0, chosen)
             yield Batch(self._normalise(x), self.labels[rows], rows, len(batch))

@@ -1067,6 +1067,49 @@ def test_predict_set_knows_labels_by_class_names(tmp_path):
     refuses("svhn.*not found", data.predict_set, "svhn", glyphs, tmp_path)
 
 
+def test_nonsense_is_prepared_like_the_training_set(tmp_path):
+    own = write_folder(tmp_path / "own", train=("ab", 9), test=("ab", 2))
+    prepared = data.preparation_of("torchvision/vit_b_16", "none", 40)
+    for train in (load("glyphs", "train"), toy(9, (3, 12, 20)), load(own, "train", image_size=70),
+                  load(own, "train", preparation=prepared),
+                  replace(toy(9), images=toy(9).images / 255)):
+        found = data.predict_set("nonsense", train)
+        assert found.images.shape == (70, *train.shape) and found.images.dtype == torch.uint8
+        assert (found.mean, found.std, found.classes) == (train.mean, train.std, train.classes)
+        assert found.labels.unique().tolist() == [-1]
+        assert torch.equal(data.ood_sets(["nonsense"], train)["nonsense"].images, found.images)
+        batch = next(Loader(found, 70).epoch()).images
+        white = batch[found.files.index("white-0")]
+        black = batch[found.files.index("black-0")]
+        for channel, (mean, std) in enumerate(zip(train.mean, train.std)):
+            assert white[channel].unique().tolist() == pytest.approx([(1 - mean) / std], rel=1e-5)
+            assert black[channel].unique().tolist() == pytest.approx([-mean / std], rel=1e-5)
+    refuses("nonsense are images, but z has features", data.predict_set, "nonsense",
+            replace(toy(9, (5, 1, 1), mean=(0,) * 5, std=(1,) * 5), name="z"))
+    refuses("'nonsense' is unknown", load, "nonsense", "train")
+
+
+def test_kinds_of_nonsense():
+    found = data.nonsense(toy(9, (3, 60, 60)))
+    images = dict(zip(found.files, found.images.double()))
+    assert list(images) == sorted(images) and len(images) == 70
+    assert len({image.numpy().tobytes() for image in images.values()}) == 70
+    assert images["black-9"].unique().tolist() == [23]
+    assert images["white-9"].unique().tolist() == [232]
+    board = images["checkerboard-1"]  # 3 squares a side
+    stripes = images["stripes-1"]
+    for row, column in ((0, 0), (19, 39), (20, 20), (59, 40)):
+        assert (board[:, row, column] == 255 * ((row // 20 + column // 20) % 2)).all()
+        assert (stripes[:, row, column] == 255 * (row // 20 % 2)).all()
+    gradient = images["gradient-0"][0]  # brighter towards the right
+    assert (gradient == gradient[0]).all() and (gradient[0].diff() > 0).all()
+    assert images["uniform_noise-0"].mean() == pytest.approx(127.5, abs=3)
+    assert images["uniform_noise-0"].std() == pytest.approx(255 / 12**0.5, abs=2)
+    noise = images["gaussian_noise-0"]
+    assert noise.mean() == pytest.approx(127.5, abs=3) and noise.std() == pytest.approx(61, abs=2)
+    assert noise.flatten(1).corrcoef()[0, 1].abs() < 0.1
+
+
 # ---- Several processes ---------------------------------------------------------------------
 
 
