@@ -1,9 +1,9 @@
 """Local posteriors in deep ensembles: SWAG, last-layer Laplace, and its refinement by a flow.
 
 Jordahn, Jensen, Schmidt, Andersen, "On Local Posterior Structure in Deep Ensembles", AISTATS 2025,
-PMLR 258:5032-5040, arXiv:2503.13296. Does an ensemble of posteriors predict better than one of
-points? M networks theta_m (MAP) are trained, and each gets local posteriors q. Ensembles of K of
-them average S samples, S // K of each:  p(y | x) = (1/S) sum_s p(y | x, theta_s).
+arXiv:2503.13296. Does an ensemble of posteriors predict better than one of points? M networks
+theta_m (MAP) are trained, and each gets local posteriors q. Ensembles of K of them average S
+samples, S // K of each:  p(y | x) = (1 / S) sum_s p(y | x, theta_s).
 
   DE          theta_m itself, a point
   SWA, SWAG   R iterates w_r of SGD that starts at theta_m: their mean, also a point, and
@@ -16,43 +16,43 @@ them average S samples, S // K of each:  p(y | x) = (1/S) sum_s p(y | x, theta_s
 Usage:
   python swag_laplace_ensembles.py                        # dirty_glyphs, offline, two CPU cores
   torchrun --nproc_per_node 8 swag_laplace_ensembles.py --dataset cifar10   # the paper's WRN-16-4
-  python swag_laplace_ensembles.py --eval --predict glyphs_letters     # a finished study again
-  python swag_laplace_ensembles.py --members 1 --seed 3 --name apart   # one member, on any machine.
-      Copy its files, apart/seed3-*, into the directory of a study, which then trains the others.
+  python swag_laplace_ensembles.py --dataset cifar10 --map-paths FILE.pt ...  # published networks
+  python swag_laplace_ensembles.py --members 1 --seed 3 --name apart   # one member, on any machine;
+      its files apart/seed3-* go into the directory of a study, which then trains the others
 
 Expected (more in tests/RESULTS.md): to be measured.
 
-Differences from the published code (called "published" below; "paper" is the article):
-  - SWAG samples what is trained, and recomputes the statistics of batch norm for every sample;
-    there it also samples FRN's frozen epsilon, moving it by 70 times its size.
-  - The first S // K samples of a member serve all its ensembles; there, each ensemble draws anew.
-    Equal ensembles count once, and K = 1 gives each member once. Where S // K is no whole number,
-    samples are left out.
-  - The 21 precisions of LLLA share noise and one eigendecomposition, whose root of the covariance
-    is symmetric (there: fresh noise, Cholesky's root); the 15 of LA-NF share noise and batches
-    (there: fresh). A sample of LA-NF is one network for the whole set (there: for each batch).
-  - No early stopping, which could only affect WRN-28-10. One sample of MC dropout has dropout, too.
-  - AUPR (in) and FPR at 95 % TPR take the test set as positive (there: the OOD set); areas are sums
-    of steps (there: trapezoids), bins of the ECE are closed on the right (there: left), and the two
-    OOD sets of CIFAR are apart (there: one set).
+Differences from the published code ("there"):
+  - SWAG samples what is trained; there, also FRN's frozen epsilon, which it moves by 70 times its
+    size. It recomputes the statistics of batch norm for every sample; there, they stay.
+  - The first S // K samples of a member serve all its ensembles; there, each draws anew. Equal
+    ensembles count once, and K = 1 gives each member once.
+  - The 21 precisions of LLLA share noise and an eigendecomposition, whose root of the covariance is
+    symmetric (there, fresh noise, Cholesky's root); the 15 of LA-NF share noise and batches (there,
+    fresh). A sample of LA-NF is one network for the whole set (there, for each batch).
+  - One sample of MC dropout has dropout, too. No early stopping, which only affects WRN-28-10.
+  - AUPR (in) and FPR at 95 % TPR take the test set as positive (there, the OOD set); areas are sums
+    of steps (there, trapezoids), bins of the ECE are closed on the right (there, left).
+  - Word pieces are made from the training sentences, unless --vocab gives BERT's. Without labels in
+    SST-2's test.tsv (GLUE), dev.tsv is the test set, and 2,000 rows of train.tsv validate.
   - Images that are copies with other labels stay together when validation images are taken.
-  - Word pieces of SST-2 are made from its training sentences unless --vocab gives others.
-  - Random numbers are functions of seed, step or sample (dropout masks: of the process, too), so a
-    resumed run repeats them. Selection needs no server.
-  - Not here: IVON; SGD's iterates as samples; Kronecker factors, marginal likelihood, probit,
-    bridge and GLM predictions of LLLA; planar flows; a squared error in MAP's loss; corrupted
-    images, Yahoo finance, Alchemy; MCE and 20 scores of regression.
-As published, validation data choose the MAP epoch, learning rates and precisions alike.
+  - Not here: IVON; SGD's iterates as samples; marginal likelihood, probit, bridge and GLM
+    predictions of LLLA; planar flows; a squared error in MAP's loss; corrupted images, Yahoo
+    finance, Alchemy; MCE and 20 scores of regression. As there, validation data choose all.
 """
 
 import argparse
 import copy
+import itertools
 import math
 import random
+import re
 import time
+from collections import OrderedDict
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -187,6 +187,15 @@ class Spectrum(NamedTuple):
     basis: Tensor | None  # Q [P, P]; None if H is diagonal
 
 
+def eigh(h):
+    """Eigenvalues and eigenvectors of a symmetric matrix."""
+    try:
+        return torch.linalg.eigh(h)
+    except RuntimeError:  # the solvers of GPUs fail for about 25,000 columns
+        values, vectors = torch.linalg.eigh(h.cpu())
+        return values.to(h.device), vectors.to(h.device)
+
+
 def diagonal_spectrum(theta, last):
     """The diagonal of the generalised Gauss-Newton matrix H, see `full_spectrum`."""
     probs = head_outputs(theta[None], last)[0].exp()                           # [N, C]
@@ -217,15 +226,13 @@ def full_spectrum(theta, last):
     shift = basis[:, :1]
     contrasts = basis[:, 1:]
     h = contrast_ggn(last.x, probs, contrasts.to(probs))
-    values, vectors = torch.linalg.eigh(h.flatten(0, 1).flatten(1))
-    vectors = vectors.view(c - 1, d1, -1)
-    vectors = torch.einsum("ca,adm->cdm", contrasts, vectors)  # [C, D + 1, (C - 1)(D + 1)]
-    null = shift[:, :, None] * torch.eye(d1).to(shift)         # [C, D + 1, D + 1]
+    values, vectors = eigh(h.flatten(0, 1).flatten(1))
+    vectors = vectors.to(last.x).view(c - 1, d1, -1)
+    vectors = torch.einsum("ca,adm->cdm", contrasts.to(last.x), vectors)
+    null = shift.to(last.x)[:, :, None] * torch.eye(d1).to(last.x)
     table = torch.cat([vectors, null], 2)                      # [C, D + 1, P]
     # In theta's order: the weight row by row, then the bias.
-    of_weight = table[:, :-1].flatten(0, 1)                    # [C D, P]
-    of_bias = table[:, -1]                                     # [C, P]
-    basis = torch.cat([of_weight, of_bias]).to(last.x)
+    basis = torch.cat([table[:, :-1].flatten(0, 1), table[:, -1]])
     values = torch.cat([values.clamp_min(0), values.new_zeros(d1)])
     return Spectrum(values, basis)
 
@@ -240,7 +247,8 @@ def contrast_ggn(x, probs, contrasts, stripe=64):
     k = contrasts.shape[1]
     d1 = x.shape[1]
     h = torch.zeros(k, d1, k, d1, dtype=torch.float64, device=x.device)
-    for x1, p in zip(x.split(8192), probs.split(8192)):                        # [n, D + 1], [n, C]
+    rows = 8192 if x.is_cuda else 1024  # which stay in a CPU's cache
+    for x1, p in zip(x.split(rows), probs.split(rows)):                        # [n, D + 1], [n, C]
         means = p @ contrasts                                                  # [n, C - 1]
         for a in range(k):
             for b in range(a, k):
@@ -269,8 +277,7 @@ def energy_spectrum(theta, last):
         return data_loss(head_outputs(theta[None], last)[0], last.labels, energies=True)
 
     hessian = torch.autograd.functional.hessian(loss, theta.double())          # [P, P]
-    values, basis = torch.linalg.eigh(hessian)
-    return Spectrum(values, basis)
+    return Spectrum(*eigh(hessian))
 
 
 def laplace_samples(theta, spectrum, prior_precision, noise):
@@ -383,6 +390,7 @@ class Mixture(NamedTuple):
 
     log_probs: Tensor  # [..., C]  log of the mean probability
     entropy: Tensor    # [...]     mean entropy of a sample, in nats
+    samples: int
 
 
 class RunningMixture:
@@ -401,15 +409,15 @@ class RunningMixture:
         self.entropy_sum = self.entropy_sum + torch.special.entr(log_probs.exp()).sum(-1)
 
     def mixture(self):
-        return Mixture(self.log_sum - math.log(self.count), self.entropy_sum / self.count)
+        mean = self.log_sum - math.log(self.count)
+        return Mixture(mean, self.entropy_sum / self.count, self.count)
 
 
 def mix(mixtures):
-    """The Mixture of K members with equally many samples each, from the Mixtures of each."""
-    log_probs = torch.stack([mixture.log_probs for mixture in mixtures])       # [K, ..., C]
-    entropy = torch.stack([mixture.entropy for mixture in mixtures])           # [K, ...]
-    mean = log_probs.double().logsumexp(0) - math.log(len(mixtures))
-    return Mixture(mean, entropy.mean(0))
+    """The Mixture of K members, from those of each; equally many samples of each."""
+    log_probs, entropy, samples = zip(*mixtures)
+    mean = torch.stack(log_probs).double().logsumexp(0) - math.log(len(mixtures))
+    return Mixture(mean, torch.stack(entropy).mean(0), sum(samples))
 
 
 # ---- Model --------------------------------------------------------------------------------------
@@ -460,7 +468,7 @@ class FRN(nn.Module):
 
 
 def batch_norm_relu(channels):
-    return nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU())
+    return nn.Sequential(OrderedDict(bn=nn.BatchNorm2d(channels), relu=nn.ReLU()))
 
 
 def conv(c_in, c_out, kernel, stride=1):
@@ -468,37 +476,42 @@ def conv(c_in, c_out, kernel, stride=1):
 
 
 class WideBlock(nn.Module):
-    """A residual block. Where the shape changes, its shortcut convolution sees norm(x), too."""
+    """A residual block. Where the shape changes, its shortcut convolution sees norm_1(x), too."""
 
     def __init__(self, c_in, c_out, stride, norm, dropout):
         super().__init__()
-        self.norm = norm(c_in)
-        self.body = nn.Sequential(conv(c_in, c_out, 3, stride), norm(c_out), nn.Dropout(dropout),
-                                  conv(c_out, c_out, 3))
-        self.shortcut = None
+        self.stride = stride
+        self.norm_1 = norm(c_in)
+        self.conv_1 = conv(c_in, c_out, 3, stride)
+        self.norm_2 = norm(c_out)
+        self.dropout = nn.Dropout(dropout)
+        self.conv_2 = conv(c_out, c_out, 3)
+        self.conv_shortcut = None
         if c_in != c_out or stride > 1:
-            # Subsample first: the strided 1x1 convolution of PyTorch 2.14 writes out of bounds on
-            # CPUs.
-            self.shortcut = nn.Sequential(nn.AvgPool2d(1, stride), conv(c_in, c_out, 1))
+            self.conv_shortcut = conv(c_in, c_out, 1)
 
     def forward(self, x):
-        h = self.norm(x)
-        if self.shortcut is not None:
-            x = self.shortcut(h)
-        return self.body(h) + x
+        h = self.norm_1(x)
+        if self.conv_shortcut is not None:
+            # The strided 1x1 convolution of PyTorch 2.14 writes out of bounds on CPUs.
+            x = self.conv_shortcut(F.avg_pool2d(h, 1, self.stride))
+        return self.conv_2(self.dropout(self.norm_2(self.conv_1(h)))) + x
 
 
 def wide_resnet(args, shape, depth, widening, norm=FRN):
     """WRN-depth-widening: (depth - 4) / 6 blocks in each of three stages of strides 1, 2, 2."""
     c_in = max(4, round(16 * args.width))
-    layers = [conv(shape[0], c_in, 3)]
+    layers = {"conv_1": conv(shape[0], c_in, 3)}
     for stage in range(3):
+        blocks = nn.Sequential()
         c_out = max(4, round(16 * widening * args.width * 2**stage))
         for index in range((depth - 4) // 6):
             stride = 2 if stage > 0 and index == 0 else 1
-            layers.append(WideBlock(c_in, c_out, stride, norm, args.dropout))
+            blocks.append(WideBlock(c_in, c_out, stride, norm, args.dropout))
             c_in = c_out
-    return layers + [norm(c_in), nn.AdaptiveAvgPool2d(1), nn.Flatten()], c_in
+        layers[f"block_{stage + 1}"] = blocks
+    layers |= {"norm_1": norm(c_in), "pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
+    return layers, c_in
 
 
 class Bert(nn.Module):
@@ -517,7 +530,7 @@ class Bert(nn.Module):
                                                batch_first=True)
             layer.dropout.p = 0.0  # BERT has no dropout within its feed-forward layers
             self.layers.append(layer)
-        self.pooler = nn.Sequential(nn.Linear(dim, dim), nn.Tanh(), nn.Dropout(dropout))
+        self.pooler = nn.Sequential(nn.Linear(dim, dim), nn.Tanh())
 
     def forward(self, tokens):
         n = len(tokens)
@@ -537,15 +550,14 @@ def bert(args, train_set, layers):
     """BERT with random weights: 256 wide, 8 heads, 2048 hidden units (paper)."""
     dim = 8 * max(1, round(32 * args.width))
     extractor = Bert(len(train_set.vocab), dim, layers, args.dropout)
-    net = Network(extractor, nn.Linear(dim, train_set.num_classes))
-    # paper: weights N(0, 0.02^2), biases 0, layer norm unchanged
-    for name, parameter in net.named_parameters():
+    # published code: weights N(0, 0.02^2), biases 0, but for the head, which PyTorch initialises
+    for name, parameter in extractor.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
         elif parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.02)
     nn.init.zeros_(extractor.words.weight[:1])
-    return net
+    return Network(extractor, nn.Linear(dim, train_set.num_classes))
 
 
 class PaiNNLayer(nn.Module):
@@ -557,13 +569,13 @@ class PaiNNLayer(nn.Module):
 
     def __init__(self, features, radial, dropout):
         super().__init__()
-        self.message = nn.Sequential(nn.Linear(features, features), nn.SiLU(),
+        self.message = nn.Sequential(nn.Linear(features, features), nn.SiLU(), nn.Dropout(dropout),
                                      nn.Linear(features, 3 * features))
         self.filter = nn.Linear(radial, 3 * features)
         self.u = nn.Linear(features, features, bias=False)
         self.v = nn.Linear(features, features, bias=False)
         self.update = nn.Sequential(nn.Linear(2 * features, features), nn.SiLU(),
-                                    nn.Linear(features, 3 * features))
+                                    nn.Dropout(dropout), nn.Linear(features, 3 * features))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, s, v, edges, rbf, direction):
@@ -690,6 +702,152 @@ def make_network(args, train_set):
     return net.to(args.device, memory_format=torch.channels_last)
 
 
+# ---- Published checkpoints ----------------------------------------------------------------------
+# The authors' files (data.dtu.dk, project 236885) hold {"cfg", "state_dict"}; the configuration is
+# made of objects of OmegaConf.
+
+
+class ConfigNode:
+    """Stands for the classes of OmegaConf: keeps an object's state, and runs none of its code."""
+
+    def __setstate__(self, state):
+        self.state = state
+
+    def value(self, *names):
+        """The value that the names lead to."""
+        node = self
+        for name in names:
+            node = node.state["_content"][name]
+        return node.state["_val"]
+
+
+def empty_dict(*_):
+    return {}
+
+
+# What may stand in these files beside tensors, and what it becomes. Nothing else is unpickled.
+OMEGACONF = ("dictconfig.DictConfig", "listconfig.ListConfig", "nodes.AnyNode", "base.Metadata",
+             "base.ContainerMetadata")
+ALLOWED = [(ConfigNode, f"omegaconf.{name}") for name in OMEGACONF]
+ALLOWED += [(empty_dict, "collections.defaultdict"), dict, list, int, Any]
+# Classes of the authors' code, and what these posteriors are called here.
+PUBLISHED_CLASSES = {"MAP": "map", "SWA": "swa", "SWAG": "swag", "LastLayerLaplace": "llla",
+                     "PosteriorRefinedLastLayerLaplace": "la_nf"}
+
+
+class Published(NamedTuple):
+    """A published network or posterior."""
+
+    path: str
+    title: str      # map, swa, swag, llla, la_nf10
+    seed: int
+    state: dict
+    identity: list  # name, size and time of the last change of the file
+
+
+def read_published(path):
+    """The Published of a file. Its tensors are read where they are needed: it may have 5 GB."""
+    try:
+        with torch.serialization.safe_globals(ALLOWED):
+            file = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        status = Path(path).stat()
+        target = file["cfg"].value("inference", "init", "_target_")
+        title = PUBLISHED_CLASSES[target.split(".")[-1]]
+        if title == "la_nf":
+            title += str(file["state_dict"]["num_transforms"])
+        return Published(path, title, file["cfg"].value("seed"), file["state_dict"],
+                         [Path(path).name, status.st_size, status.st_mtime_ns])
+    except Exception as error:  # of many types
+        raise UserError(f"{path} is not a published network, SWA, SWAG, LLLA or LA-NF "
+                        f"({type(error).__name__}: {common.one_line(error)})") from None
+
+
+# Parts of the published names, and what they are called here; they are replaced in this order.
+PUBLISHED_NAMES = {
+    "head.fc": "head", "backbone.block": "extractor.block", ".layer.": ".",
+    "backbone.conv_1": "extractor.conv_1", "backbone.norm_1": "extractor.norm_1",
+    # BERT
+    "backbone.model.": "extractor.", "encoder": "layers", "embeddings.": "", "word_": "words.",
+    "position_": "positions.", "token_type_": "types.", "pooler.dense": "pooler.0",
+    "attention.self.query.": "self_attn.in_proj_", "attention.self.key.": "self_attn.in_proj_",
+    "attention.self.value.": "self_attn.in_proj_", "attention.output.dense": "self_attn.out_proj",
+    "attention.output.LayerNorm": "norm1", "intermediate.dense": "linear1",
+    "output.dense": "linear2", "output.LayerNorm": "norm2", "LayerNorm": "norm",
+    # PaiNN
+    "backbone.0.atom_embedding": "embedding", "backbone.0.message_blocks": "layers",
+    "backbone.0.update_blocks": "layers", "scalar_vector_network": "update",
+    "scalar_network": "message", "rbf_network.0": "filter", "U.0": "u", "V.0": "v",
+    "backbone.1.partial_readout_network": "readout", "head.head.readout_network": "head",
+    "head.head.mean": "statistics", "head.head.std": "statistics",
+    "head.head.atom_refs": "references",
+}
+# FRN's constant epsilon, and what is a function of the rest; what is not trained.
+UNUSED = re.compile(r"\.eps$|radial_basis|prediction_finalizer")
+BUFFERS = re.compile(r"\.running_|\.num_batches|radial_basis|head\.head\.(mean|std|atom_refs|pred)")
+
+
+def published_tensors(file):
+    """{published name: tensor} of the network in a file of MAP, SWA or SWAG."""
+    names = [name for name in file.state if name != "iterates"]
+    return {name.removeprefix("model."): file.state[name] for name in names}
+
+
+def state_here(net, tensors):
+    """Tensors by their published names as a state dict of `net`, without what is UNUSED."""
+    parts = {}  # {name here: tensors}
+    for name, tensor in tensors.items():
+        if UNUSED.search(name):
+            continue
+        for theirs, ours in PUBLISHED_NAMES.items():
+            name = name.replace(theirs, ours)
+        tensor = tensor.flatten()
+        if name == "references":
+            tensor = F.pad(tensor, (0, 1))  # of 100 elements; here, of 101
+        parts.setdefault(name, []).append(tensor)
+    # Query, key and value are one matrix here; mean and std are one tensor.
+    state = {name: torch.cat(tensors) for name, tensors in parts.items()}
+    for name, like in net.state_dict().items():
+        if name in state:
+            state[name] = state[name].view(like.shape)
+    return state
+
+
+def load_published(net, file):
+    """Give `net` the weights of a published network; returns it."""
+    try:
+        net.load_state_dict(state_here(net, published_tensors(file)))
+    except RuntimeError as error:
+        raise UserError(f"{file.path} does not fit --model, --dataset or --vocab: "
+                        f"{common.one_line(error)}") from None
+    return net.eval()
+
+
+def published_iterates(net, file):
+    """SWAG's iterates [R, P] in the order of the parameters of `net`, without FRN's epsilons."""
+    load_published(copy.deepcopy(net), file)  # refuses a file that does not fit
+    # The places of all parameters in an iterate, which follow each other as in the file.
+    places = {}
+    count = 0
+    for name, tensor in published_tensors(file).items():
+        if not BUFFERS.search(name):
+            places[name] = torch.arange(count, count + tensor.numel())
+            count += tensor.numel()
+    here = state_here(net, places)
+    order = torch.cat([here[name].flatten() for name, _ in net.named_parameters()])    # [P]
+    return file.state["iterates"][order].T.contiguous()
+
+
+def published_flow(file, device):
+    """The flow of a file of LA-NF: centres [T, P], a and b [T]."""
+    flow = []
+    for name in ("x0", "alpha_prime", "beta_prime"):
+        tensors = []
+        for layer in range(file.state["num_transforms"]):
+            tensors.append(file.state["guide_state_dict"][f"transform.{layer}.{name}"])
+        flow.append(torch.stack(tensors).squeeze(-1).to(device))
+    return flow
+
+
 # ---- Training -----------------------------------------------------------------------------------
 
 MAP_LOSS_FACTOR = 4e-4  # published code: 0.02^2, for energies and MAP only
@@ -702,44 +860,39 @@ class Diverged(UserError):
     """A loss or a weight is not finite."""
 
 
-class Part(NamedTuple):
-    """One set of a study, unshuffled, as it is evaluated."""
-
-    dataset: data.ImageSet | data.StreamedSet | data.TextSet | data.MoleculeSet
-    loader: data.Loader | data.SequenceLoader
-    digest: str
-
-
 class Study:
     """What every step needs: the options, the run directory, and all sets with their loaders."""
 
-    def __init__(self, args, run, sets):
+    def __init__(self, args, run, sets, published):
         self.args = args
         self.run = run
-        self.sets = sets  # data.Sets
+        self.sets = sets            # data.Sets
+        self.published = published  # {(title, seed): Published}
+        self.seeds = sorted(seed for title, seed in published if title == "map")  # of the members
+        if not args.map_paths:
+            self.seeds = list(range(args.seed, args.seed + args.members * args.runs))
         self.energies = args.dataset in data.MOLECULES  # whether energies are predicted, or classes
         # The training set, shuffled. published code: MAP alone sees augmented images
-        self.swag_loader = make_loader(sets.train, args, args.batch_size, shuffle=True,
-                                       limit_steps=args.limit_steps)
+        shuffled = partial(make_loader, sets.train, args, args.batch_size, shuffle=True,
+                           limit_steps=args.limit_steps)
+        self.swag_loader = shuffled()
         self.map_loader = self.swag_loader
         if args.augment:
-            self.map_loader = make_loader(sets.train, args, args.batch_size, shuffle=True,
-                                          limit_steps=args.limit_steps, augment="crop_flip")
+            self.map_loader = shuffled(augment="crop_flip")
         evaluated = {"test": sets.test}
         for name, dataset in sets.ood.items():
             evaluated[f"ood-{name}"] = dataset
         if sets.predict is not None:
             evaluated["predict"] = sets.predict
         self.evaluated = list(evaluated)
-        self.parts = {}  # {name: Part}
+        self.loaders = {}  # {name of a part: its loader, unshuffled}
         batch_size = 512 if args.device.type == "cuda" else 100
         for name, dataset in {"train": sets.train, "val": sets.val, **evaluated}.items():
             data.check_sizes(dataset, limit=batch_size)
-            loader = make_loader(dataset, args, batch_size)
-            self.parts[name] = Part(dataset, loader, data.digest(dataset))
+            self.loaders[name] = make_loader(dataset, args, batch_size)
         # What networks are made from, beside the options.
-        self.origin = {**data.origin(sets.train, args),
-                       "validation examples": self.parts["val"].digest}
+        self.origin = data.origin(sets.train, args)
+        self.origin["validation examples"] = data.digest(sets.val)
 
 
 def make_loader(dataset, args, batch_size, **options):
@@ -750,39 +903,35 @@ def make_loader(dataset, args, batch_size, **options):
                        **options)
 
 
-def seeded_noise(shape, device, *key):
-    """Standard normal numbers, drawn on the device: a function of the integers `key`."""
-    generator = torch.Generator(device).manual_seed(common.derive_seed(*key))
-    return torch.randn(*shape, generator=generator, device=device)
+class Pass(NamedTuple):
+    """What a network makes of this process's examples of a set."""
 
-
-def cosine(share):
-    """Half a cosine from 1 to 0, as `share` goes from 0 to 1."""
-    return 0.5 * (1 + math.cos(math.pi * share))
+    rows: Tensor      # [b]
+    outputs: Tensor   # [b, C] log probabilities; of energies, mean and variance
+    features: Tensor  # [b, D]; of molecules [a, D]
+    seconds: float
 
 
 @torch.no_grad()
 def forward(study, net, part):
-    """This process's rows of a set [b], and the outputs [b, C] and features of a network for them.
-
-    Outputs are log probabilities; of energies, mean and variance.
-    """
-    passes = []
-    for batch in study.parts[part].loader.epoch():
+    """The Pass of a network over a set."""
+    start = time.perf_counter()
+    batches = []
+    for batch in study.loaders[part].epoch():
         with common.autocast(study.args):
             outputs, features = net(batch[0])
-        passes.append((batch.index, outputs, features))
-    rows, outputs, features = map(torch.cat, zip(*passes))
+        batches.append((batch.index, outputs, features))
+    rows, outputs, features = map(torch.cat, zip(*batches))
     if not study.energies:
         outputs = outputs.log_softmax(1)
-    return rows.cpu(), outputs, features
+    return Pass(rows.cpu(), outputs, features, time.perf_counter() - start)
 
 
 def network_samples(study, networks, part):
-    """Yield (rows, outputs) of each network of an iterable, see `forward`."""
+    """Yield (rows, outputs) of each network of an iterable, see `Pass`."""
     for net in networks:
-        rows, outputs, _ = forward(study, net, part)
-        yield rows, outputs
+        own = forward(study, net, part)
+        yield own.rows, own.outputs
 
 
 def summarise(study, samples, counts):
@@ -825,31 +974,6 @@ def lpd_of(study, predictions, samples):
     return log_predictive_density(outputs, study.sets.val.labels, study.energies)
 
 
-def best_of(lpds):
-    """The key of the largest number, of equal ones the first; None if none is finite."""
-    finite = {}
-    for key, lpd in lpds.items():
-        if lpd is not None and math.isfinite(lpd):
-            finite[key] = lpd
-    return max(finite, key=finite.get, default=None)
-
-
-def choose(lpds, what):
-    """The key of the largest validation LPD, of equal ones the first."""
-    best = best_of(lpds)
-    if best is None:
-        raise UserError(f"no value of {what} gives a finite validation LPD; try others")
-    return best
-
-
-def data_parallel(net, args):
-    """The network as training calls it: DDP, with batch norm over all processes."""
-    model = common.data_parallel(net, args.device)
-    if args.compile:
-        model = torch.compile(model)
-    return model
-
-
 def train_epoch(study, model, optimiser, loader, seed, epoch, factor=1.0):
     """Minimise `data_loss` for an epoch; returns its mean."""
     args = study.args
@@ -879,21 +1003,18 @@ def train_epoch(study, model, optimiser, loader, seed, epoch, factor=1.0):
     return mean
 
 
-def make_optimiser(net, args):
-    options = dict(lr=args.lr, weight_decay=args.weight_decay)
-    if args.opt == "adamw":
-        return torch.optim.AdamW(net.parameters(), **options)
-    return torch.optim.SGD(net.parameters(), momentum=0.9, nesterov=True, **options)
-
-
 def train_map(study, seed, dropout):
     """Train theta_m; returns the network with the weights of the best epoch by validation."""
     args = common.with_options(study.args, dropout=dropout)
     common.seed_all(seed)
     net = make_network(args, study.sets.train)
     best = copy.deepcopy(net)
-    optimiser = make_optimiser(net, args)
-    model = data_parallel(net, args)
+    options = dict(lr=args.lr, weight_decay=args.weight_decay)
+    if args.opt == "adamw":
+        optimiser = torch.optim.AdamW(net.parameters(), **options)
+    else:
+        optimiser = torch.optim.SGD(net.parameters(), momentum=0.9, nesterov=True, **options)
+    model = common.data_parallel(net, args.device, args.compile)
     name = f"seed{seed}-map"
     if dropout > 0:
         name += f"-dropout{dropout:g}"
@@ -902,7 +1023,7 @@ def train_map(study, seed, dropout):
     for epoch in range(len(history), args.epochs):
         start = time.perf_counter()
         # published code: the learning rate is constant within an epoch
-        lr = args.lr * cosine(epoch / args.epochs)
+        lr = 0.5 * args.lr * (1 + math.cos(math.pi * epoch / args.epochs))
         for group in optimiser.param_groups:
             group["lr"] = lr
         loss = train_epoch(study, model, optimiser, study.map_loader, seed, epoch, MAP_LOSS_FACTOR)
@@ -915,16 +1036,10 @@ def train_map(study, seed, dropout):
     return best.eval()
 
 
-def member_seeds(args):
-    return range(args.seed, args.seed + args.members * args.runs)
-
-
 # ---- Posteriors ---------------------------------------------------------------------------------
-# A member of the study is a network theta_m, and the posteriors around it. A posterior is a small
-# class, and all have the same shape:
+# A member of the study is a network theta_m, and the posteriors around it, each a small class:
 #
-#   posterior = SWAG(member)         fits it, or reads what an earlier command has fitted
-#   posterior.samples(part, count)   yields (rows, outputs) of `count` samples, see `forward`
+#   posterior.samples(part, count)   yields (rows, outputs) of `count` samples, see `Pass`
 #   posterior.made_from              what its samples are a function of, beside theta_m
 #
 # Files of all members lie side by side; <set> is test, ood-<name> or predict:
@@ -936,7 +1051,7 @@ def member_seeds(args):
 #   seed3-llla             fit_laplace       seed3-map
 #   seed3-la_nf10          fit_flow          seed3-map, seed3-llla
 #   seed3-map-dropout0.1   train_map         as seed3-map
-#   seed3-mcdo-lpd-0.1     score_dropout     seed3-map-dropout0.1
+#   seed3-mcdo-lpd-0.1     MCDropout         seed3-map-dropout0.1
 #   seed3-swag-<set>       keep_predictions  the posterior and the set
 #
 # All but checkpoints of training are read by `Member.keep` if they were made from the same, and
@@ -944,15 +1059,6 @@ def member_seeds(args):
 
 FLOW_EPOCHS = 20  # published code
 DROPOUTS = (0.05, 0.1, 0.2)  # the rates of MC dropout, of which validation chooses one
-
-
-class NetworkPass(NamedTuple):
-    """What theta_m makes of this process's examples of a set."""
-
-    rows: Tensor      # [b]
-    outputs: Tensor   # [b, C]
-    features: Tensor  # [b, D]; of molecules [a, D]
-    seconds: float
 
 
 class Member:
@@ -965,8 +1071,8 @@ class Member:
         self.net = net
         self.digest = common.digest(net)
         self.theta = flat_head(net.head).detach()                      # [P]
-        self.passes = {}     # {part: NetworkPass}
-        self.gathered = {}   # {part: LastLayer}, on the main process
+        self.passes = {}     # {part: Pass}
+        self.gathered = {}   # {part: LastLayer}; on the main process
 
     def keep(self, name, compute, **made_from):
         """The values seed<seed>-<name>: read if they were made from the same, or else computed."""
@@ -975,36 +1081,51 @@ class Member:
         return self.study.run.load_or_compute(f"seed{self.seed}-{name}", made_from, compute)
 
     def forward(self, part):
-        """The NetworkPass of a set, which is made once."""
+        """The Pass of theta_m over a set, which is made once."""
         if part not in self.passes:
-            start = time.perf_counter()
-            found = forward(self.study, self.net, part)
-            self.passes[part] = NetworkPass(*found, time.perf_counter() - start)
+            self.passes[part] = forward(self.study, self.net, part)
         return self.passes[part]
 
-    def gather(self, part):
-        """The LastLayer of a whole set, on the main process; all processes call this together."""
-        if part not in self.gathered:
-            dataset = self.study.parts[part].dataset
-            own = self.forward(part)
-            rows = own.rows
-            if self.study.energies:
-                rows = data.entries_of(rows, dataset.sizes)  # features have a row for each atom
-            columns = common.gather_rows([{"index": rows, "x": own.features}])
-            last = None
-            if columns:
-                last = last_layer(self.net, columns["x"].to(self.theta.device), dataset)
-            self.gathered[part] = last
-        return self.gathered[part]
+    def fit(self, fit, *arguments):
+        """fit(member, train, val, *arguments) on the main process, with the LastLayers of the sets.
+
+        All processes compute the features, and get the result.
+        """
+        for part in ("train", "val"):
+            if part not in self.gathered:
+                self.gathered[part] = gather_last_layer(self, part)
+        return common.on_main(fit, self, self.gathered["train"], self.gathered["val"], *arguments)
 
     @cached_property
     def spectrum(self):
-        """The Spectrum at theta_m on the training set; on the main process, after `gather`."""
-        return find_spectrum(self.study, self.theta, self.gathered["train"])
+        """The Spectrum of the loss at theta on the training set; within `fit`."""
+        find = {"full": full_spectrum, "diag": diagonal_spectrum}[self.args.structure]
+        if self.study.energies:
+            find = energy_spectrum
+        return find(self.theta, self.gathered["train"])
 
     def noise(self, samples, *key):
         """Standard normal noise [samples, P] for last layers, a function of the key."""
         return seeded_noise((samples, len(self.theta)), self.theta.device, *key)
+
+
+def seeded_noise(shape, device, *key):
+    """Standard normal numbers, drawn on the device: a function of the integers `key`."""
+    generator = torch.Generator(device).manual_seed(common.derive_seed(*key))
+    return torch.randn(*shape, generator=generator, device=device)
+
+
+def gather_last_layer(member, part):
+    """The LastLayer of a whole set, on the main process; None on the others."""
+    dataset = member.study.loaders[part].dataset
+    own = member.forward(part)
+    rows = own.rows
+    if member.study.energies:
+        rows = data.entries_of(rows, dataset.sizes)  # there are features of each atom
+    columns = common.gather_rows([{"index": rows, "x": own.features}])
+    if not columns:
+        return None
+    return last_layer(member.net, columns["x"].to(member.theta.device), dataset)
 
 
 def last_layer(net, x, dataset):
@@ -1017,11 +1138,26 @@ def last_layer(net, x, dataset):
     return LastLayer(x, labels, True, molecule, offset, net.statistics[1])
 
 
+def finite_only(lpds):
+    """The entries of {choice: validation LPD} that are finite."""
+    return {choice: lpd for choice, lpd in lpds.items() if math.isfinite(lpd)}
+
+
+def choose(lpds, what):
+    """The key of the largest validation LPD, of equal ones the first."""
+    if not lpds:
+        raise UserError(f"no value of {what} gives a finite validation LPD; try others")
+    return max(lpds, key=lpds.get)
+
+
 # Posteriors over all weights: their samples are networks.
 
 
 class NetworkPosterior:
     """What posteriors over all weights share: `networks(count)` yields samples."""
+
+    shares_pass = False     # whether one pass of theta_m over a set serves all samples
+    more_bytes = (0, 0)     # to predict, beside a network: once, and for each sample
 
     def __init__(self, member, **made_from):
         self.member = member
@@ -1030,43 +1166,28 @@ class NetworkPosterior:
     def samples(self, part, count):
         return network_samples(self.member.study, self.networks(count), part)
 
-    def pass_seconds(self, part):
-        """The time of what is computed once for all samples; None here."""
-        return 0.0
-
-    def size(self, count):
-        """The bytes that are needed to predict by `count` samples."""
-        return network_bytes(self.member.net)
-
-
-def network_bytes(net):
-    return sum(tensor.nbytes for tensor in net.state_dict().values())
-
 
 class MAP(NetworkPosterior):
     """The point theta_m; its ensembles are deep ensembles, with which others are compared."""
+
+    shares_pass = True
 
     def samples(self, part, count):
         own = self.member.forward(part)
         return [(own.rows, own.outputs)]
 
-    def pass_seconds(self, part):
-        return self.member.forward(part).seconds
-
 
 class SWA(NetworkPosterior):
-    """The mean of SGD's iterates, a point, at the learning rate that validation chooses."""
+    """The mean of SGD's iterates, a point; find_iterates() returns them, [R, P]."""
 
-    method = "swa"
-
-    def __init__(self, member):
-        self.rate = choose_sgd_rate(member, self.method)
-        super().__init__(member, rate=self.rate, epochs=member.args.swag_epochs)
+    def __init__(self, member, find_iterates, **made_from):
+        super().__init__(member, **made_from)
+        self.find_iterates = find_iterates
 
     @cached_property
     def moments(self):
         """SWAG's mean, variances and deviations."""
-        return sgd_moments(self.member, self.rate)
+        return swag_moments(self.find_iterates())
 
     def networks(self, count):
         mean, _, _ = self.moments
@@ -1074,73 +1195,57 @@ class SWA(NetworkPosterior):
 
 
 class SWAG(SWA):
-    """The Gaussian through the iterates, at a learning rate of its own."""
-
-    method = "swag"
+    """The Gaussian through SGD's iterates."""
 
     def networks(self, count):
-        vectors = swag_vectors(self.member.seed, self.moments, count)
-        return networks_at(self.member, vectors)
+        return networks_at(self.member, swag_vectors(self.member.seed, self.moments, count))
 
-    def size(self, count):
-        return sum(tensor.nbytes for tensor in self.moments)
+    @property
+    def more_bytes(self):
+        _, variance, deviations = self.moments
+        return variance.nbytes + deviations.nbytes, 0
 
 
-def choose_sgd_rate(member, method):
+def choose_sgd_rate(member, title):
     """The learning rate of SGD at which SWA or SWAG has the best validation LPD.
 
     Both are scored at each rate, so that the other one can join the study without another SGD.
     """
     args = member.args
     lpds = {"swa": {}, "swag": {}}  # of the rates so far
-    for rate in args.swag_lrs:
+    for number, rate in enumerate(args.swag_lrs, 1):
         found = member.keep(f"swag-lpds-{rate:g}", partial(score_sgd_rate, member, rate),
                             rate=rate, epochs=args.swag_epochs, val_samples=args.val_samples)
-        lpds["swa"][rate] = found["swa"]
-        lpds["swag"][rate] = found["swag"]
+        for method, lpd in found["lpds"].items():
+            lpds[method][rate] = lpd
         if not args.eval:
-            common.on_main(delete_iterates, member, lpds)
-    return choose(lpds[method], "--swag-lrs")
+            common.on_main(delete_iterates, member, args.swag_lrs[:number], lpds)
+    return choose(lpds[title], "--swag-lrs")
 
 
 def score_sgd_rate(member, rate):
-    """The validation LPDs of SWA and of SWAG at a learning rate; None if SGD diverges."""
+    """{"lpds": {method: validation LPD}} of SWA and SWAG at a learning rate, if they are finite."""
     study = member.study
+    samples = study.args.val_samples
     try:
-        moments = sgd_moments(member, rate)
+        moments = swag_moments(sgd_iterates(member, rate))
     except Diverged as error:
         common.print_on_main(f"skipped: SWAG at the rate {rate:g} ({error})")
-        return {"swa": None, "swag": None}
-    samples = study.args.val_samples
-    vectors = swag_vectors(member.seed, moments, samples)
+        return {"lpds": {}}
     swa = validation_lpd(study, networks_at(member, moments[:1]))
+    vectors = swag_vectors(member.seed, moments, samples)
     swag = validation_lpd(study, networks_at(member, vectors), samples)
-    return {"swa": finite(swa), "swag": finite(swag)}
+    return {"lpds": finite_only({"swa": swa, "swag": swag})}
 
 
-def finite(number):
-    """A number, or None if it is not finite."""
-    if math.isfinite(number):
-        return number
-    return None
-
-
-def sgd_moments(member, rate):
-    """SWAG's mean, variances and deviations at a learning rate; SGD runs first, if it has not."""
-    study = member.study
+def sgd_iterates(member, rate):
+    """The iterates [R, P] at a learning rate; SGD runs first, if it has not."""
     train_sgd(member, rate)
     iterates = []
-    for r in range(1, study.args.swag_epochs + 1):
-        state = member.keep(f"swag-lr{rate:g}-{r}", partial(refuse_missing, member, rate, r))
-        iterates.append(state["weights"])
-    iterates = torch.stack(iterates).to(study.args.device)             # [R, P]
-    return swag_moments(iterates)
-
-
-def refuse_missing(member, rate, r):
-    name = f"seed{member.seed}-swag-lr{rate:g}"
-    raise UserError(f"{member.study.run.dir / name}-{r}.pt not found; delete {name}.pt to train "
-                    "all iterates of this rate again")
+    for r in range(1, member.args.swag_epochs + 1):
+        path = member.study.run.dir / f"seed{member.seed}-swag-lr{rate:g}-{r}.pt"
+        iterates.append(common.load_tensors(path)["weights"])
+    return torch.stack(iterates).to(member.args.device)
 
 
 def train_sgd(member, rate):
@@ -1153,7 +1258,7 @@ def train_sgd(member, rate):
     net = copy.deepcopy(member.net)
     optimiser = torch.optim.SGD(net.parameters(), rate, momentum=0.9,
                                 weight_decay=args.weight_decay)
-    model = data_parallel(net, args)
+    model = common.data_parallel(net, args.device, args.compile)
     name = f"seed{member.seed}-swag-lr{rate:g}"
     made_from = {**study.origin, "networks": member.digest}
     history = study.run.resume(name, args.swag_epochs, made_from, net=net, optimiser=optimiser)
@@ -1161,36 +1266,25 @@ def train_sgd(member, rate):
         start = time.perf_counter()
         loss = train_epoch(study, model, optimiser, study.swag_loader, member.seed, epoch)
         # The iterate is written before the checkpoint that counts it.
-        member.keep(f"swag-lr{rate:g}-{epoch + 1}", lambda: {"weights": get_vector(net).cpu()})
+        vector = torch.cat([p.detach().flatten() for p in net.parameters()])       # [P]
+        iterate = common.to_bytes({"weights": vector.cpu()})
+        common.on_main(study.run.write, f"{name}-{epoch + 1}.pt", iterate)
         history.append({"epoch": epoch + 1, "loss": loss, "lr": rate,
                         "seconds": time.perf_counter() - start})
         study.run.save(name, history, made_from, net=net, optimiser=optimiser)
 
 
-def delete_iterates(member, lpds):
-    """Keep the iterates of the best rates of SWA and SWAG: those of all take about 1 TB (paper)."""
-    chosen = [best_of(of_rates) for of_rates in lpds.values()]
-    for rate in lpds["swag"]:
+def delete_iterates(member, rates, lpds):
+    """Of these rates, keep the iterates of the best of SWA and SWAG: all take about 1 TB (paper)."""
+    best = [max(of_rates, key=of_rates.get) for of_rates in lpds.values() if of_rates]
+    for rate in rates:
         name = f"seed{member.seed}-swag-lr{rate:g}"
-        if rate in chosen:
+        if rate in best:
             continue
         # The checkpoint goes first: it must not count iterates that are gone.
         for pattern in (f"{name}.pt", f"{name}-*.pt"):
             for path in member.study.run.dir.glob(pattern):
                 path.unlink()
-
-
-def get_vector(net):
-    """All weights of a network as one vector [P]."""
-    return torch.cat([p.detach().flatten() for p in net.parameters()])
-
-
-@torch.no_grad()
-def set_vector(net, vector):
-    """Set the weights of a network to a vector [P]."""
-    sizes = [p.numel() for p in net.parameters()]
-    for p, weights in zip(net.parameters(), vector.split(sizes)):
-        p.copy_(weights.view_as(p))
 
 
 def batch_norms(net):
@@ -1199,34 +1293,30 @@ def batch_norms(net):
 
 
 @torch.no_grad()
-def refresh_batch_norm(study, net):
-    """Set the running statistics of batch norm to the mean of the batch statistics.
-
-    The batches are those of the training set.
-    """
-    layers = batch_norms(net)
-    if not layers:
-        return
-    net.eval()
-    for layer in layers:
-        layer.reset_running_stats()
-        layer.train()
-    for count, batch in enumerate(study.parts["train"].loader.epoch(), 1):
-        for layer in layers:
-            layer.momentum = 1 / count  # all batches weigh the same
-        with common.autocast(study.args):
-            net(batch[0])
-
-
 def networks_at(member, vectors):
-    """Yield the networks of vectors of weights [P]."""
+    """Yield the networks of vectors of weights [P].
+
+    The statistics of batch norm become the means over all batches of the training set.
+    """
     study = member.study
     net = copy.deepcopy(member.net)
-    if batch_norms(net):
+    layers = batch_norms(net)
+    if layers:
         common.data_parallel(net, study.args.device)  # for batch statistics of the global batch
+    sizes = [p.numel() for p in net.parameters()]
     for vector in vectors:
-        set_vector(net, vector)
-        refresh_batch_norm(study, net)
+        for p, weights in zip(net.parameters(), vector.split(sizes)):
+            p.copy_(weights.view_as(p))
+        net.eval()
+        for layer in layers:
+            layer.reset_running_stats()
+            layer.train()
+        batches = study.loaders["train"].epoch() if layers else ()
+        for count, batch in enumerate(batches, 1):
+            for layer in layers:
+                layer.momentum = 1 / count  # all batches weigh the same
+            with common.autocast(study.args):
+                net(batch[0])
         yield net.eval()
 
 
@@ -1252,10 +1342,10 @@ class MCDropout(NetworkPosterior):
         for rate in DROPOUTS:
             found = member.keep(f"mcdo-lpd-{rate:g}", partial(self.score, rate), rate=rate,
                                 val_samples=member.args.val_samples)
-            lpds[rate] = found["lpd"]
-        self.rate = choose(lpds, "MC dropout's rate")
-        self.net = self.train(self.rate)
-        self.made_from = {"rate": self.rate, "trained": common.digest(self.net)}
+            lpds |= found["lpds"]
+        rate = choose(lpds, "MC dropout's rate")
+        self.net = self.train(rate)
+        self.made_from = {"rate": rate, "trained": common.digest(self.net)}
 
     def train(self, rate):
         """The network that is trained with dropout at a rate."""
@@ -1264,29 +1354,24 @@ class MCDropout(NetworkPosterior):
         return self.trained[rate]
 
     def score(self, rate):
-        """The validation LPD of MC dropout at a rate; None if training diverges."""
-        study = self.member.study
+        """{"lpds": {rate: validation LPD}}, if it is finite."""
+        count = self.member.args.val_samples
         try:
-            net = self.train(rate)
+            self.net = self.train(rate)
         except Diverged as error:
             common.print_on_main(f"skipped: MC dropout at the rate {rate:g} ({error})")
-            return {"lpd": None}
-        networks = dropout_networks(self.member.seed, net, study.args.val_samples)
-        return {"lpd": finite(validation_lpd(study, networks, study.args.val_samples))}
+            return {"lpds": {}}
+        lpd = validation_lpd(self.member.study, self.networks(count), count)
+        return {"lpds": finite_only({rate: lpd})}
 
     def networks(self, count):
-        return dropout_networks(self.member.seed, self.net, count)
-
-
-def dropout_networks(seed, net, samples):
-    """Yield the network with dropout, `samples` times; the masks depend on (seed, sample)."""
-    net.train()
-    # Dropout alone is random: batch norm keeps its statistics.
-    for layer in batch_norms(net):
-        layer.eval()
-    for sample in range(samples):
-        common.seed_all(seed, STREAMS["dropout"], sample, common.rank())
-        yield net
+        self.net.train()
+        # Dropout alone is random: batch norm keeps its statistics.
+        for layer in batch_norms(self.net):
+            layer.eval()
+        for sample in range(count):
+            common.seed_all(self.member.seed, STREAMS["dropout"], sample, common.rank())
+            yield self.net
 
 
 # Posteriors over the last layer: their samples are vectors, `heads` [S, P]. The main process fits
@@ -1294,56 +1379,29 @@ def dropout_networks(seed, net, samples):
 
 
 class HeadPosterior:
-    """What posteriors over the last layer share: features of theta_m are computed once per set.
+    """LLLA and LA-NF: features of theta_m are computed once per set, for all samples.
 
-    fit(train, val) returns {"precision", "lpds" of all precisions, "heads"}; it is called on the
-    main process, with the LastLayers of both sets.
+    compute() returns {"precision": of the prior, "heads"}; its result is stored as `title`.
     """
 
-    def __init__(self, member, name, fit, **made_from):
-        args = member.args
+    shares_pass = True
 
-        def compute():
-            train = member.gather("train")
-            return common.on_main(fit, train, member.gather("val"))
-
-        fitted = member.keep(name, compute, structure=args.structure, samples=args.samples[-1],
-                             val_samples=args.val_samples, **made_from)
+    def __init__(self, member, title, compute, **made_from):
+        made_from["samples"] = member.args.samples[-1]
+        fitted = member.keep(title, compute, **made_from)
         self.member = member
         self.precision = fitted["precision"]
         self.heads = fitted["heads"]
-        self.made_from = {"precision": self.precision, "structure": args.structure,
-                          "samples": args.samples[-1], **made_from}
+        self.more_bytes = (0, self.heads[0].nbytes)
+        self.made_from = made_from | {"precision": self.precision}
 
     def samples(self, part, count):
         own = self.member.forward(part)
-        dataset = self.member.study.parts[part].dataset.select(own.rows)
+        dataset = self.member.study.loaders[part].dataset.select(own.rows)
         last = last_layer(self.member.net, own.features, dataset)
         for heads in self.heads[:count].to(last.x).split(8):  # eight at a time fit in memory
             for outputs in head_outputs(heads, last):
                 yield own.rows, outputs
-
-    def pass_seconds(self, part):
-        return self.member.forward(part).seconds
-
-    def size(self, count):
-        return network_bytes(self.member.net) + self.heads[:count].nbytes
-
-
-class LLLA(HeadPosterior):
-    """Laplace's Gaussian, with the prior precision that validation chooses."""
-
-    def __init__(self, member):
-        super().__init__(member, "llla", partial(fit_laplace, member))
-
-
-class LANF(HeadPosterior):
-    """Samples of LLLA through radial flows, with a prior precision of their own."""
-
-    def __init__(self, member, layers):
-        laplace = LLLA(member)
-        super().__init__(member, f"la_nf{layers}", partial(fit_flow, member, laplace, layers),
-                         layers=layers, base=laplace.precision)
 
 
 def fit_laplace(member, train, val):
@@ -1352,17 +1410,17 @@ def fit_laplace(member, train, val):
     # The same noise for all members.
     noise = member.noise(args.val_samples, 0, STREAMS["llla_val"])
     scores = precision_scores(member.theta, member.spectrum, val, noise)
-    lpds = dict(zip(LAPLACE_GRID, map(finite, scores)))
+    lpds = finite_only(dict(zip(LAPLACE_GRID, scores)))
     precision = choose(lpds, "LLLA's prior precision")
     noise = member.noise(args.samples[-1], member.seed, STREAMS["samples"])
     heads = laplace_samples(member.theta, member.spectrum, precision, noise)
     return {"precision": precision, "lpds": lpds, "heads": heads.cpu()}
 
 
-def fit_flow(member, laplace, layers, train, val):
+def fit_flow(member, train, val, laplace, layers):
     """LA-NF: train a flow for each precision, choose one, and send LLLA's samples through it."""
     theta = member.theta
-    flows = train_flows(member, laplace.precision, layers, train)
+    flows = train_flows(member, train, laplace.precision, layers)
     # The same noise for all members.
     noise = member.noise(member.args.val_samples, 0, STREAMS["la_nf_val"])
     base = laplace_samples(theta, member.spectrum, laplace.precision, noise)
@@ -1371,14 +1429,15 @@ def fit_flow(member, laplace, layers, train, val):
     for g in reversed(range(len(FLOW_GRID))):
         heads, _ = apply_flow([tensor[g] for tensor in flows], base)
         outputs = head_outputs(heads, val)
-        lpds[FLOW_GRID[g]] = finite(log_predictive_density(outputs, val.labels, val.energies))
+        lpds[FLOW_GRID[g]] = log_predictive_density(outputs, val.labels, val.energies)
+    lpds = finite_only(lpds)
     precision = choose(lpds, "LA-NF's prior precision")
     chosen = [tensor[FLOW_GRID.index(precision)] for tensor in flows]
     heads, _ = apply_flow(chosen, laplace.heads.to(theta))
     return {"precision": precision, "lpds": lpds, "heads": heads.cpu()}
 
 
-def train_flows(member, base_precision, layers, train):
+def train_flows(member, train, base_precision, layers):
     """Minimise the negative ELBOs of all prior precisions at once, with the same noise and batches.
 
     Returns the centres [G, T, P], and a and b [G, T], of the G flows.
@@ -1402,8 +1461,8 @@ def train_flows(member, base_precision, layers, train):
         noise = torch.randn(steps, len(theta), generator=generator).to(theta)      # [steps, P]
         total = torch.zeros((), device=theta.device)
         for step in range(steps):
-            lr = 1e-3 * cosine((epoch + step / steps) / FLOW_EPOCHS)
-            optimiser.param_groups[0]["lr"] = lr
+            share = (epoch + step / steps) / FLOW_EPOCHS
+            optimiser.param_groups[0]["lr"] = 0.5e-3 * (1 + math.cos(math.pi * share))
             batch = take(study, train, batches[step])
             losses = negative_elbo(flows, theta, member.spectrum, base_precision, precisions,
                                    noise[step:step + 1], batch, n)                 # [G]
@@ -1411,40 +1470,12 @@ def train_flows(member, base_precision, layers, train):
             losses.sum().backward()
             optimiser.step()
             total += losses.detach().mean()
-        if not math.isfinite(total.item()):
+        if not total.isfinite():
             raise UserError(f"seed {member.seed}: the flows of LA-NF diverged in epoch "
                             f"{epoch + 1}; use fewer --flow-layers")
-    print(f"seed {member.seed}: {layers} flow(s), mean negative ELBO of the last epoch "
+    print(f"seed{member.seed}-la_nf{layers}  mean negative ELBO of the last epoch "
           f"{total.item() / steps:.6g}", flush=True)
     return [tensor.detach() for tensor in flows]
-
-
-def find_spectrum(study, theta, last):
-    """The Spectrum of the curvature at theta, on the CPU where the solver of a GPU fails."""
-    if study.energies:
-        find = energy_spectrum
-    elif study.args.structure == "full":
-        find = full_spectrum
-    else:
-        find = diagonal_spectrum
-    try:
-        return find(theta, last)
-    except RuntimeError as error:  # out of memory, or the matrix is too large for the GPU's solver
-        if theta.device.type == "cpu":
-            raise
-        print(f"note: the eigenvalues of a matrix of {len(theta)} columns are computed on the CPU "
-              f"({common.one_line(error)})", flush=True)
-    return to_device(find(theta.cpu(), to_device(last, "cpu")), theta.device)
-
-
-def to_device(fields, device):
-    """A NamedTuple on a device: those of its fields that are tensors."""
-    moved = []
-    for field in fields:
-        if torch.is_tensor(field):
-            field = field.to(device)
-        moved.append(field)
-    return type(fields)(*moved)
 
 
 def take(study, last, rows):
@@ -1462,72 +1493,99 @@ def take(study, last, rows):
                      last.scale)
 
 
-class Choice(NamedTuple):
-    """A posterior that the study compares."""
+def draw_published(member, file):
+    """The last layers of a published LLLA or LA-NF; on the main process."""
+    state = file.state.get("llla_inference", file.state)
+    if not torch.allclose(state["mean"].to(member.theta), member.theta, rtol=1e-4, atol=1e-6):
+        raise UserError(f"{file.path} belongs to another network than that of seed {file.seed} in "
+                        "--map-paths")
+    laplace = state["llla"]
+    h = laplace.get("H_nll", laplace["H"])  # of molecules, H includes the prior
+    spectrum = Spectrum(h.double().to(member.theta.device), None)
+    if h.ndim == 2:
+        spectrum = Spectrum(*eigh(spectrum.values))
+    if "H_nll" not in laplace:
+        spectrum = spectrum._replace(values=spectrum.values.clamp_min(0))  # below is rounding
+    noise = member.noise(member.args.samples[-1], member.seed, STREAMS["samples"])
+    precision = float(laplace["prior_precision"])
+    heads = laplace_samples(member.theta, spectrum, precision, noise)
+    if file.title != "llla":
+        heads, _ = apply_flow(published_flow(file, heads.device), heads)
+    return {"precision": precision, "heads": heads.cpu()}
 
-    title: str      # its files are seed<seed>-<title>-<set>.pt
-    label: str      # in tables
-    is_point: bool  # one network, which no number of samples changes
-    fit: type       # makes the posterior of a Member
 
-
+# In the published order.
 LABELS = {"map": "DE", "swa": "SWA", "swag": "SWAG", "llla": "LLLA", "la_nf": "LA-NF",
           "mcdo": "MC dropout"}
-POSTERIORS = {"map": MAP, "swa": SWA, "swag": SWAG, "llla": LLLA, "mcdo": MCDropout}
-POINTS = ("map", "swa")
+POINTS = ("map", "swa")  # one network, which no number of samples changes
 
 
-def list_choices(args):
-    """The Choices of a study; DE, with which all others are compared, is the first one."""
-    found = []
+def list_titles(args):
+    """The posteriors of a study, as their files are called: with T flows, LA-NF is la_nf<T>."""
+    titles = []
     for method in args.methods:
-        label = LABELS[method]
-        if method != "la_nf":
-            found.append(Choice(method, label, method in POINTS, POSTERIORS[method]))
-            continue
-        for layers in args.flow_layers:
-            if len(args.flow_layers) > 1:
-                label = f"LA-NF, T={layers}"
-            found.append(Choice(f"la_nf{layers}", label, False, partial(LANF, layers=layers)))
-    return found
+        if method == "la_nf":
+            titles += [f"la_nf{layers}" for layers in args.flow_layers]
+        else:
+            titles.append(method)
+    return titles
 
 
-def sample_counts(args, choice):
-    """The numbers of samples of a member that ensembles need: S // K for each S and K."""
-    if choice.is_point:
-        return [1]
-    counts = set()
-    for k in args.ensembles:
-        counts.update(s // k for s in args.samples)
-    return sorted(counts - {0})
+def find_posterior(member, title):
+    """A posterior around theta_m: a published one, or one that is fitted, now or earlier."""
+    args = member.args
+    file = member.study.published.get((title, member.seed))
+    if title == "map":
+        return MAP(member)
+    if title == "mcdo":
+        return MCDropout(member)
+    if title in ("swa", "swag"):
+        kind = SWA if title == "swa" else SWAG
+        if file is not None:
+            return kind(member, partial(published_iterates, member.net, file), file=file.identity)
+        rate = choose_sgd_rate(member, title)
+        return kind(member, partial(sgd_iterates, member, rate), rate=rate, epochs=args.swag_epochs)
+    if file is not None:
+        draw = partial(common.on_main, draw_published, member, file)
+        return HeadPosterior(member, title, draw, file=file.identity)
+    fitted = {"structure": args.structure, "val_samples": args.val_samples}
+    if title == "llla":
+        return HeadPosterior(member, title, partial(member.fit, fit_laplace), **fitted)
+    laplace = find_posterior(member, "llla")
+    layers = int(title.removeprefix("la_nf"))
+    fit = partial(member.fit, fit_flow, laplace, layers)
+    return HeadPosterior(member, title, fit, base=laplace.precision, **fitted)
 
 
-def keep_predictions(member, posterior, choice, part):
+def keep_predictions(member, posterior, title, part):
     """Store what a posterior predicts for a set, in its order, or find it stored.
 
-    Beside what `summarise` returns, these are "seconds", of what is computed once and of a sample,
-    and "bytes" {n: what predictions by n samples need}.
+    Beside what `summarise` returns, this is "cost" [2, 2]: seconds and bytes, of what is computed
+    once and of each sample.
     """
     study = member.study
-    counts = sample_counts(study.args, choice)
+    counts = {1}  # of samples of a member, S // K for each S and K
+    if title not in POINTS:
+        counts = {s // k for s, k in itertools.product(study.args.samples, study.args.ensembles)}
+    counts = sorted(counts - {0})
 
     def compute():
-        common.on_main(refuse_read_only, study.run)
-        once = posterior.pass_seconds(part)
+        if not common.on_main(lambda: study.run.writable):
+            raise UserError(f"{study.run.dir} is read-only, and lacks predictions; evaluate a copy "
+                            "of it")
+        once = 0.0
+        if posterior.shares_pass:
+            once = member.forward(part).seconds
         start = time.perf_counter()
         predictions = summarise(study, posterior.samples(part, counts[-1]), counts)
-        of_sample = (time.perf_counter() - start) / counts[-1]
-        sizes = {n: posterior.size(n) for n in counts}
-        return {**predictions, "seconds": [once, of_sample], "bytes": sizes}
+        seconds = (once, (time.perf_counter() - start) / counts[-1])
+        more, of_sample = posterior.more_bytes
+        network = sum(tensor.nbytes for tensor in member.net.state_dict().values())
+        cost = torch.tensor([seconds, (network + more, of_sample)], dtype=torch.float64)
+        return {**predictions, "cost": cost}
 
-    digest = study.parts[part].digest
-    member.keep(f"{choice.title}-{part}", compute, examples=digest, counts=counts,
-                **posterior.made_from)
-
-
-def refuse_read_only(run):
-    if not run.writable:
-        raise UserError(f"{run.dir} is read-only, and lacks predictions; evaluate a copy of it")
+    digest = data.digest(study.loaders[part].dataset)
+    member.keep(f"{title}-{part}", compute, examples=digest, counts=counts, **posterior.made_from)
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
@@ -1539,47 +1597,46 @@ class Ensemble(NamedTuple):
     """Members that are averaged, with equally many samples of each."""
 
     seeds: tuple  # of the members
-    samples: int  # S, in all; each member gives S // K
-
-    def share(self):
-        return self.samples // len(self.seeds)
+    samples: int  # S, in all
+    share: int    # S // K, of each member
 
 
-def list_ensembles(args, choice):
+def list_ensembles(study, title):
     """The Ensembles of a posterior: the published members for each size K and S, for each run."""
+    args = study.args
     found = []
     for k in args.ensembles:
         sizes = [s for s in args.samples if s >= k]
-        if choice.is_point:
+        if title in POINTS:
             sizes = [k]
         if k > args.members:
             sizes = []
         for samples in sizes:
             for run in range(args.runs):
-                first = args.seed + run * args.members
+                own = study.seeds[run * args.members:(run + 1) * args.members]
                 for chosen in member_combinations(args.members, k):
-                    seeds = tuple(first + member - 1 for member in chosen)
-                    found.append(Ensemble(seeds, samples))
+                    seeds = tuple(own[member - 1] for member in chosen)
+                    found.append(Ensemble(seeds, samples, samples // k))
     return found
 
 
-def label_of(args, choice, ensemble):
-    """The name of a posterior in tables, with the number of samples if there are several."""
-    if len(args.samples) > 1 and not choice.is_point:
-        return f"{choice.label}, S={ensemble.samples}"
-    return choice.label
+def label_of(args, title, ensemble):
+    """The name of a posterior in tables, with T and S if the study compares several."""
+    label = LABELS[title.rstrip("0123456789")]
+    if title.startswith("la_nf") and len(args.flow_layers) > 1:
+        label += f", T={title.removeprefix('la_nf')}"
+    if title not in POINTS and len(args.samples) > 1:
+        label += f", S={ensemble.samples}"
+    return label
 
 
-class ClassPrediction(NamedTuple):
+class ClassPrediction(Mixture):
     """What an ensemble predicts for N examples: the mixture of all its samples."""
 
-    log_probs: Tensor  # [N, C]  log of the mean probability
-    entropy: Tensor    # [N]     mean entropy of a sample
-    samples: int
-
     def uncertainties(self):
-        """Total and epistemic uncertainty (mutual information) in nats, [N]."""
-        found = {"total": torch.special.entr(self.log_probs.exp()).sum(1)}
+        """Total, aleatoric and epistemic uncertainty (mutual information) in nats, [N]."""
+        found = {"total": torch.special.entr(self.log_probs.exp()).sum(1),
+                 "aleatoric": self.entropy}
         # That of a single sample would be rounding errors.
         if self.samples > 1:
             found["epistemic"] = (found["total"] - self.entropy).clamp_min(0)
@@ -1597,13 +1654,6 @@ class ClassPrediction(NamedTuple):
         return {"accuracy": common.accuracy(probs, labels), "lpd": -nll, "nll": nll,
                 "brier": common.brier(probs, labels), "ece15": common.ece(probs, labels)}
 
-    def columns(self):
-        """Columns of predictions.csv that depend on single samples, of which none is stored."""
-        columns = {"aleatoric": self.entropy}
-        if self.samples > 1:
-            columns["epistemic"] = self.uncertainties()["epistemic"]
-        return columns
-
 
 class EnergyPrediction(NamedTuple):
     """What an ensemble predicts for N molecules: an equal mixture of Gaussians, in eV."""
@@ -1612,9 +1662,9 @@ class EnergyPrediction(NamedTuple):
     variances: Tensor  # [S, N]
 
     def uncertainties(self):
-        """Total and epistemic uncertainty, as standard deviations [N]."""
+        """Total, aleatoric and epistemic uncertainty, as standard deviations [N]."""
         moments = common.gaussian_mixture_moments(self.means, self.variances)
-        found = {"total": moments.total.sqrt()}
+        found = {"total": moments.total.sqrt(), "aleatoric": moments.aleatoric.sqrt()}
         if len(self.means) > 1:
             found["epistemic"] = moments.epistemic.sqrt()
         return found
@@ -1627,30 +1677,22 @@ class EnergyPrediction(NamedTuple):
         return {"lpd": lpd, "mae": (self.means.mean(0) - labels).abs()}
 
     def metrics(self, labels):
-        return common.regression_metrics(self.means, self.variances, labels)
-
-    def columns(self):
-        """Columns of predictions.csv; uncertainties are standard deviations in eV."""
-        moments = common.gaussian_mixture_moments(self.means, self.variances)
-        columns = {"predicted": moments.mean, "total": moments.total.sqrt(),
-                   "aleatoric": moments.aleatoric.sqrt()}
-        if len(self.means) > 1:
-            columns["epistemic"] = moments.epistemic.sqrt()
-        return columns
+        metrics = common.regression_metrics(self.means, self.variances, labels)
+        return {"mae_milli": 1000 * metrics["mae"], **metrics}  # published: of energies, meV
 
 
-def read_members(study, choice, part):
+def read_members(study, title, part):
     """{seed: the predictions of a member}, which `keep_predictions` has just made or checked."""
     members = {}
-    for seed in member_seeds(study.args):
-        path = study.run.dir / f"seed{seed}-{choice.title}-{part}.pt"
+    for seed in study.seeds:
+        path = study.run.dir / f"seed{seed}-{title}-{part}.pt"
         members[seed] = torch.load(path, map_location="cpu", weights_only=True)
     return members
 
 
 def predict_together(study, members, ensemble):
     """The prediction of an ensemble, from the predictions of all members."""
-    share = ensemble.share()
+    share = ensemble.share
     chosen = [members[seed] for seed in ensemble.seeds]
     if study.energies:
         samples = [member["samples"][:, :share] for member in chosen]
@@ -1658,30 +1700,24 @@ def predict_together(study, members, ensemble):
         return EnergyPrediction(means, variances)
     mixtures = []
     for member in chosen:
-        mixtures.append(Mixture(member[f"log_probs_{share}"], member[f"entropy_{share}"]))
-    log_probs, entropy = mix(mixtures)
-    return ClassPrediction(log_probs, entropy, share * len(chosen))
+        mixtures.append(Mixture(member[f"log_probs_{share}"], member[f"entropy_{share}"], share))
+    return ClassPrediction(*mix(mixtures))
+
+
+def describe(study, title, ensemble):
+    """What a row is about. Ensembles are told apart by the seeds of their members."""
+    test = study.sets.test
+    label = label_of(study.args, title, ensemble)
+    return {"method": f"{label}, K={len(ensemble.seeds)}",
+            "seed": "+".join(map(str, ensemble.seeds)), "members": ensemble.seeds,
+            "set": test.name, "n": len(test)}
 
 
 def cost(members, ensemble, n):
     """Milliseconds per example, of n, and bytes, to predict by an ensemble."""
-    share = ensemble.share()
-    seconds = 0.0
-    size = 0
-    for seed in ensemble.seeds:
-        once, of_sample = members[seed]["seconds"]
-        seconds += once + share * of_sample
-        size += members[seed]["bytes"][share]
-    return {"ms": 1000 * seconds / n, "bytes": size}
-
-
-def describe(study, choice, ensemble):
-    """What a row is about. Ensembles are told apart by the seeds of their members."""
-    test = study.sets.test
-    label = label_of(study.args, choice, ensemble)
-    return {"method": f"{label}, K={len(ensemble.seeds)}",
-            "seed": "+".join(map(str, ensemble.seeds)), "members": ensemble.seeds,
-            "set": test.name, "n": len(test)}
+    once_and_samples = torch.tensor([1.0, ensemble.share], dtype=torch.float64)
+    total = sum(members[seed]["cost"] @ once_and_samples for seed in ensemble.seeds)
+    return {"ms": 1000 * total[0].item() / n, "bytes": round(total[1].item())}
 
 
 class Difference(NamedTuple):
@@ -1700,50 +1736,67 @@ def evaluate(study):
     de = {}       # {seeds: {metric: [N]}}
     changes = {}  # {(method, K, metric): [[N] of each ensemble]}
     labels = study.sets.test.labels
-    for choice in list_choices(study.args):
-        members = read_members(study, choice, "test")
+    for title in list_titles(study.args):
+        members = read_members(study, title, "test")
         uncertainties = {}  # {Ensemble: {kind: [N]}}
-        for ensemble in list_ensembles(study.args, choice):
+        for ensemble in list_ensembles(study, title):
             prediction = predict_together(study, members, ensemble)
             uncertainties[ensemble] = prediction.uncertainties()
-            row = describe(study, choice, ensemble) | prediction.metrics(labels)
+            row = describe(study, title, ensemble) | prediction.metrics(labels)
             row |= cost(members, ensemble, len(labels))
             scores = prediction.scores(labels)
-            if choice.title == "map":
+            if title == "map":
                 de[ensemble.seeds] = scores
             else:
-                label = label_of(study.args, choice, ensemble)
+                label = label_of(study.args, title, ensemble)
                 for metric, values in scores.items():
                     change = values - de[ensemble.seeds][metric]
                     row[f"{metric}_minus_de"] = change.mean().item()
                     key = (label, len(ensemble.seeds), metric)
                     changes.setdefault(key, []).append(change)
             rows.append(row)
-        rows += detection_rows(study, choice, uncertainties)
-    return rows, [difference(*key, of_key) for key, of_key in changes.items()]
+        rows += detection_rows(study, title, uncertainties)
+    rows.sort(key=lambda row: len(row["members"]))  # as published: K, and within it the methods
+    differences = []
+    for key, of_ensembles in changes.items():
+        of_examples = torch.stack(of_ensembles).mean(0)                # [N]
+        interval = 1.96 * of_examples.std().item() / math.sqrt(len(of_examples))
+        differences.append(Difference(*key, of_examples.mean().item(), interval))
+    return rows, differences
 
 
-def difference(method, k, metric, changes):
-    """The Difference of a method, from those of each of its ensembles of K, [N]."""
-    of_examples = torch.stack(changes).mean(0)                         # [N]
-    interval = 1.96 * of_examples.std().item() / math.sqrt(len(of_examples))
-    return Difference(method, k, metric, of_examples.mean().item(), interval)
-
-
-def detection_rows(study, choice, inside):
+def detection_rows(study, title, inside):
     """How well uncertainties tell OOD sets from the test set: those of all ensembles, `inside`."""
     rows = []
-    for name in study.sets.ood:
-        members = read_members(study, choice, f"ood-{name}")
+    for parts in ood_parts(study.args.ood).values():
+        parts = [data.set_name(part) for part in parts]
+        if not study.sets.ood.keys() >= set(parts):
+            continue  # a part was not found, which has been printed
+        members = [read_members(study, title, f"ood-{part}") for part in parts]
         for ensemble, uncertainties in inside.items():
-            prediction = predict_together(study, members, ensemble)
-            row = describe(study, choice, ensemble) | {"against": name}
-            for kind, values in prediction.uncertainties().items():
-                found = common.ood_metrics(uncertainties[kind], values, larger_means="ood")
+            outside = []
+            for of_part in members:
+                outside.append(predict_together(study, of_part, ensemble).uncertainties())
+            row = describe(study, title, ensemble) | {"against": "+".join(parts)}
+            for kind in ("total", "epistemic"):
+                if kind not in uncertainties:
+                    continue
+                others = torch.cat([of_part[kind] for of_part in outside])
+                found = common.ood_metrics(uncertainties[kind], others, larger_means="ood")
                 for metric, value in found.items():
                     row[f"{metric}_{kind}"] = value  # for example auroc_total
             rows.append(row)
     return rows
+
+
+def ood_parts(names):
+    """{OOD set: the names of its parts}: a+b is a union, but folder:a+b a folder."""
+    parts = {}
+    for name in names:
+        parts[name] = name.split("+")
+        if name.startswith("folder:"):
+            parts[name] = [name]
+    return parts
 
 
 def print_differences(differences):
@@ -1764,11 +1817,11 @@ def write_predictions(study):
     """--predict: predictions.csv of the first of the largest ensembles, for each method."""
     dataset = study.sets.predict
     predictions = {}  # {title: prediction}
-    for choice in list_choices(study.args):
-        ensembles = list_ensembles(study.args, choice)
+    for title in list_titles(study.args):
+        ensembles = list_ensembles(study, title)
         largest = max(ensembles, key=lambda each: (len(each.seeds), each.samples))
-        members = read_members(study, choice, "predict")
-        predictions[choice.title] = predict_together(study, members, largest)
+        members = read_members(study, title, "predict")
+        predictions[title] = predict_together(study, members, largest)
     if study.energies:
         columns = common.example_columns(dataset)
     else:
@@ -1777,7 +1830,9 @@ def write_predictions(study):
     for title, own in predictions.items():
         # The columns of DE have no ending, as those of the first method in all scripts.
         ending = "" if title == "map" else f"_{title}"
-        for name, values in own.columns().items():
+        if study.energies:
+            columns[f"predicted{ending}"] = own.means.mean(0)
+        for name, values in own.uncertainties().items():
             columns[f"{name}{ending}"] = values
     study.run.write_csv("predictions.csv", columns)
 
@@ -1794,14 +1849,11 @@ def plot_differences(differences, run):
     for axis, metric in zip(axes, metrics):
         axis.axhline(0, color="black", lw=1, label="DE")
         for i, (method, colour) in enumerate(zip(methods, common.colours(len(methods)))):
-            shown = [d for d in differences if d.method == method and d.metric == metric]
+            shown = [d for d in differences if (d.method, d.metric) == (method, metric)]
             # Methods stand side by side at each K.
-            shift = 0.08 * (i - (len(methods) - 1) / 2)
-            places = [ks.index(d.k) + shift for d in shown]
-            means = [d.mean for d in shown]
-            intervals = [d.interval for d in shown]
-            axis.errorbar(places, means, intervals, fmt="o-", ms=4, lw=1, capsize=2, color=colour,
-                          label=method)
+            places = [ks.index(d.k) + 0.08 * (i - len(methods) / 2) for d in shown]
+            axis.errorbar(places, [d.mean for d in shown], [d.interval for d in shown], fmt="o-",
+                          ms=4, lw=1, capsize=2, color=colour, label=method)
         axis.set(xlabel="number of members K", ylabel=f"{metric} minus that of DE")
         axis.set_xticks(range(len(ks)), ks)
     handles, labels = axes[0].get_legend_handles_labels()
@@ -1819,22 +1871,19 @@ MOLECULE_LRS = [1e-6, 5e-7, 4e-7, 3e-7, 2e-7, 1e-7, 9e-8, 8e-8, 7e-8, 6e-8, 5e-8
                 1e-8, 9e-9, 8e-9, 7e-9, 6e-9, 5e-9, 4e-9, 3e-9, 2e-9, 1e-9, 9e-10, 8e-10, 7e-10,
                 6e-10, 5e-10, 1e-10]
 # A data set alone selects the paper's settings for it: what its preset does not say is the default
-# of `parse_args`. The paper trains 30 networks, of seeds 1 to 30, and averages 30 ensembles of
-# each size.
+# of `parse_args`.
 GLYPHS = dict(model="wrn_10_4", width=0.25, epochs=40, batch_size=32, weight_decay=1e-4, members=5,
               ensembles=[1, 2, 5], samples=[20], val_samples=10, num_val=500, limit_train=1000,
               limit_test=2000, swag_epochs=8, swag_lrs=[0.03, 0.01], ood=["glyphs_letters"])
 PRESETS = {
-    "cifar10": dict(augment=True, ood=["svhn", "cifar100"]),
+    "cifar10": dict(augment=True, ood=["svhn+cifar100"]),
     # The paper's larger network has settings of its own: --dataset cifar10 --preset this.
     "cifar10_wrn_28_10": dict(model="wrn_28_10", augment=True, epochs=200, swag_epochs=25,
-                              structure="diag", ood=["svhn", "cifar100"]),
-    "cifar100": dict(augment=True, ood=["svhn", "cifar10"]),
+                              structure="diag", ood=["svhn+cifar100"]),
+    "cifar100": dict(augment=True, ood=["svhn+cifar10"]),
     "sst2": dict(model="bert_256_4", dropout=0.5, batch_size=64, lr=5e-3, weight_decay=3e-3),
     "qm9": dict(model="painn", batch_size=100, lr=5e-4, weight_decay=0.01, opt="adamw", epochs=650,
                 swag_lrs=MOLECULE_LRS),
-    "mnist": dict(ood=["fashion_mnist"]),
-    "fashion_mnist": dict(ood=["mnist"]),
     "glyphs": GLYPHS,
     # Half of its training images are blends of two digits with a drawn label.
     "dirty_glyphs": GLYPHS,
@@ -1850,29 +1899,31 @@ PRESETS = {
     "folder": dict(model="wrn_10_4", width=0.25, epochs=60, batch_size=32, weight_decay=1e-4,
                    augment=True, num_val=None, members=3, ensembles=[1, 3], samples=[20],
                    val_samples=10, swag_epochs=8, swag_lrs=[0.03, 0.01]),
-    "pretrained": dict(),
-    "frozen": dict(),
+    # Your own network: a few careful epochs, or its last layer alone, which is wide.
+    "pretrained": dict(width=1.0, epochs=10, batch_size=32, lr=0.02, weight_decay=5e-4,
+                       augment=True, structure="diag", swag_lrs=[3e-3, 1e-3],
+                       methods=["map", "llla", "la_nf"]),
+    "frozen": dict(epochs=30, lr=0.01, weight_decay=0.05, augment=False, swag_lrs=[0.03, 0.01]),
 }
-SAMPLED = ("swag", "llla", "la_nf", "mcdo")  # posteriors that are no points
+SAMPLED = [method for method in LABELS if method not in POINTS]
 # The run directory belongs to the options of MAP training: members of all seeds lie in it side
 # by side, with the posteriors that these options made of them.
 EVALUATION_OPTIONS = ("seed", "members", "methods", "ensembles", "samples", "ood", "limit_test",
-                      "swag_epochs", "swag_lrs", "structure", "flow_layers", "val_samples")
+                      "swag_epochs", "swag_lrs", "structure", "flow_layers", "val_samples",
+                      "map_paths", "posterior_paths")
 
 
 def parse_args(argv=None):
     parser = common.Parser("swag_laplace_ensembles", __doc__, PRESETS,
                            [*NETWORKS, *SEQUENCE_NETWORKS], dataset="dirty_glyphs",
                            model="wrn_16_4", epochs=100, batch_size=128, lr=0.1)
-    flag = argparse.BooleanOptionalAction
     add = parser.add_argument_group("swag_laplace_ensembles.py").add_argument
     add("--num-val", type=at_least(1), default=2000,
         help="number of validation images, taken from the training set (published code: 2000)")
-    add("--target", default="u0",
-        help="for qm9: the quantity to predict (paper: u0, the energy at 0 K)")
+    add("--target", default="u0", help="for qm9: the quantity to predict (paper: u0)")
     add("--vocab", metavar="FILE",
-        help="for sst2: a file with one word piece per line (paper: that of bert-base-uncased); "
-        "without it, word pieces are made from the training sentences")
+        help="for sst2: a file with one word piece per line (paper: that of bert-base-uncased), "
+        "instead of word pieces of the training sentences")
     add("--dropout", type=between(0, 0.99), default=0.0,
         help="rate of dropout in the MAP networks (published: 0.5 for BERT, else 0)")
     add("--opt", choices=["sgd", "adamw"], default="sgd",
@@ -1881,7 +1932,7 @@ def parse_args(argv=None):
     add("--weight-decay", type=at_least(0, float), default=5e-4,
         help="weight decay of all parameters, also in SWAG's SGD (published: 5e-4; BERT 3e-3, "
         "molecules 0.01)")
-    add("--augment", action=flag, default=False,
+    add("--augment", action=argparse.BooleanOptionalAction, default=False,
         help="train the MAP networks with random crops and flips (published: for CIFAR)")
     add("--swag-epochs", type=at_least(2), default=100, metavar="R",
         help="epochs of SGD after the MAP network, and rank of SWAG (published: 100; wrn_28_10 25)")
@@ -1891,11 +1942,9 @@ def parse_args(argv=None):
         help="Gauss-Newton matrix of the last layer (for molecules the Hessian): all of it or its "
         "diagonal (paper: full; diag for wrn_28_10)")
     add("--flow-layers", nargs="+", type=at_least(1), default=[10], metavar="T",
-        help="number of radial flows of LA-NF; several numbers are compared (paper: 1 5 10 30; 10 "
-        "in its tables)")
+        help="number of radial flows of LA-NF; several are compared (paper: 1, 5, 10 and 30)")
     add("--val-samples", type=at_least(1), default=100,
-        help="number of posterior samples when a learning rate or precision is chosen "
-        "(published: 100)")
+        help="number of samples when a learning rate or precision is chosen (published: 100)")
     add("--methods", nargs="+", choices=LABELS, metavar="NAME",
         default=["map", "swa", "swag", "llla", "la_nf"],
         help="posteriors to compare: " + ", ".join(LABELS) + "; map is always there")
@@ -1905,12 +1954,16 @@ def parse_args(argv=None):
     add("--ensembles", nargs="+", type=at_least(1), default=[1, 2, 5, 10, 20], metavar="K",
         help="ensemble sizes K (paper: 1 2 5 10 20)")
     add("--samples", nargs="+", type=at_least(1), default=[200], metavar="S",
-        help="posterior samples of an ensemble, S // K of each of its members (paper: 200); "
-        "several numbers give rows for each")
+        help="samples of an ensemble, S // K of each of its members (paper: 200); several numbers "
+        "give rows for each")
     add("--ood", nargs="*", default=[], metavar="NAME",
-        help="out-of-distribution sets; folder:PATH is a folder of images")
+        help="out-of-distribution sets; a+b is the union of two, folder:PATH a folder of images")
     add("--limit-test", type=at_least(1), metavar="N",
         help="number of examples of each set that is evaluated")
+    add("--map-paths", nargs="+", default=[], metavar="FILE",
+        help="published MAP networks, which are the members instead of trained ones")
+    add("--posterior-paths", nargs="+", default=[], metavar="FILE",
+        help="published SWA, SWAG, LLLA and LA-NF of these networks, which are then not fitted")
     args = parser.parse(argv)
     check_options(args)
     return args
@@ -1922,6 +1975,9 @@ def check_options(args):
     for name in ("samples", "ensembles", "flow_layers"):
         setattr(args, name, sorted(set(getattr(args, name))))
     check_effects(args)
+    if args.map_paths:
+        args.members = len(args.map_paths)
+        args.runs = 1
     if args.device.type == "mps":
         raise UserError("--device mps has no float64, which all posteriors need; use --device cpu")
 
@@ -1938,11 +1994,18 @@ def check_options(args):
     if uses(args, *SAMPLED) and args.samples[-1] < args.ensembles[-1]:
         raise UserError(f"--samples {args.samples[-1]}: must be at least one for each member of "
                         f"--ensembles {args.ensembles[-1]}")
+    if "mcdo" in args.methods and (args.map_paths or args.model.startswith("torchvision/")):
+        raise UserError("--methods mcdo trains networks with several rates of dropout, which "
+                        "neither --map-paths nor torchvision/NAME allow; leave it out")
+    if args.epochs == 0 and args.members > 1 and not args.map_paths:
+        raise UserError("--epochs 0: all members would be the same network; add --members 1 "
+                        "--ensembles 1")
 
 
 def check_effects(args):
     """Refuse options that were given and would have no effect."""
     is_sequence = args.dataset in data.TEXTS + data.MOLECULES
+    is_pretrained = args.model.startswith("torchvision/")
     no_effect = [
         (not uses(args, "swa", "swag"), ["swag_epochs", "swag_lrs"],
          "without --methods swa or swag"),
@@ -1955,6 +2018,12 @@ def check_effects(args):
          "on molecules, whose Hessian is always full"),
         (args.dataset != "qm9", ["target"], f"on {args.dataset}, which has one target"),
         (args.dataset != "sst2", ["vocab"], f"on {args.dataset}"),
+        (not is_pretrained, ["weights", "freeze"], "without --model torchvision/NAME"),
+        (is_pretrained, ["width", "dropout"], f"with --model {args.model}"),
+        (args.freeze, ["augment"], "with --freeze"),
+        (args.map_paths, ["seed", "members", "runs", "epochs", "lr", "opt", "dropout", "augment",
+                          "num_val"], "with --map-paths"),
+        (not args.map_paths, ["posterior_paths"], "without --map-paths"),
     ]
     for applies, names, reason in no_effect:
         if applies:
@@ -1971,22 +2040,26 @@ def uses(args, *methods):
 
 def load_images(args):
     """Training, validation and test images with the published split, which no seed changes."""
-    sets = data.load_sets(args.dataset, args.data_dir, val_fraction=0, image_size=args.image_size)
-    train = in_memory(sets.train)
-    val = in_memory(sets.val)
+    preparation = data.preparation_of(args.model, args.weights, args.image_size)
+    image_size = None if preparation else args.image_size
+    sets = data.load_sets(args.dataset, args.data_dir, val_fraction=0, image_size=image_size,
+                          preparation=preparation)
+    train = sets.train
+    val = sets.val
     if val is not None:
         common.refuse(args, ["num_val"], f"on {args.dataset}, which has a folder val")
     else:
         train, val = split_images(train, args.num_val or len(train) // 10)
+    if preparation is None and isinstance(train, data.ImageSet):
+        # Each channel has the mean and the standard deviation of the training images.
+        pixels = train.images.float()
+        if train.images.dtype == torch.uint8:
+            pixels = pixels / 255
+        std, mean = torch.std_mean(pixels, (0, 2, 3))
+        std[std == 0] = 1  # a channel may be empty
+        train = replace(train, mean=tuple(mean.tolist()), std=tuple(std.tolist()))
     train = data.limit_train(train, args.limit_train)
-    # Every channel has the mean and the standard deviation of the training images.
-    pixels = train.images.float()
-    if train.images.dtype == torch.uint8:
-        pixels = pixels / 255
-    std, mean = torch.std_mean(pixels, (0, 2, 3))
-    std[std == 0] = 1  # a channel may be empty
-    train = replace(train, mean=tuple(mean.tolist()), std=tuple(std.tolist()))
-    return train, data.match(val, train), data.match(in_memory(sets.test), train)
+    return train, data.match(val, train), data.match(sets.test, train)
 
 
 def split_images(dataset, num_val):
@@ -1994,8 +2067,11 @@ def split_images(dataset, num_val):
     n = len(dataset)
     if not 0 < num_val < n:
         raise UserError(f"--num-val {num_val}: {dataset.name} has {n} training images")
+    if dataset.files:  # your own images: classes keep their shares
+        train, val = data.class_split(dataset.labels, 0, num_val / n)
+        return dataset.select(train), dataset.select(val)
     groups = torch.arange(n)
-    if dataset.groups is not None:
+    if getattr(dataset, "groups", None) is not None:
         _, groups = dataset.groups.unique(return_inverse=True)
     # published code: the first images of this permutation, in which each is a group of its own
     generator = torch.Generator().manual_seed(0)
@@ -2007,13 +2083,6 @@ def split_images(dataset, num_val):
     return dataset.select(rows[~is_val]), dataset.select(rows[is_val])
 
 
-def in_memory(dataset):
-    """A set of images in memory, decoded if it lies in files."""
-    if isinstance(dataset, data.StreamedSet):
-        return common.on_each_machine(dataset.in_memory)
-    return dataset
-
-
 def load_texts(args):
     """Training, validation and test sentences."""
     train = data.load_text(args.dataset, "train", args.data_dir, vocab_file=args.vocab)
@@ -2021,14 +2090,13 @@ def load_texts(args):
     test = data.load_text(args.dataset, "test", args.data_dir, like=train)
     if args.dataset == "sst2" and not common.on_main(data.sst2_has_test_labels, args.data_dir):
         common.print_on_main("note: test.tsv of SST-2 has no labels (GLUE), so dev.tsv is the test "
-                             f"set, and {len(val)} rows of train.tsv are the validation set")
+                             f"set, and {len(val)} rows of train.tsv are the validation set; for "
+                             "labels, write those of huggingface.co/datasets/SetFit/sst2 as "
+                             "sentence<TAB>label")
+    if args.dataset == "sst2" and not args.vocab:
+        common.print_on_main("note: word pieces are made from the training sentences; BERT's are "
+                             "vocab.txt of huggingface.co/google-bert/bert-base-uncased (--vocab)")
     return data.limit_train(train, args.limit_train), val, test
-
-
-def load_molecules(args):
-    """Training, validation and test molecules."""
-    read = partial(data.load_molecules, args.dataset, data_dir=args.data_dir, target=args.target)
-    return data.limit_train(read("train"), args.limit_train), read("val"), read("test")
 
 
 def load_sets(args):
@@ -2036,20 +2104,42 @@ def load_sets(args):
     if args.dataset in data.TEXTS:
         train, val, test = load_texts(args)
     elif args.dataset in data.MOLECULES:
-        train, val, test = load_molecules(args)
+        read = partial(data.load_molecules, args.dataset, data_dir=args.data_dir,
+                       target=args.target)
+        train = data.limit_train(read("train"), args.limit_train)
+        val = read("val")
+        test = read("test")
     else:
         train, val, test = load_images(args)
     if len(train) < 2:
         raise UserError(f"{train.name}: {len(train)} training example(s); at least two are needed")
-    ood = data.ood_sets(args.ood, train, args.data_dir, required="ood" in args.given)
+    names = []
+    for parts in ood_parts(args.ood).values():
+        names += [part for part in parts if part not in names]
+    ood = data.ood_sets(names, train, args.data_dir, required="ood" in args.given)
     ood = {name: data.evenly(dataset, args.limit_test) for name, dataset in ood.items()}
     predict = None
     if args.predict:
         predict = data.predict_set(args.predict, train, args.data_dir)
-    return data.Sets(train, val, data.evenly(test, args.limit_test), ood, predict)
+    sets = data.Sets(train, val, data.evenly(test, args.limit_test), ood, predict)
+    if args.freeze:
+        sets = data.frozen_features(sets, args)
+    return sets
 
 
-def check_network(train_set, args):
+def read_all_published(args):
+    """{(title, seed): Published} of the files of --map-paths and --posterior-paths."""
+    found = {}
+    for path in args.map_paths + args.posterior_paths:
+        file = read_published(path)
+        if (file.title == "map") != (path in args.map_paths) or (file.title, file.seed) in found:
+            raise UserError(f"{path} holds {file.title} of seed {file.seed}; --map-paths takes a "
+                            "MAP network of each seed, --posterior-paths a posterior of each kind")
+        found[file.title, file.seed] = file
+    return found
+
+
+def check_network(train_set, published, args):
     """Refuse, before training, a network that is impossible."""
     # The smallest batch is the last one of an epoch; two examples show what more would.
     smallest = len(train_set) % args.batch_size or args.batch_size
@@ -2060,6 +2150,9 @@ def check_network(train_set, args):
         outputs, features = net.train()(batch[0])
         net.head(features)
         data_loss(outputs, batch.labels, args.dataset in data.MOLECULES)
+        for file in published.values():
+            if file.title == "map":
+                load_published(net, file)
     except UserError:
         raise
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
@@ -2069,36 +2162,41 @@ def check_network(train_set, args):
     if "mcdo" in args.methods and not any(isinstance(m, nn.Dropout) for m in net.modules()):
         raise UserError(f"--model {args.model} has no dropout; leave mcdo out of --methods")
     # The matrix of the last layer, its eigenvectors and copies of both, in float64.
-    p = len(flat_head(net.head))
-    needed = 40 * p**2
-    memory = common.device_memory(torch.device("cpu"))
-    is_full = args.structure == "full" and uses(args, "llla", "la_nf")
-    if is_full and memory and needed > memory:
-        raise UserError(f"the matrix of a last layer of {p} numbers needs {needed / 1e9:.0f} GB of "
-                        f"memory, and there are {memory / 1e9:.0f} GB; use --structure diag")
+    needed = 40 * len(flat_head(net.head))**2
+    memory = common.device_memory(torch.device("cpu")) or math.inf
+    if args.structure == "full" and uses(args, "llla", "la_nf") and needed > memory:
+        raise UserError(f"the Gauss-Newton matrix of the last layer needs {needed / 1e9:.0f} GB, "
+                        f"and there are {memory / 1e9:.0f} GB; use --structure diag")
 
 
 def run_name(args):
     """The name of the run directory, which members of all seeds share."""
     width = f"w{args.width:g}" if args.width != 1 else None
-    return common.join_name(data.set_name(args.dataset), args.model, width)
+    frozen = "frozen" if args.freeze else None
+    published = "published" if args.map_paths else None
+    return common.join_name(data.set_name(args.dataset), args.model, width, frozen, published)
 
 
 def main(argv=None):
     """Run the script; returns the rows of its table."""
     args = parse_args(argv)
     sets = load_sets(args)
-    check_network(sets.train, args)
+    published = read_all_published(args)
+    check_network(sets.train, published, args)
     # The run directory is made after all checks: a command that is refused leaves nothing.
     run = common.Run(args, "swag_laplace_ensembles", run_name(args), EVALUATION_OPTIONS)
-    study = Study(args, run, sets)
-    for seed in member_seeds(args):
+    study = Study(args, run, sets, published)
+    for seed in study.seeds:
         # The network theta_m; then each posterior is fitted to it, and predicts each set.
-        member = Member(study, seed, train_map(study, seed, args.dropout))
-        for choice in list_choices(args):
-            posterior = choice.fit(member)
+        if args.map_paths:
+            net = load_published(make_network(args, sets.train), published["map", seed])
+        else:
+            net = train_map(study, seed, args.dropout)
+        member = Member(study, seed, net)
+        for title in list_titles(args):
+            posterior = find_posterior(member, title)
             for part in study.evaluated:
-                keep_predictions(member, posterior, choice, part)
+                keep_predictions(member, posterior, title, part)
     # Ensembles of K members, and their differences to deep ensembles of the same members.
     rows, differences = common.on_main(evaluate, study)
     if args.predict:
@@ -2107,7 +2205,7 @@ def main(argv=None):
         common.on_main(plot_differences, differences, run)
     columns = ["accuracy", "lpd", "lpd_minus_de", "ece15", "auroc_total"]
     if study.energies:
-        columns = ["mae", "lpd", "lpd_minus_de", "ece", "auroc_total"]
+        columns = ["mae_milli", "lpd", "lpd_minus_de", "ece", "auroc_total"]
     rows = run.report(rows, columns, differences=[d._asdict() for d in differences])
     if differences:
         print_differences(differences)

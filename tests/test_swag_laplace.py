@@ -1,6 +1,8 @@
 """swag_laplace_ensembles.py against laplace-torch, autograd, textbook forms and loops; its runs: a
-study of each kind of data, resuming, processes, options, members trained apart, misuse."""
+study of each kind of data, resuming, processes, options, published networks, misuse."""
 
+import collections
+import copy
 import dataclasses
 import functools
 import io
@@ -9,7 +11,11 @@ import json
 import math
 import os
 import random
+import re
 import shutil
+import sys
+import types
+import typing
 from types import SimpleNamespace
 
 import conftest
@@ -115,7 +121,7 @@ def molecules_problem(n=12, d=4, gap=0.3):
     molecule = torch.arange(n).repeat_interleave(sizes)
     x = torch.randn(len(molecule), d).double()
     scale = torch.tensor(1.7).double()
-    last = sl.LastLayer(x, None, molecule, torch.randn(n).double(), scale)
+    last = sl.LastLayer(x, None, True, molecule, torch.randn(n).double(), scale)
     theta = 0.5 * torch.randn(2 * (d + 1)).double()
     mean, variance = atoms_loop(theta, last)
     labels = mean + gap * variance.sqrt() * torch.randn(n).double()
@@ -158,12 +164,12 @@ def test_outputs_and_densities_of_molecules():
     found = sl.head_outputs(torch.randn(3, 10).double(), last)
     assert found.shape == (3, 12, 2)
     lpd = common.mixture_lpd(*found.unbind(-1), last.labels)
-    assert sl.log_predictive_density(found, last.labels) == pytest.approx(lpd, rel=1e-12)
+    assert sl.log_predictive_density(found, last.labels, True) == pytest.approx(lpd, rel=1e-12)
     own = sl.head_outputs(theta[None], last)
     close(own[0], torch.stack(atoms_loop(theta, last), -1))
-    close(sl.log_density(own, last.labels),
+    close(sl.log_density(own, last.labels, energies=True),
           Normal(own[..., 0], own[..., 1].sqrt()).log_prob(last.labels))
-    close(sl.data_loss(own[0], last.labels, 3.0), 3 * nll_loop(theta, last))
+    close(sl.data_loss(own[0], last.labels, True, 3.0), 3 * nll_loop(theta, last))
 
 
 @pytest.mark.parametrize("c, d", [(2, 5), (3, 70), (6, 3)])
@@ -243,12 +249,12 @@ def test_every_precision_has_a_posterior_in_float32():
 def test_the_curvature_of_molecules_is_the_hessian(d, gap):
     last, theta, _ = molecules_problem(d=d, gap=gap)
     right = torch.autograd.functional.hessian(lambda t: nll_loop(t, last), theta)
-    close(dense(sl.molecule_spectrum(theta, last)), right, rtol=1e-7, atol=1e-7)
+    close(dense(sl.energy_spectrum(theta, last)), right, rtol=1e-7, atol=1e-7)
 
 
 def test_where_the_hessian_is_indefinite_there_is_no_posterior():
     last, theta, _ = molecules_problem(gap=0.01)  # r = 0: -1 / (2 v^2) g_v g_v^T is left
-    spectrum = sl.molecule_spectrum(theta, last)
+    spectrum = sl.energy_spectrum(theta, last)
     noise = torch.randn(5, 10).double()
     lowest = spectrum.values.min().item()
     assert lowest < -1e-3
@@ -256,46 +262,43 @@ def test_where_the_hessian_is_indefinite_there_is_no_posterior():
     scores = sl.precision_scores(theta, spectrum, last, noise)
     for delta, score in zip(sl.LAPLACE_GRID, scores):
         assert math.isfinite(score) == (delta > -lowest), delta
-    assert sl.LAPLACE_GRID[sl.index_of_best(scores, "x")] > -lowest
+    lpds = sl.finite_only(dict(zip(sl.LAPLACE_GRID, scores)))
+    assert sl.choose(lpds, "x") > -lowest
 
 
 def test_best_of_scores():
-    assert sl.index_of_best([math.nan, -2.0, -1.0, -1.0, math.inf], "x") == 2
+    lpds = {"a": math.nan, "b": -2.0, "c": -1.0, "d": -1.0, "e": math.inf}
+    assert sl.choose(sl.finite_only(lpds), "x") == "c"
     with pytest.raises(UserError, match="--swag-lrs"):
-        sl.index_of_best([math.nan, -math.inf], "--swag-lrs")
+        sl.choose(sl.finite_only({"a": math.nan, "b": -math.inf}), "--swag-lrs")
 
 
-def test_the_cpu_helps_where_a_gpu_fails(monkeypatch, capsys):
+def test_the_cpu_helps_where_a_gpu_fails(monkeypatch):
     """Beyond a GPU solver's limit, as at 25,443 numbers of CIFAR-100."""
-    _, last, theta, _ = classes_problem()
-    real = sl.full_spectrum
+    h = torch.randn(5, 5).double()
+    h = h + h.T
+    real = torch.linalg.eigh
     moved = []
 
-    class OnGPU(list):
-        device = torch.device("cuda")
+    class OnGPU(types.SimpleNamespace):
+        device = "cpu"  # as if a GPU
 
         def cpu(self):
-            return theta
+            moved.append(1)
+            return h
 
-    on_gpu = OnGPU(theta)
-
-    def limited(theta, last):
-        if theta is on_gpu:
+    def limited(matrix):
+        if not torch.is_tensor(matrix):
             raise RuntimeError("cusolver error: CUSOLVER_STATUS_INVALID_VALUE")
-        return real(theta, last)
+        return real(matrix)
 
-    monkeypatch.setattr(sl, "full_spectrum", limited)
-    monkeypatch.setattr(sl, "to_device", lambda fields, device: moved.append(device) or fields)
-    study = SimpleNamespace(molecules=False, args=SimpleNamespace(structure="full"))
-    found = sl.find_spectrum(study, on_gpu, last)
-    close(found.values, real(theta, last).values)
-    assert moved == ["cpu", torch.device("cuda")]
-    said = capsys.readouterr().out
-    assert "24 columns" in said and "on the CPU" in said and said.count("\n") == 1
-    # An error on a CPU is none that the CPU could help with.
-    monkeypatch.setattr(sl, "full_spectrum", lambda *_: torch.linalg.cholesky(-torch.eye(2)))
-    with pytest.raises(RuntimeError):
-        sl.find_spectrum(study, theta, last)
+    monkeypatch.setattr(torch.linalg, "eigh", limited)
+    values, vectors = sl.eigh(OnGPU())
+    close(vectors @ torch.diag(values) @ vectors.T, h, atol=1e-12)
+    assert moved == [1]
+    monkeypatch.setattr(torch.linalg, "eigh", lambda _: torch.linalg.cholesky(-torch.eye(2)))
+    with pytest.raises(RuntimeError):  # an error on a CPU is none that the CPU could help with
+        sl.eigh(h)
 
 
 # ---- Flows --------------------------------------------------------------------------------------
@@ -327,13 +330,13 @@ def test_radial_flows_side_by_side_are_the_published_ones():
             close(log_det[g], total)
 
 
-def brute_elbo(own, theta, h, delta, precision, base, log_likelihood, scale):
+def brute_elbo(own, theta, h, base_precision, precision, base, log_likelihood, scale):
     """-ELBO of one flow, the density of the base by torch, the log-determinant by autograd."""
     def run(t):
         return sl.apply_flow(own, t[None])[0][0]
 
     p = len(theta)
-    gaussian = MultivariateNormal(theta, precision_matrix=h + delta * unit(p))
+    gaussian = MultivariateNormal(theta, precision_matrix=h + base_precision * unit(p))
     jacobian = torch.func.jacrev(run)(base)
     log_q = gaussian.log_prob(base) - torch.linalg.slogdet(jacobian).logabsdet
     prior = MultivariateNormal(torch.zeros(p).double(), unit(p) / precision)
@@ -343,16 +346,16 @@ def brute_elbo(own, theta, h, delta, precision, base, log_likelihood, scale):
 @pytest.mark.parametrize("kind", ["full", "diag", "molecules"])
 def test_negative_elbo_by_brute_force(kind):
     rows = torch.tensor([4, 1, 7])
-    delta = 0.7
+    base_precision = 0.7
     if kind == "molecules":
         last, theta, sizes = molecules_problem()
         train = SimpleNamespace(sizes=sizes)
-        study = SimpleNamespace(molecules=True, sets=SimpleNamespace(train=train))
-        spectrum = sl.molecule_spectrum(theta, last)
-        delta = 1 - spectrum.values.min().item()
+        study = SimpleNamespace(energies=True, sets=SimpleNamespace(train=train))
+        spectrum = sl.energy_spectrum(theta, last)
+        base_precision = 1 - spectrum.values.min().item()
     else:
         _, last, theta, _ = classes_problem(d=3, c=3)
-        study = SimpleNamespace(molecules=False)
+        study = SimpleNamespace(energies=False)
         find = {"full": sl.full_spectrum, "diag": sl.diagonal_spectrum}[kind]
         spectrum = find(theta, last)
     batch = sl.take(study, last, rows)
@@ -369,28 +372,40 @@ def test_negative_elbo_by_brute_force(kind):
     precision = torch.tensor([2.0, 30.0, 5.0]).double()
     for draws, n in ((1, 40), (3, 3)):  # n = 3 = B: no scaling
         noise = torch.randn(draws, len(theta)).double()
-        found = sl.negative_elbo(own, theta, spectrum, delta, precision, noise, batch, n)
-        base = sl.laplace_samples(theta, spectrum, delta, noise)
+        found = sl.negative_elbo(own, theta, spectrum, base_precision, precision, noise, batch, n)
+        base = sl.laplace_samples(theta, spectrum, base_precision, noise)
         for g in range(3):
             one = [tensor[g:g + 1] for tensor in own]
-            right = brute_elbo(one, theta, dense(spectrum), delta, precision[g], base[g % draws],
-                               log_likelihood, n / 3)
+            right = brute_elbo(one, theta, dense(spectrum), base_precision, precision[g],
+                               base[g % draws], log_likelihood, n / 3)
             close(found[g], right, rtol=1e-8)
 
 
 # ---- Mixtures and ensembles ---------------------------------------------------------------------
 
 
+def mixtures_at(samples, counts):
+    """The Mixtures of the first n samples, for each n of `counts`."""
+    running = sl.RunningMixture()
+    found = []
+    for sample in samples:
+        running.add(sample)
+        if running.count in counts:
+            found.append(running.mixture())
+    return found
+
+
 def test_mixtures_of_members_are_those_of_all_their_samples():
     outputs = 3 * torch.randn(3, 20, 7, 4).log_softmax(-1)
     sizes = [2, 5, 20]
-    members = [sl.running_mixtures(iter(own), sizes) for own in outputs]
+    members = [mixtures_at(own, sizes) for own in outputs]
     for at, n in enumerate(sizes):
         found = sl.mix([own[at] for own in members])
         rows = outputs[:, :n].flatten(0, 1).double()
         close(found.log_probs, rows.exp().mean(0).log())
         close(found.entropy, torch.special.entr(rows.exp()).sum(-1).mean(0))
-    far, = sl.running_mixtures(torch.full((3, 1, 2), -900.0), [3])
+        assert found.samples == 3 * n
+    far, = mixtures_at(torch.full((3, 1, 2), -900.0), [3])
     close(far.log_probs, [[-900, -900]])
 
 
@@ -409,43 +424,65 @@ def test_published_combinations():
         assert random.getstate() == state  # nobody else's numbers are used
 
 
-def study_of(**changes):
-    """What predictions need of a study of three members and eight samples."""
-    args = SimpleNamespace(ensembles=[1, 3], members=3, runs=1, seed=1, samples=8)
-    return SimpleNamespace(args=args, molecules=False, **changes)
+def study_of(folder=None, **changes):
+    """What Evaluation needs of a study of three members and eight samples."""
+    args = dict(ensembles=[1, 3], members=3, runs=1, samples=[8], flow_layers=[2], ood=[],
+                methods=["map", "swag"])
+    return SimpleNamespace(args=SimpleNamespace(**args | changes), energies=False, seeds=[1, 2, 3],
+                           run=SimpleNamespace(dir=folder))
+
+
+def stored(study, samples, counts):
+    """What is stored of samples [S, N, C]."""
+    rows = torch.arange(samples.shape[1])
+    return sl.summarise(study, [(rows, outputs) for outputs in samples], counts)
 
 
 def test_every_member_of_an_ensemble_gives_the_same_number_of_samples():
     study = study_of()
     outputs = torch.randn(3, 8, 5, 4).log_softmax(-1)
-    members = [sl.summarise(study, iter(own), sl.sample_counts(study.args, "swag"))
-               for own in outputs]
-    found = sl.predict_ensemble(study, "swag", members)  # 8 // 3 = 2
+    members = {seed: stored(study, own, [2, 8]) for seed, own in enumerate(outputs, 1)}
+    one, _, _, three = sl.list_ensembles(study, "swag")  # 8 // 3 = 2
+    found = sl.predict_together(study, members, three)
     probs = outputs[:, :2].flatten(0, 1).double().exp()
     close(found.log_probs, probs.mean(0).log(), rtol=1e-6)
     assert found.samples == 6
-    found = sl.predict_ensemble(study, "swag", members[:1])
+    found = sl.predict_together(study, members, one)
     close(found.log_probs, outputs[0].double().exp().mean(0).log(), rtol=1e-6)
-    study.molecules = True
-    samples = torch.rand(3, 5, 8, 2).double() + 0.1
-    found = sl.predict_ensemble(study, "llla", [{"samples": own} for own in samples])
-    close(found.means, torch.cat([own[:, :2, 0].T for own in samples]))
-    close(found.variances, torch.cat([own[:, :2, 1].T for own in samples]))
+    study.energies = True
+    samples = torch.rand(3, 8, 5, 2).double() + 0.1
+    members = {seed: stored(study, own, [8]) for seed, own in enumerate(samples, 1)}
+    found = sl.predict_together(study, members, three)
+    close(found.means, samples[:, :2, :, 0].flatten(0, 1))
+    close(found.variances, samples[:, :2, :, 1].flatten(0, 1))
+
+
+def test_small_uncertainties_survive_storing():
+    """Of a weak network, float16 made six times too much mutual information."""
+    each = torch.randn(1, 200, 10).mul(0.05) + 2e-3 * torch.randn(20, 200, 10)
+    each = each.double().log_softmax(2)
+    study = study_of(ensembles=[1], samples=[20])
+    members = {1: stored(study, each, [20])}
+    own = sl.predict_together(study, members, sl.Ensemble((1,), 20, 20)).uncertainties()
+    right = common.ensemble_uncertainty(each)["epistemic"]
+    assert right.mean() < 1e-5
+    close(own["epistemic"], right, rtol=0.1, atol=2e-7)
+    assert own["epistemic"].mean().item() == pytest.approx(right.mean().item(), rel=0.02)
 
 
 def test_metrics_of_classes_and_of_molecules():
     each = (2 * torch.randn(4, 60, 3)).double().log_softmax(-1)
     labels = torch.randint(3, (60,))
-    (mixture,) = sl.running_mixtures(iter(each), [4])
-    own = sl.ClassPrediction(*mixture, 4)
+    (mixture,) = mixtures_at(each, [4])
+    own = sl.ClassPrediction(*mixture)
     metrics = own.metrics(labels)
     assert metrics["lpd"] == pytest.approx(common.lpd(each, labels), rel=1e-12)
     scores = own.scores(labels)
     for name in ("lpd", "accuracy"):
         assert scores[name].mean().item() == pytest.approx(metrics[name], rel=1e-12), name
     right = common.ensemble_uncertainty(each)
-    close(own.uncertainties()["total"], right["total"])
-    close(own.uncertainties()["epistemic"], right["epistemic"], atol=1e-12)
+    for name, values in own.uncertainties().items():
+        close(values, right[name], atol=1e-12)
 
     means = torch.randn(4, 60).double()
     variances = torch.rand(4, 60).double() + 0.1
@@ -454,148 +491,264 @@ def test_metrics_of_classes_and_of_molecules():
     metrics = own.metrics(targets)
     for name in ("lpd", "mae"):
         assert own.scores(targets)[name].mean().item() == pytest.approx(metrics[name], rel=1e-12)
-    close(own.uncertainties()["std"]**2, variances.mean(0) + means.var(0, correction=0))
-    close(own.uncertainties()["epistemic"]**2, means.var(0, correction=0))
+    assert metrics["mae_milli"] == pytest.approx(1000 * metrics["mae"])
+    found = own.uncertainties()
+    close(found["total"]**2, variances.mean(0) + means.var(0, correction=0))
+    close(found["epistemic"]**2, means.var(0, correction=0))
+    close(found["total"]**2, found["aleatoric"]**2 + found["epistemic"]**2)
 
 
 def test_one_sample_has_no_epistemic_uncertainty():
     """Rounding would give it some, which would tell two sets apart."""
     log_probs = torch.randn(9, 3).double().log_softmax(1)
     entropy = torch.special.entr(log_probs.exp()).sum(1) - 1e-17
-    assert list(sl.ClassPrediction(log_probs, entropy, 1).uncertainties()) == ["total"]
-    assert len(sl.ClassPrediction(log_probs, entropy, 2).uncertainties()) == 2
+    assert "epistemic" not in sl.ClassPrediction(log_probs, entropy, 1).uncertainties()
+    assert "epistemic" in sl.ClassPrediction(log_probs, entropy, 2).uncertainties()
     ones = torch.ones(1, 9).double()
-    assert list(sl.EnergyPrediction(ones, ones).uncertainties()) == ["std"]
-    assert len(sl.EnergyPrediction(ones.repeat(2, 1), ones.repeat(2, 1)).uncertainties()) == 2
+    assert "epistemic" not in sl.EnergyPrediction(ones, ones).uncertainties()
+    assert "epistemic" in sl.EnergyPrediction(ones.repeat(2, 1), ones.repeat(2, 1)).uncertainties()
 
 
-def test_intervals_are_of_paired_examples():
-    """Of a constant difference the interval is a point, whatever the spread of the examples."""
-    base = {(2, "lpd"): list(torch.rand(3, 50).double())}
-    rows = [{"members": [1, 2]} for _ in range(3)]
-    # Rows of other sizes and of OOD sets are left alone.
-    others = [{"members": [1]}, {"members": [1, 2], "against": "x"}]
-    better = {(2, "lpd"): [values + 0.1 * (e + 1) for e, values in enumerate(base[2, "lpd"])]}
-    (found,) = sl.compare("swag", [others[1], *rows, others[0]], better, base)
-    assert [len(row) for row in others] == [1, 2]
-    assert found[:3] == ("SWAG", 2, "lpd") and found.mean == pytest.approx(0.2)
-    assert found.interval < 1e-12
-    assert [row["lpd_minus_de"] for row in rows] == pytest.approx([0.1, 0.2, 0.3])
-    change = torch.randn(3, 50).double()
-    worse = {(2, "lpd"): [a + b for a, b in zip(base[2, "lpd"], change)]}
-    (found,) = sl.compare("swag", rows, worse, base)
-    of_examples = change.mean(0).numpy()
-    assert found.mean == pytest.approx(of_examples.mean())
-    assert found.interval == pytest.approx(1.96 * common.standard_error(of_examples))
+def test_evaluation_is_a_function_of_stored_predictions(tmp_path):
+    """Intervals are those of paired examples; the union of OOD sets is one set; costs add up."""
+    study = study_of(tmp_path, ood=["near", "near+far", "gone"], samples=[4, 8])
+    labels = torch.randint(4, (50,))
+    test = data.ImageSet("x", torch.zeros(50, 1, 1, 1), labels, 4, (0.0,), (1.0,))
+    study.sets = SimpleNamespace(test=test, ood={"near": None, "far": None})
+    samples = {}
+    for part, n in (("test", 50), ("ood-near", 30), ("ood-far", 20)):
+        for seed, method in itertools.product((1, 2, 3), ("map", "swag")):
+            count = 1 if method == "map" else 8
+            own = (2 * torch.randn(count, n, 4)).double().log_softmax(-1)
+            samples[method, seed, part] = own
+            state = stored(study, own, [1, 2, 4, 8])
+            state["cost"] = torch.tensor([[0.5, 0.25], [100.0, 10.0]], dtype=torch.float64)
+            torch.save(state, tmp_path / f"seed{seed}-{method}-{part}.pt")
+    rows, differences = sl.evaluate(study)
+    assert [row["method"].split(", ")[-1] for row in rows] == sorted(
+        row["method"].split(", ")[-1] for row in rows)  # K, and within it the methods
+
+    def mixture(method, part, seeds=(1, 2, 3), share=2):
+        share = min(share, 1 if method == "map" else 8)
+        return torch.cat([samples[method, seed, part][:share] for seed in seeds])
+
+    row, = [r for r in rows if r["method"] == "SWAG, S=8, K=3" and "against" not in r]
+    right = common.lpd(mixture("swag", "test"), labels)
+    assert row["lpd"] == pytest.approx(right, rel=1e-5) and row["seed"] == "1+2+3"
+    assert row["ms"] == pytest.approx(1000 * 3 * (0.5 + 2 * 0.25) / 50) and row["bytes"] == 360
+    base = common.lpd(mixture("map", "test"), labels)
+    assert row["lpd_minus_de"] == pytest.approx(right - base, rel=1e-4)
+    found = {(d.method, d.k, d.metric): d for d in differences}
+    assert len(found) == len(differences) == 8
+    each = []
+    for seed in (1, 2, 3):
+        pair = []
+        for method in ("swag", "map"):
+            probs = mixture(method, "test", [seed], 4).exp().mean(0)
+            pair.append(probs[range(50), labels].log())
+        each.append(pair[0] - pair[1])
+    of_examples = torch.stack(each).mean(0).numpy()
+    d = found["SWAG, S=4", 1, "lpd"]
+    assert d.mean == pytest.approx(of_examples.mean(), rel=1e-4)
+    assert d.interval == pytest.approx(1.96 * common.standard_error(of_examples), rel=1e-4)
+
+    pairs = {(r["method"], r["against"]): r for r in rows if "against" in r and r["seed"] == "1+2+3"}
+    assert {against for _, against in pairs} == {"near", "near+far"}  # "gone" was not found
+    both = torch.cat([mixture("swag", part) for part in ("ood-near", "ood-far")], 1)
+    for kind in ("total", "epistemic"):
+        right = common.ood_metrics(common.ensemble_uncertainty(mixture("swag", "test"))[kind],
+                                   common.ensemble_uncertainty(both)[kind], larger_means="ood")
+        own = pairs["SWAG, S=8, K=3", "near+far"]
+        for metric, value in right.items():
+            assert own[f"{metric}_{kind}"] == pytest.approx(value, abs=1e-3)
+    assert "auroc_epistemic" not in next(r for r in rows if r["method"] == "DE, K=1")
+
+
+def test_a_folder_is_no_union():
+    assert sl.ood_parts(["svhn+cifar100", "folder:a+b"]) == {
+        "svhn+cifar100": ["svhn", "cifar100"], "folder:a+b": ["folder:a+b"]}
 
 
 # ---- Networks -----------------------------------------------------------------------------------
+# They are written out a second time, with weights by their published names: so the names are
+# checked, too.
 
 REFERENCES = torch.linspace(-3, 4, 101).double()
 
 
 def network(name, width=1.0, dropout=0.0, **train_set):
-    """A network of the table, for a training set with these properties."""
-    args = SimpleNamespace(model=name, width=width, device=torch.device("cpu"))
-    return sl.make_network(args, SimpleNamespace(**train_set), dropout)
+    """A network of the tables, for a training set with these properties."""
+    args = SimpleNamespace(model=name, width=width, dropout=dropout, freeze=False, epochs=1,
+                           device=torch.device("cpu"))
+    kind = data.ImageSet if "shape" in train_set else data.TextSet
+    own = kind.__new__(kind)
+    for key, value in train_set.items():
+        if key == "shape":
+            key, value = "images", torch.zeros(1, *value)
+        object.__setattr__(own, key, value)
+    return sl.make_network(args, own)
+
+
+def loaded(net, published):
+    """The network, in float64, with weights by their published names."""
+    net = net.double()
+    net.load_state_dict(sl.state_here(net, published))  # strict
+    return net.eval()
 
 
 @pytest.mark.parametrize("name, classes, count", [
     ("wrn_16_4", 10, 2_750_698), ("wrn_16_4", 100, 2_773_828), ("wrn_28_10", 10, 36_488_170),
     ("wrn_16_4_bn", 10, 2_748_890), ("bert_256_4", 2, 13_272_322)])
 def test_published_numbers_of_parameters(name, classes, count):
-    net = network(name, num_classes=classes, shape=(3, 32, 32), vocab=range(30522))
+    kind = {"vocab": range(30522)} if name.startswith("bert") else {"shape": (3, 32, 32)}
+    net = network(name, num_classes=classes, **kind)
     assert sum(p.numel() for p in net.parameters()) == count
 
 
-def frn(x, layer):
-    power = x.square().mean((2, 3), keepdim=True) + 1e-6
-    return torch.maximum(layer.gamma * x / power.sqrt() + layer.beta, layer.tau)
+def random_norm(name, channels, kind):
+    if kind == "bn":
+        own = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1}
+        p = {f"{name}.bn.{key}": start + 0.3 * torch.rand(channels) for key, start in own.items()}
+        return p | {f"{name}.bn.num_batches_tracked": torch.tensor(7)}
+    own = {"eps": 1e-6, "gamma": 1 + 0.3 * torch.randn(channels), "beta": torch.randn(channels),
+           "tau": 0.3 * torch.randn(channels)}
+    return {f"{name}.{key}": value + torch.zeros(1, channels, 1, 1) if key == "eps"
+            else value.view(1, -1, 1, 1) for key, value in own.items()}
 
 
-def batch_norm_relu(x, layer):
-    norm = layer[0]
-    x = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias)
-    return x.relu()
+def random_wrn(channels, blocks, classes, colours=3, kind="frn"):
+    """A published WRN of random weights: channels of the stem and of the three stages."""
+    c_in = channels[0]
+    p = {"backbone.conv_1.weight": torch.randn(c_in, colours, 3, 3)}
+    for stage, c in enumerate(channels[1:], 1):
+        for index in range(blocks):
+            name = f"backbone.block_{stage}.layer.{index}"
+            p |= random_norm(f"{name}.norm_1", c_in, kind)
+            p[f"{name}.conv_1.weight"] = torch.randn(c, c_in, 3, 3) / c_in**0.5 / 3
+            p |= random_norm(f"{name}.norm_2", c, kind)
+            p[f"{name}.conv_2.weight"] = torch.randn(c, c, 3, 3) / c**0.5 / 3
+            if c_in != c or stage > 1 and index == 0:
+                p[f"{name}.conv_shortcut.weight"] = torch.randn(c, c_in, 1, 1) / c_in**0.5
+            c_in = c
+    p |= random_norm("backbone.norm_1", c_in, kind)
+    return p | {"head.fc.weight": torch.randn(classes, c_in), "head.fc.bias": torch.randn(classes)}
 
 
-@torch.no_grad()
-def shaken(net):
-    """float64, in eval mode, every number moved off its start."""
-    net = net.double().eval()
-    for name, value in itertools.chain(net.named_parameters(), net.named_buffers()):
-        if value.is_floating_point() and name not in ("statistics", "references"):
-            value.add_(0.1 * torch.randn_like(value).abs())
-    return net
+def norm_unit(x, p, name):
+    """FRN with its threshold, or batch norm in eval mode and ReLU."""
+    if f"{name}.gamma" not in p:
+        mean, var, weight, bias = (p[f"{name}.bn.{key}"].double() for key in (
+            "running_mean", "running_var", "weight", "bias"))
+        return F.batch_norm(x, mean, var, weight, bias).relu()
+    gamma, beta, tau, eps = (p[f"{name}.{key}"].double() for key in ("gamma", "beta", "tau", "eps"))
+    power = x.square().mean((2, 3), keepdim=True) + eps.abs()
+    return torch.maximum(gamma * x / power.sqrt() + beta, tau)
+
+
+def wrn_by_hand(p, x):
+    """(logits, features) of a published WRN; the shortcut of a transition sees norm_1(x)."""
+    def conv(x, name, stride=1):
+        weight = p[f"{name}.weight"].double()
+        return F.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2)
+
+    x = conv(x, "backbone.conv_1")
+    names = [name.removesuffix(".conv_1.weight") for name in p if name.endswith("conv_1.weight")]
+    for name in names[1:]:
+        stride = 2 if "block_1" not in name and name.endswith(".0") else 1
+        h = norm_unit(x, p, f"{name}.norm_1")
+        if f"{name}.conv_shortcut.weight" in p:
+            x = conv(h, f"{name}.conv_shortcut", stride)
+        h = norm_unit(conv(h, f"{name}.conv_1", stride), p, f"{name}.norm_2")
+        x = x + conv(h, f"{name}.conv_2")
+    features = norm_unit(x, p, "backbone.norm_1").mean((2, 3))
+    return F.linear(features, p["head.fc.weight"].double(), p["head.fc.bias"].double()), features
+
+
+@pytest.mark.parametrize("name, kind", [("wrn_16_4", "frn"), ("wrn_16_4_bn", "bn")])
+@pytest.mark.parametrize("side", [8, 7])
+def test_wide_resnet_by_hand(name, kind, side):
+    p = random_wrn((4, 8, 16, 32), 2, 5, kind=kind)
+    net = loaded(network(name, width=0.125, num_classes=5, shape=(3, side, side)), p)
+    x = torch.randn(2, 3, side, side).double()
+    for own, right in zip(net(x), wrn_by_hand(p, x)):
+        close(own, right, rtol=1e-9)
 
 
 @pytest.mark.parametrize("side", [1, 5])
 def test_frn_is_its_formula(side):
-    layer = shaken(sl.FRN(4))
-    x = torch.randn(3, 4, side, side).double()
-    close(layer(x), frn(x, layer))
     zero = torch.zeros(2, 4, side, side, dtype=torch.bfloat16, requires_grad=True)
     y = sl.FRN(4)(zero)
     y.sum().backward()
     assert y.dtype == torch.bfloat16 and (y == 0).all() and zero.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("name, unit_of", [("wrn_16_4", frn), ("wrn_16_4_bn", batch_norm_relu)])
-@pytest.mark.parametrize("side", [8, 7])
-def test_wide_resnet_by_hand(name, unit_of, side):
-    """The shortcut of a transition sees norm(x)."""
-    net = shaken(network(name, width=0.125, num_classes=5, shape=(3, side, side)))
-    x = torch.randn(2, 3, side, side).double()
-    stem = net.extractor[0]
-    blocks = net.extractor[1:-3]
-    h = F.conv2d(x, stem.weight, padding=1)
-    shapes = []
-    for block in blocks:
-        first, middle, dropout, second = block.body
-        assert isinstance(dropout, nn.Dropout)
-        stride = first.stride[0]
-        above = unit_of(h, block.norm)
-        rest = h
-        if block.shortcut is not None:
-            rest = F.conv2d(above, block.shortcut[1].weight, stride=stride)
-        above = unit_of(F.conv2d(above, first.weight, stride=stride, padding=1), middle)
-        h = rest + F.conv2d(above, second.weight, padding=1)
-        shapes.append((h.shape[1], stride, block.shortcut is not None))
-    assert shapes == [(8, 1, True), (8, 1, False), (16, 2, True), (16, 1, False), (32, 2, True),
-                      (32, 1, False)]
-    features = unit_of(h, net.extractor[-3]).mean((2, 3))
-    logits, found = net(x)
-    close(found, features)
-    close(logits, features @ net.head.weight.T + net.head.bias)
+def random_bert(dim, layers, vocabulary):
+    """A published BERT of random weights."""
+    p = {}
+
+    def add(name, *shape, start=0.0):
+        p[f"backbone.model.{name}"] = start + 0.3 * torch.randn(shape)
+
+    def add_linear(name, d_in, d_out):
+        add(f"{name}.weight", d_out, d_in)
+        add(f"{name}.bias", d_out)
+
+    def add_norm(name):
+        add(f"{name}.LayerNorm.weight", dim, start=1.0)
+        add(f"{name}.LayerNorm.bias", dim)
+
+    for name, rows in (("word", vocabulary), ("position", 512), ("token_type", 2)):
+        add(f"embeddings.{name}_embeddings.weight", rows, dim)
+    add_norm("embeddings")
+    for layer in range(layers):
+        name = f"encoder.layer.{layer}"
+        for part in ("query", "key", "value"):
+            add_linear(f"{name}.attention.self.{part}", dim, dim)
+        add_linear(f"{name}.attention.output.dense", dim, dim)
+        add_norm(f"{name}.attention.output")
+        add_linear(f"{name}.intermediate.dense", dim, 8 * dim)
+        add_linear(f"{name}.output.dense", 8 * dim, dim)
+        add_norm(f"{name}.output")
+    add_linear("pooler.dense", dim, dim)
+    return p | {"head.fc.weight": torch.randn(2, dim), "head.fc.bias": torch.randn(2)}
 
 
-def bert_layer(layer, x, is_token):
-    """Attention of eight heads and the feed-forward layer, written out."""
-    b, length, dim = x.shape
+def bert_by_hand(p, tokens, layers):
+    """The features of a published BERT: attention of eight heads and feed-forward, written out."""
+    p = {name.removeprefix("backbone.model."): value.double() for name, value in p.items()}
+    b, length = tokens.shape
 
-    def normed(norm, x):
-        return F.layer_norm(x, (dim,), norm.weight, norm.bias, 1e-12)
+    def linear(x, name):
+        return F.linear(x, p[f"{name}.weight"], p[f"{name}.bias"])
 
-    attention = layer.self_attn
-    heads = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)
-    q, k, v = heads.view(b, length, 3, 8, dim // 8).permute(2, 0, 3, 1, 4)
-    mixed = F.scaled_dot_product_attention(q, k, v, is_token[:, None, None])
-    mixed = mixed.transpose(1, 2).reshape(b, length, dim)
-    x = normed(layer.norm1, x + attention.out_proj(mixed))
-    return normed(layer.norm2, x + layer.linear2(F.gelu(layer.linear1(x))))
+    def normed(x, name):
+        weight = p[f"{name}.LayerNorm.weight"]
+        return F.layer_norm(x, weight.shape, weight, p[f"{name}.LayerNorm.bias"], 1e-12)
+
+    def heads(x, name):
+        return linear(x, name).view(b, length, 8, -1).transpose(1, 2)
+
+    x = p["embeddings.word_embeddings.weight"][tokens]
+    x = x + p["embeddings.position_embeddings.weight"][:length]
+    x = normed(x + p["embeddings.token_type_embeddings.weight"][0], "embeddings")
+    for layer in range(layers):
+        name = f"encoder.layer.{layer}"
+        q, k, v = [heads(x, f"{name}.attention.self.{part}") for part in ("query", "key", "value")]
+        mixed = F.scaled_dot_product_attention(q, k, v, (tokens > 0)[:, None, None])
+        mixed = linear(mixed.transpose(1, 2).flatten(2), f"{name}.attention.output.dense")
+        x = normed(x + mixed, f"{name}.attention.output")
+        wide = F.gelu(linear(x, f"{name}.intermediate.dense"))
+        x = normed(x + linear(wide, f"{name}.output.dense"), f"{name}.output")
+    return linear(x[:, 0], "pooler.dense").tanh()
 
 
 def test_bert_by_hand():
-    """Attention and feed-forward written out; padding is inert; dropout acts in training."""
-    net = shaken(network("bert_256_2", width=1 / 16, dropout=0.3, num_classes=2, vocab=range(30)))
-    bert = net.extractor
+    """Padding is inert; dropout acts in training, but not in the pooler."""
+    p = random_bert(16, 2, 30)
+    net = loaded(network("bert_256_2", width=1 / 16, dropout=0.3, num_classes=2, vocab=range(30)), p)
     is_token = torch.arange(9) < torch.tensor([9, 4, 1])[:, None]
     tokens = torch.randint(1, 30, (3, 9)).where(is_token, 0)
-    x = bert.words.weight[tokens] + bert.types.weight[0] + bert.positions.weight[:9]
-    x = F.layer_norm(x, (16,), bert.norm.weight, bert.norm.bias, 1e-12)
-    for layer in bert.layers:
-        x = bert_layer(layer, x, is_token)
-    features = torch.tanh(F.linear(x[:, 0], bert.pooler[0].weight, bert.pooler[0].bias))
+    features = bert_by_hand(p, tokens, 2)
     close(net(tokens)[1], features, rtol=1e-9)
     net(tokens[:0])[0].sum().backward()  # an empty part of a batch: DDP waits for its gradients
     assert not any(p.grad.any() for p in net.parameters())
@@ -604,17 +757,23 @@ def test_bert_by_hand():
         close(net(F.pad(tokens, (0, 259)))[0], net(tokens)[0], rtol=1e-12)
         net.train()
         assert not torch.equal(net(tokens)[0], net(tokens)[0])
+        net.extractor.dropout.eval()
+        net.extractor.layers.eval()
+        close(net(tokens)[1], features, rtol=1e-9)
 
 
 def test_bert_starts_as_published():
+    """Its head is initialised by PyTorch."""
     net = network("bert_256_2", width=0.25, num_classes=2, vocab=range(500))
-    for name, parameter in net.named_parameters():
+    for name, parameter in net.extractor.named_parameters():
         if name.endswith("bias"):
             assert (parameter == 0).all(), name
         elif parameter.ndim == 1:
             assert (parameter == 1).all(), name
         else:
             assert parameter.std().item() == pytest.approx(0.02, rel=0.2), name
+    assert net.head.weight.std().item() == pytest.approx(1 / math.sqrt(3 * 64), rel=0.2)
+    assert (net.head.bias != 0).all()
 
 
 def molecules_of(atoms):
@@ -627,8 +786,44 @@ def molecules_of(atoms):
     return batch.molecules._replace(positions=positions)
 
 
-def painn_dense(net, numbers, places, cutoff=3.0):
+def random_painn(features, layers, radial):
+    """A published PaiNN of random weights."""
+    p = {"backbone.0.atom_embedding.weight": torch.randn(101, features),
+         "backbone.0.radial_basis.freqs": torch.zeros(radial)}
+
+    def add_linear(name, d_in, d_out, bias=True):
+        p[f"{name}.weight"] = 0.4 * torch.randn(d_out, d_in)
+        if bias:
+            p[f"{name}.bias"] = 0.4 * torch.randn(d_out)
+
+    for layer in range(layers):
+        name = f"backbone.0.message_blocks.{layer}"
+        add_linear(f"{name}.scalar_network.0", features, features)
+        add_linear(f"{name}.scalar_network.3", features, 3 * features)
+        add_linear(f"{name}.rbf_network.0", radial, 3 * features)
+    for layer in range(layers):
+        name = f"backbone.0.update_blocks.{layer}"
+        add_linear(f"{name}.U.0", features, features, bias=False)
+        add_linear(f"{name}.V.0", features, features, bias=False)
+        add_linear(f"{name}.scalar_vector_network.0", 2 * features, features)
+        add_linear(f"{name}.scalar_vector_network.3", features, 3 * features)
+    add_linear("backbone.1.partial_readout_network.0", features, features // 2)
+    p |= {"head.head.mean": torch.tensor(-0.7), "head.head.std": torch.tensor(1.9),
+          "head.head.atom_refs": REFERENCES[:100, None].float()}
+    add_linear("head.head.readout_network", features // 2, 2)
+    return p | {"head.head.prediction_finalizer.scale_and_shift.scale": torch.tensor(0.0)}
+
+
+def painn_by_hand(p, numbers, places, cutoff=3.0):
     """(mean, variance) of one molecule, each atom [i] with each other [i, j]."""
+    p = {name: value.double() for name, value in p.items()}
+
+    def linear(x, name):
+        return F.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
+
+    def two(x, name):
+        return linear(F.silu(linear(x, f"{name}.0")), f"{name}.3")
+
     n = len(places)
     numbers = torch.tensor(numbers)
     offset = places - places[:, None]
@@ -636,34 +831,54 @@ def painn_dense(net, numbers, places, cutoff=3.0):
     rbf = torch.cat([torch.sin(k * math.pi * d / cutoff) / d for k in range(1, 6)], -1)
     near = (d < cutoff) * ~torch.eye(n, dtype=torch.bool)[..., None]
     cut = 0.5 * (torch.cos(math.pi * d / cutoff) + 1) * near
-    s = net.embedding.weight[numbers]
-    v = torch.zeros(n, 3, 8).double()
-    for layer in net.layers:
-        vv, ss, vs = (layer.message(s) * layer.filter(rbf) * cut).chunk(3, -1)
+    s = p["backbone.0.atom_embedding.weight"][numbers]
+    v = torch.zeros(n, 3, s.shape[1]).double()
+    for layer in range(2):
+        name = f"backbone.0.message_blocks.{layer}"
+        phi = two(s, f"{name}.scalar_network")
+        vv, ss, vs = (phi * linear(rbf, f"{name}.rbf_network.0") * cut).chunk(3, -1)
         v = v + (vv[:, :, None] * v + vs[:, :, None] * (offset / d)[..., None]).sum(1)
         s = s + ss.sum(1)
-        uv = layer.u(v)
-        vv = layer.v(v)
-        a_vv, a_sv, a_ss = layer.update(torch.cat([vv.norm(dim=1), s], -1)).chunk(3, -1)
+        name = f"backbone.0.update_blocks.{layer}"
+        uv = linear(v, f"{name}.U.0")
+        vv = linear(v, f"{name}.V.0")
+        scales = two(torch.cat([vv.norm(dim=1), s], -1), f"{name}.scalar_vector_network")
+        a_vv, a_sv, a_ss = scales.chunk(3, -1)
         s = s + a_ss + a_sv * (uv * vv).sum(1)
         v = v + uv * a_vv[:, None]
-    mean, raw = net.head(net.readout(s)).T
-    variance = ((F.softplus(raw) + 1e-8) * 1.9).square()
-    return torch.stack([(mean * 1.9 - 0.7 + REFERENCES[numbers]).sum(), variance.sum()])
+    features = F.silu(linear(s, "backbone.1.partial_readout_network.0"))
+    mean, raw = linear(features, "head.head.readout_network").T
+    std = p["head.head.std"]
+    known = p["head.head.mean"] + p["head.head.atom_refs"][numbers, 0]
+    variance = ((F.softplus(raw) + 1e-8) * std).square()
+    return torch.stack([(mean * std + known).sum(), variance.sum()])
 
 
 def test_painn_is_a_sum_over_pairs():
     assert sum(p.numel() for p in sl.PaiNN((0.0, 1.0), REFERENCES).parameters()) == 589_250
-    net = shaken(sl.PaiNN((-0.7, 1.9), REFERENCES, 8, 2, radial=5, cutoff=3.0))
+    p = random_painn(8, 2, 5)
+    net = loaded(sl.PaiNN((0.0, 1.0), REFERENCES, 8, 2, radial=5, cutoff=3.0), p)
     atoms = []
     for n in (5, 1, 3, 6):
         atoms.append(([1, 6, 7, 8, 1, 9][:n], 1.5 * torch.randn(n, 3).double()))
     found, _ = net(molecules_of(atoms))
     for own, (numbers, places) in zip(found, atoms):
-        close(own, painn_dense(net, numbers, places), rtol=1e-9)
+        close(own, painn_by_hand(p, numbers, places), rtol=1e-9)
     outputs, _ = net.train()(molecules_of(atoms[1:2]))  # a lone atom
     outputs.sum().backward()
     assert all(p.grad.isfinite().all() for p in net.parameters() if p.grad is not None)
+
+
+def test_painn_has_the_published_dropout():
+    """After the hidden units of both networks of a layer, the filter, U and V, and the readout."""
+    net = sl.PaiNN((0.0, 1.0), REFERENCES, 8, 2, dropout=0.5, cutoff=3.0).train()
+    widths = []
+    for module in net.modules():
+        if isinstance(module, nn.Dropout):
+            assert module.p == 0.5
+            module.register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].shape[-1]))
+    net(molecules_of([([1, 6], torch.tensor([[0.0, 0, 0], [1, 0, 0]]))]))
+    assert sorted(widths) == sorted(2 * [24, 8, 8, 8, 8] + [4])
 
 
 def test_statistics_are_per_atom_and_without_references():
@@ -676,6 +891,166 @@ def test_statistics_are_per_atom_and_without_references():
     close(sl.energy_statistics(own), (rows.mean(), rows.std(ddof=1)))
     with pytest.raises(UserError, match="--target"):
         sl.energy_statistics(dataclasses.replace(own, labels=known + 2.0 * sizes))
+
+
+# ---- Published checkpoints ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def save_published(monkeypatch):
+    """save(path, class, seed, state): a file as the authors' script writes it, with objects of a
+    stand-in of OmegaConf, which is gone again when the file is read."""
+    modules = {"omegaconf": types.ModuleType("omegaconf")}
+    for name in ("dictconfig.DictConfig", "nodes.AnyNode", "base.Metadata", "base.ContainerMetadata"):
+        module, kind = name.split(".")
+        own = modules.setdefault(f"omegaconf.{module}", types.ModuleType(f"omegaconf.{module}"))
+        setattr(own, kind, type(kind, (), {"__module__": f"omegaconf.{module}"}))
+
+    def node(value):
+        is_leaf = not isinstance(value, dict)
+        kind = modules["omegaconf.nodes"].AnyNode if is_leaf else (
+            modules["omegaconf.dictconfig"].DictConfig)
+        made = kind()
+        made._metadata = modules["omegaconf.base"].ContainerMetadata()
+        made._metadata.ref_type = typing.Any
+        made._metadata.resolver_cache = collections.defaultdict(dict)
+        if is_leaf:
+            made._val = value
+        else:
+            made._content = {key: node(item) for key, item in value.items()}
+            for child in made._content.values():
+                child._parent = made
+        return made
+
+    def save(path, kind, seed, state):
+        config = {"inference": {"init": {"_target_": f"src.inference.{kind}"}}, "seed": seed}
+        with monkeypatch.context() as patch:
+            for name, module in modules.items():
+                patch.setitem(sys.modules, name, module)
+            torch.save({"cfg": node(config), "state_dict": state, "val_lpd": 0.0}, path)
+        return path
+
+    return save
+
+
+def vector_of(tensors):
+    """The parameters as one vector, in the order of the file, with FRN's epsilons."""
+    return torch.cat([tensor.flatten() for name, tensor in tensors.items() if ".running" not in name
+                      and "num_batches" not in name])
+
+
+@pytest.mark.parametrize("kind, name", [("frn", "wrn_16_4"), ("bn", "wrn_16_4_bn")])
+def test_published_iterates_are_networks(save_published, tmp_path, kind, name):
+    """Each iterate, as a network, gives the published outputs; without FRN's epsilons."""
+    iterates = [random_wrn((4, 8, 16, 32), 2, 5, kind=kind) for _ in range(3)]
+    buffers = {key: value for key, value in iterates[0].items() if "running" in key}
+    state = {"iterates": torch.stack([vector_of(p) for p in iterates], 1)}
+    state |= {f"model.{key}": value for key, value in iterates[0].items()}
+    file = sl.read_published(save_published(tmp_path / "x.pt", "SWAG", 4, state))
+    assert (file.title, file.seed) == ("swag", 4)
+    net = network(name, width=0.125, num_classes=5, shape=(3, 8, 8)).double()
+    found = sl.published_iterates(net, file)
+    assert found.shape == (3, sum(p.numel() for p in net.parameters()))
+    member = SimpleNamespace(net=net, study=SimpleNamespace(args=SimpleNamespace(
+        device=torch.device("cpu"), amp="off"), loaders={"train": None}), args=None)
+    sl.load_published(net, file)
+    x = torch.randn(2, 3, 8, 8).double()
+    for p, own in zip(iterates, found.double()):
+        if kind == "bn":
+            nn.utils.vector_to_parameters(own, net.parameters())
+        else:
+            net = next(sl.networks_at(member, [own]))
+        close(net.eval()(x)[0], wrn_by_hand(p | buffers, x)[0], rtol=1e-9)
+    narrow = network(name, width=0.25, num_classes=5, shape=(3, 8, 8))
+    with pytest.raises(UserError, match="x.pt does not fit --model, --dataset or --vocab: .*size"):
+        sl.published_iterates(narrow, file)
+
+
+def test_only_tensors_and_configurations_are_unpickled(save_published, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "evil"),)
+
+    path = tmp_path / "x.pt"
+    for content, said in (({"cfg": Evil(), "state_dict": {}}, "Unpickling"), ({"a": 1}, "KeyError"),
+                          ({"cfg": {}, "state_dict": {}}, "AttributeError")):
+        torch.save(content, path)
+        with pytest.raises(UserError, match=f"x.pt is not a published network.*{said}"):
+            sl.read_published(path)
+    save_published(path, "IVON", 1, {})
+    with pytest.raises(UserError, match="KeyError: 'IVON'"):
+        sl.read_published(path)
+    with pytest.raises(UserError, match="nowhere.pt is not a published network.*FileNotFound"):
+        sl.read_published(tmp_path / "nowhere.pt")
+    assert not (tmp_path / "evil").exists()
+
+
+def published_study(tmp_path, save):
+    """Files of two networks, the posteriors of one of them, and that LLLA's Hessian and flow."""
+    files = []
+    for seed in (10, 2):
+        p = random_wrn((4, 6, 13, 26), 1, 10, colours=1)
+        state = {f"model.{key}": value for key, value in p.items()}
+        files.append(save(tmp_path / f"map{seed}.pt", "MAP", seed, state))
+    size = 27 * 10
+    root = torch.randn(size, size)
+    h = root @ root.T
+    theta = torch.cat([p["head.fc.weight"].flatten(), p["head.fc.bias"]])
+    llla = {"model": p, "mean": theta, "llla": {"H": h, "prior_precision": torch.tensor([3.0])}}
+    flow = {}
+    for layer in range(2):
+        flow |= {f"transform.{layer}.x0": torch.randn(size)}
+        flow |= {f"transform.{layer}.{name}": torch.randn(1) for name in ("alpha_prime", "beta_prime")}
+    iterates = torch.stack([vector_of(p) + 0.01 * torch.randn(vector_of(p).shape)
+                            for _ in range(3)], 1)
+    swag = {"iterates": iterates, **state}
+    la_nf = {"llla_inference": llla, "num_transforms": 2, "guide_state_dict": flow}
+    posteriors = [save(tmp_path / "swa.pt", "SWA", 2, swag), save(tmp_path / "swag.pt", "SWAG", 2, swag),
+                  save(tmp_path / "llla.pt", "LastLayerLaplace", 2, llla),
+                  save(tmp_path / "la_nf.pt", "PosteriorRefinedLastLayerLaplace", 2, la_nf)]
+    return files, posteriors, theta, h, flow
+
+
+def test_a_study_of_published_networks(save_published, tmp_path, monkeypatch, capsys):
+    files, posteriors, theta, h, flow = published_study(tmp_path, save_published)
+    argv = ["--dataset", "glyphs", "--model", "wrn_10_4", "--width", 0.1, "--limit-train", 60,
+            "--limit-test", 20, "--val-samples", 2, "--samples", 4, "--flow-layers", 2, "--ensembles",
+            1, 2, "--swag-lrs", 1e-3, "--swag-epochs", 2, "--no-plot", "--out-dir", tmp_path, "--batch-size", 20, *CPU]
+    argv = [str(word) for word in argv + ["--ood", "--map-paths", *files]]
+    rows = sl.main(argv + ["--posterior-paths", *map(str, posteriors)])
+    assert [row["seed"] for row in rows[:2]] == ["2", "10"]  # by the seeds in the files
+    folder = tmp_path / SCRIPT / "glyphs-wrn_10_4-w0.1-published"
+    assert not (folder / "seed2-swag-lr0.001.pt").exists()     # a published one
+    assert (folder / "seed10-swag-lr0.001.pt").exists()
+    heads = torch.load(folder / "seed2-llla.pt")["heads"]
+    noise = sl.seeded_noise((4, 270), torch.device("cpu"), 2, sl.STREAMS["samples"])
+    values, basis = torch.linalg.eigh(h.double() + 3 * unit(270))
+    right = theta + noise.double() @ basis @ torch.diag(values.rsqrt()) @ basis.T
+    close(heads, right, rtol=1e-3, atol=1e-4)
+    own = [torch.stack([flow[f"transform.{layer}.{name}"] for layer in range(2)]).squeeze(-1)
+           for name in ("x0", "alpha_prime", "beta_prime")]
+    refined = torch.load(folder / "seed2-la_nf2.pt")["heads"]
+    close(refined, sl.apply_flow(own, heads)[0], rtol=1e-4, atol=1e-4)
+    # A finished study is read; another file of a posterior is another posterior.
+    monkeypatch.setattr(sl, "train_epoch", None)
+    monkeypatch.setattr(sl, "negative_elbo", None)
+    again = sl.main(argv + ["--eval", "--posterior-paths", *map(str, posteriors)])
+    assert by_name(again) == by_name(rows)
+    state = {"mean": theta + 1, "llla": {"H": h, "prior_precision": torch.tensor([3.0])}}
+    save_published(posteriors[2], "LastLayerLaplace", 2, state)
+    with pytest.raises(UserError, match="llla.pt belongs to another network than that of seed 2"):
+        sl.main(argv + ["--eval", "--posterior-paths", *map(str, posteriors)])
+    for words, said in ((["--map-paths", files[0], files[0]], "map of seed 10; --map-paths takes"),
+                        (["--map-paths", files[0], "--posterior-paths", files[1]], "holds map of"),
+                        (["--map-paths", posteriors[0]], "holds swa of seed 2"),
+                        (["--map-paths", files[0], "--epochs", 3], "--epochs has no effect with"),
+                        (["--posterior-paths", files[0]], "without --map-paths"),
+                        (["--map-paths", files[0], "--width", 0.2], "map10.pt does not fit")):
+        argv = ["--dataset", "glyphs", "--model", "wrn_10_4", "--out-dir", tmp_path / "no", *CPU,
+                "--limit-train", 60, "--width", 0.1, "--ensembles", 1, *words]
+        with pytest.raises(UserError, match=said):
+            sl.main([str(word) for word in argv])
+    assert not (tmp_path / "no").exists()
 
 
 # ---- Data ---------------------------------------------------------------------------------------
@@ -698,9 +1073,27 @@ def test_the_split_of_cifar_is_the_published_one(monkeypatch):
     assert len(rows) == 2000 and rows.sum() == 50_129_101
     rest = (train.images[:, :, 0, 0].long() * place).sum(1)
     assert torch.equal(torch.cat([rows, rest]).sort().values, index)
-    # No seed changes it.
-    other = sl.load_images(options("cifar10", "--seed", 5))[1]
-    assert torch.equal(other.images, val.images)
+    # Published networks know the statistics of 48,000 images, whatever is left of them here.
+    few, val_of_few, _ = sl.load_images(options("cifar10", "--seed", 5, "--limit-train", 90))
+    assert torch.equal(val_of_few.images, val.images) and len(few) == 90
+    assert (few.mean, few.std) == (train.mean, train.std) == (val.mean, val.std)
+    close(train.mean, train.images.double().mean((0, 2, 3)) / 255, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dirty_glyphs", "dirty_mnist"])
+def test_no_validation_image_is_a_training_image(name, monkeypatch):
+    """A blend of two digits occurs several times, with other labels."""
+    if name == "dirty_mnist":  # one image in ten copies, of which rows would leave most in both
+        images = torch.arange(100)[:, None, None, None].repeat_interleave(10, 0).byte()
+        own = data.ImageSet(name, images, torch.arange(1000) % 10, 10, (0.5,), (0.5,),
+                            groups=torch.arange(100).repeat_interleave(10))
+        monkeypatch.setattr(data, "load", lambda *_, **__: own)
+    args = options("dirty_glyphs", "--num-val", 95, "--limit-train", 300)
+    train, val, _ = sl.load_images(args)
+    assert not set(val.groups.tolist()) & set(train.groups.tolist())
+    assert 95 <= len(val) <= 104 and 290 < len(train) <= 300
+    pixels = {image.numpy().tobytes() for image in train.images}
+    assert not pixels & {image.numpy().tobytes() for image in val.images}
 
 
 def test_statistics_of_pixels_of_any_type(monkeypatch):
@@ -723,12 +1116,13 @@ def save_images(folder, labels, brightness=40, side=70):
             Image.new("RGB", (side, side), colour).save(folder / label / f"{i}.png")
 
 
-def test_validation_images_of_a_folder_are_read(tmp_path):
+def test_validation_images_of_a_folder(tmp_path):
+    """They are read, or else classes keep their shares."""
     save_images(tmp_path / "own" / "train", "ab")
     save_images(tmp_path / "own" / "test", "ab")
-    args = options(f"folder:{tmp_path / 'own'}", "--num-val", 3)
+    args = options(f"folder:{tmp_path / 'own'}", "--num-val", 4)
     train, val, _ = sl.load_images(args)
-    assert (len(train), len(val)) == (9, 3)
+    assert train.labels.bincount().tolist() == [4, 4] and val.labels.bincount().tolist() == [2, 2]
     save_images(tmp_path / "own" / "val", "ab", brightness=33)
     with pytest.raises(UserError, match="--num-val has no effect .* folder val"):
         sl.load_images(args)
@@ -759,16 +1153,32 @@ def test_labels_of_another_quantity_are_not_predicted(tmp_path):
     argv = ["--data-dir", tmp_path, "--target", "homo", "--ood"]
     sets = sl.load_sets(options("qm9", *argv, "--predict", "clusters_large"))
     assert sets.predict.labels.isnan().all() and not sets.test.labels.isnan().any()
-    columns = sl.EnergyPrediction(torch.ones(2, 5500), torch.ones(2, 5500)).columns(sets.predict, ())
-    assert list(columns) == ["index", "predicted", "total", "aleatoric", "epistemic"]
     same = sl.load_sets(options("qm9", *argv, "--predict", "qm9")).predict
     assert torch.equal(same.labels, sets.test.labels)
+
+
+def test_what_sst2_lacks_is_said(tmp_path, capsys):
+    """Labels of its test set, and BERT's word pieces."""
+    (tmp_path / "SST-2").mkdir()
+    rows = "".join(f"a {'good' if i % 2 else 'bad'} film {i}\t{i % 2}\n" for i in range(40))
+    for name in ("train", "dev"):
+        (tmp_path / "SST-2" / f"{name}.tsv").write_text("sentence\tlabel\n" + rows)
+    (tmp_path / "SST-2" / "test.tsv").write_text("index\tsentence\n0\tx\n")
+    sl.load_sets(options("sst2", "--data-dir", tmp_path))
+    said = capsys.readouterr().out
+    assert "huggingface.co/datasets/SetFit/sst2" in said and "4 rows of train.tsv" in said
+    assert "vocab.txt of huggingface.co/google-bert/bert-base-uncased" in said
+    (tmp_path / "SST-2" / "test.tsv").write_text("sentence\tlabel\n" + rows)
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "film"]))
+    sl.load_sets(options("sst2", "--data-dir", tmp_path, "--vocab", tmp_path / "vocab.txt"))
+    assert "huggingface" not in capsys.readouterr().out
 
 
 # ---- Runs ---------------------------------------------------------------------------------------
 
 SCRIPT = "swag_laplace_ensembles"
 RUN = f"{SCRIPT}/run"
+METHODS = tuple(sl.LABELS)
 OOD = {"glyphs": "glyphs_letters", "reviews": "reviews_finance", "clusters": "clusters_large"}
 TINY = ("--members 2 --ensembles 1 2 --limit-train 96 --limit-test 40 --batch-size 24 --limit-steps 3 "
         "--width 0.1 --epochs 2 --device cpu --name run --no-plot").split()
@@ -781,10 +1191,10 @@ def quick(monkeypatch):
     monkeypatch.setattr(sl, "DROPOUTS", (0.1,))
 
 
-def tiny(dataset, out, *more, methods=tuple(sl.METHODS)):
+def tiny(dataset, out, *more, methods=METHODS):
     """A small study; of MAP networks alone, options of posteriors would be refused."""
     argv = ["--dataset", dataset, *TINY, "--out-dir", str(out), "--methods", *methods]
-    if len(methods) == len(sl.METHODS):
+    if len(methods) == len(METHODS):
         argv += POSTERIORS
     if dataset not in data.TEXTS + data.MOLECULES:
         argv += ["--num-val", "60"]
@@ -792,22 +1202,35 @@ def tiny(dataset, out, *more, methods=tuple(sl.METHODS)):
 
 
 def opened(dataset, out, *more):
-    return sl.open_study(sl.parse_args(tiny(dataset, out, *more)))
+    """A Study, and its directory."""
+    args = sl.parse_args(tiny(dataset, out, *more))
+    run = common.Run(args, SCRIPT, "run", sl.EVALUATION_OPTIONS)
+    return sl.Study(args, run, sl.load_sets(args), {})
 
 
 def pieces(out):
     return {path.name: path.read_bytes() for path in sorted((out / RUN).glob("*.pt"))}
 
 
-def stored_rates(state):
-    """The rates of SWA and SWAG that are best by what is stored of their choice."""
-    rates = sl.PRESETS["glyphs"]["swag_lrs"]
-    return [rates[int(np.argmax(state[name]))] for name in ("swa_lpds", "swag_lpds")]
+def stored_rates(out, seed):
+    """The rates of SWA and SWAG that are best by what is stored."""
+    best = []
+    for method in ("swa", "swag"):
+        lpds = {}
+        for rate in (0.03, 0.01):
+            state = torch.load(out / RUN / f"seed{seed}-swag-lpds-{rate}.pt", weights_only=True)
+            lpds[rate] = state["lpds"][method]
+        best.append(max(lpds, key=lpds.get))
+    return best
 
 
 def by_name(rows):
     """{(method, members, OOD set): row}"""
     return {(row["method"], row["seed"], row.get("against")): row for row in rows}
+
+
+def without_clocks(rows):
+    return by_name([{key: row[key] for key in row if key != "ms"} for row in rows])
 
 
 @pytest.fixture(scope="module")
@@ -835,49 +1258,51 @@ def copied(studies, tmp_path):
 def test_a_study_tells_its_story(studies, dataset):
     out, rows = studies(dataset)
     folder = out / RUN
-    labels = list(sl.METHODS.values())
+    labels = list(sl.LABELS.values())
     single = [row for row in rows if "against" not in row]
     found = [(row["method"], row["seed"], row["members"]) for row in single]
     right = []
     for label in labels:
-        right += [(f"{label}, K=1", "1", [1]), (f"{label}, K=1", "2", [2]),
-                  (f"{label}, K=2", "1+2", [1, 2])]
-    assert found == right
-    score = "auroc_std" if dataset == "clusters" else "auroc_total"
+        right += [(f"{label}, K=1", "1", [1]), (f"{label}, K=1", "2", [2])]
+    assert found == right + [(f"{label}, K=2", "1+2", [1, 2]) for label in labels]
     for row in rows:
         assert row["set"] == dataset and row["n"] == 40
         if "against" in row:
-            assert row["against"] == OOD[dataset] and 0 <= row[score] <= 1
+            assert row["against"] == OOD[dataset] and 0 <= row["auroc_total"] <= 1
         else:
-            assert math.isfinite(row["lpd"]) and "K" not in row
+            assert math.isfinite(row["lpd"]) and row["ms"] > 0 and row["bytes"] > 1000
             assert ("lpd_minus_de" in row) == (not row["method"].startswith("DE"))
     results = json.loads((folder / "results.json").read_text())
     assert results["rows"] == rows
     differences = {(d["method"], d["k"], d["metric"]): d for d in results["differences"]}
     metrics = ("lpd", "mae") if dataset == "clusters" else ("lpd", "accuracy")
     assert set(differences) == set(itertools.product(labels[1:], (1, 2), metrics))
-    # The mean over the ensembles of K is the difference of the rows' means.
-    rows_of = by_name(single)
-    for label in labels[1:]:
-        own = [rows_of[f"{label}, K=1", seed, None]["lpd"] for seed in "12"]
-        base = [rows_of["DE, K=1", seed, None]["lpd"] for seed in "12"]
-        right = np.mean(own) - np.mean(base)
-        assert differences[label, 1, "lpd"]["mean"] == pytest.approx(right, abs=1e-9)
-        assert differences[label, 1, "lpd"]["interval"] > 0
-    assert (folder / "differences.png").stat().st_size > 10_000
+    for name in ("differences.png", "training.png"):
+        assert (folder / name).stat().st_size > 10_000
+
+
+def test_what_a_prediction_needs(studies):
+    """In bytes: a network; SWAG's variances and deviations; last layers."""
+    _, rows = studies("glyphs")
+    rows = without_clocks(rows)
+    network = rows["DE, K=1", "1", None]["bytes"]
+    assert rows["DE, K=2", "1+2", None]["bytes"] == 2 * network == 2 * 4 * 12_917
+    assert rows["SWAG, K=1", "1", None]["bytes"] == (1 + 1 + 3) * network
+    assert rows["LLLA, K=1", "1", None]["bytes"] == network + 7 * 4 * 270
+    assert rows["LA-NF, K=2", "1+2", None]["bytes"] == 2 * (network + 3 * 4 * 270)
 
 
 def test_names_of_pieces_are_explicit(studies):
     out, _ = studies("glyphs")
     names = set(pieces(out))
     for seed in (1, 2):
-        right = {f"seed{seed}-map.pt", f"seed{seed}-map-dropout0.1.pt", f"seed{seed}-swag-choice.pt",
-                 f"seed{seed}-mcdo-choice.pt", f"seed{seed}-llla.pt", f"seed{seed}-la_nf.pt",
-                 f"seed{seed}-flows.pt"}
-        for method, part in itertools.product(sl.METHODS, ("test", "ood-glyphs_letters")):
-            right.add(f"seed{seed}-{method}-{part}.pt")
-        choice = torch.load(out / RUN / f"seed{seed}-swag-choice.pt", weights_only=True)
-        for rate in set(stored_rates(choice)):
+        right = {f"seed{seed}-map.pt", f"seed{seed}-map-dropout0.1.pt", f"seed{seed}-mcdo-lpd-0.1.pt",
+                 f"seed{seed}-swag-lpds-0.03.pt", f"seed{seed}-swag-lpds-0.01.pt",
+                 f"seed{seed}-llla.pt", f"seed{seed}-la_nf2.pt"}
+        titles = ("map", "swa", "swag", "llla", "la_nf2", "mcdo")
+        for title, part in itertools.product(titles, ("test", "ood-glyphs_letters")):
+            right.add(f"seed{seed}-{title}-{part}.pt")
+        for rate in set(stored_rates(out, seed)):
             name = f"seed{seed}-swag-lr{rate:g}"
             right |= {f"{name}.pt", f"{name}-1.pt", f"{name}-2.pt", f"{name}-3.pt"}
         # Nothing else: the iterates of the other rate are deleted.
@@ -886,88 +1311,77 @@ def test_names_of_pieces_are_explicit(studies):
 
 def test_what_is_stored_of_classes_is_mixtures_in_float32(studies):
     """Never one sample by itself: of CIFAR-100 they would take a terabyte."""
-    out, rows = studies("glyphs")
+    out, _ = studies("glyphs")
     state = torch.load(out / RUN / "seed1-llla-test.pt", weights_only=True)
-    # After 7 // 2 and 7 samples, for K = 2 and 1.
-    assert state["log_probs"].shape == (40, 2, 10) and state["log_probs"].dtype == torch.float32
-    assert state["entropy"].dtype == torch.float64 and state["entropy"].shape == (40, 2)
-    assert torch.load(out / RUN / "seed1-map-test.pt", weights_only=True)["log_probs"].shape[1] == 1
-
-
-def test_small_uncertainties_survive_storing(tmp_path):
-    """Of a weak network, float16 made six times too much mutual information."""
-    each = torch.randn(1, 200, 10).mul(0.05) + 2e-3 * torch.randn(20, 200, 10)
-    each = each.double().log_softmax(2)
-    study = study_of()
-    study.args.ensembles = [1]
-    study.args.samples = 20
-    torch.save(sl.summarise(study, iter(each), [20]), tmp_path / "x.pt")
-    own = sl.predict_ensemble(study, "llla", [torch.load(tmp_path / "x.pt")]).uncertainties()
-    right = common.ensemble_uncertainty(each)["epistemic"]
-    assert right.mean() < 1e-5
-    close(own["epistemic"], right, rtol=0.1, atol=2e-7)
-    assert own["epistemic"].mean().item() == pytest.approx(right.mean().item(), rel=0.02)
+    for n in (3, 7):  # 7 // 2 and 7 samples, for K = 2 and 1
+        assert state[f"log_probs_{n}"].shape == (40, 10)
+        assert state[f"log_probs_{n}"].dtype == torch.float32
+        assert state[f"entropy_{n}"].dtype == torch.float64 and state[f"entropy_{n}"].shape == (40,)
+    assert len([name for name in state if name.startswith("log_probs")]) == 2
 
 
 def test_the_best_epochs_weights_are_kept(tmp_path, monkeypatch):
     found = []
-    lpds = iter([-3.0, -1.0, math.nan, -2.0])
+    lpds = iter([-3.0, -1.0, -1.0, -2.0, math.nan])
 
     def next_lpd(study, networks):
-        found.append(sl.get_vector(networks[0]))
+        found.append(copy.deepcopy(networks[0].state_dict()))
         return next(lpds)
 
     monkeypatch.setattr(sl, "validation_lpd", next_lpd)
-    net = sl.train_map(opened("glyphs", tmp_path, "--epochs", 4), 1, 0.0)
-    assert torch.equal(sl.get_vector(net), found[1]) and not torch.equal(found[1], found[3])
+    study = opened("glyphs", tmp_path, "--epochs", 4)
+    net = sl.train_map(study, 1, 0.0)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, found[1][name])
+    assert not torch.equal(value, found[2][name])  # of equal ones, the first
+    assert all("val_lpd" not in name for name in net.state_dict())
+    with pytest.raises(UserError, match="training diverged"):
+        sl.train_map(study, 2, 0.0)
 
 
-def test_samples_of_swag_differ_by_seed_and_sample(tmp_path):
+def test_samples_of_swag_differ_by_seed_and_sample():
     """Of one posterior: two members, samples of one block and of two."""
-    study = opened("glyphs", tmp_path)
-    p = len(sl.get_vector(sl.blank_network(study)))
-    posterior = torch.zeros(p), torch.ones(p), torch.zeros(3, p)
+    p = 500
+    moments = torch.zeros(p), torch.ones(p), torch.zeros(3, p)
     found = []
     for seed in (1, 2, 1):
-        vectors = [sl.get_vector(net) for net in sl.swag_networks(study, seed, posterior, 9)]
+        vectors = list(sl.swag_vectors(seed, moments, 9))
         assert len(vectors) == 9
         found += [vectors[0], vectors[1], vectors[8]]
-    apart = torch.pdist(torch.stack(found[:6]))
-    assert apart.min() > 0.9 * math.sqrt(p)
+    assert torch.pdist(torch.stack(found[:6])).min() > 0.9 * math.sqrt(p)
     assert all(map(torch.equal, found[:3], found[6:]))
-    (few,) = sl.swag_networks(study, 1, posterior, 1)
-    assert torch.equal(sl.get_vector(few), found[0])  # whatever the number of samples
+    (few,) = sl.swag_vectors(1, moments, 1)
+    assert torch.equal(few, found[0])  # whatever the number of samples
 
 
 def test_batch_statistics_are_means_over_the_training_set(tmp_path):
     study = opened("glyphs", tmp_path, "--model", "wrn_16_4_bn", "--width", 0.05)
-    net = sl.blank_network(study)
-    first = sl.batch_norms(net)[0]
+    study.loaders["train"] = sl.make_loader(study.sets.train, study.args, 40)
+    net = sl.make_network(study.args, study.sets.train)
     seen = []
+    member = SimpleNamespace(net=net, study=study)
+    vector = torch.cat([p.detach().flatten() for p in net.parameters()]) + 0.01
+    first = sl.batch_norms(net)[0]
     first.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].transpose(0, 1)))
-    study.parts["train"] = study.parts["train"]._replace(
-        loader=sl.make_loader(study.sets.train, study.args, 40))
-    for _ in range(2):
+    for own in sl.networks_at(member, [vector, vector]):
+        assert len(seen) == 3 and not own.training
+        means = torch.stack([x.flatten(1).mean(1) for x in seen]).mean(0)
+        variances = torch.stack([x.flatten(1).var(1) for x in seen]).mean(0)
+        close(sl.batch_norms(own)[0].running_mean, means, rtol=1e-5, atol=1e-6)
+        close(sl.batch_norms(own)[0].running_var, variances, rtol=1e-5, atol=1e-6)
         seen.clear()
-        sl.refresh_batch_norm(study, net)
-    assert len(seen) == 3
-    means = torch.stack([x.flatten(1).mean(1) for x in seen]).mean(0)
-    variances = torch.stack([x.flatten(1).var(1) for x in seen]).mean(0)
-    close(first.running_mean, means, rtol=1e-5, atol=1e-6)
-    close(first.running_var, variances, rtol=1e-5, atol=1e-6)
+    assert first.num_batches_tracked == 0  # of the network itself, nothing changes
 
 
 def test_flows_see_all_of_the_training_set(copied, monkeypatch):
     """And what they predict of molecules: total, aleatoric and epistemic standard deviations."""
     out, _ = copied("clusters")
     calls = []
-    losses = []
     real = sl.negative_elbo
 
     def recorded(*arguments):
         calls.append(arguments)
-        losses.append(real(*arguments))
-        return losses[-1]
+        return real(*arguments)
 
     monkeypatch.setattr(sl, "negative_elbo", recorded)
     monkeypatch.setattr(sl, "FLOW_EPOCHS", 1)
@@ -979,31 +1393,33 @@ def test_flows_see_all_of_the_training_set(copied, monkeypatch):
     noises = {noise.sum().item() for *_, noise, _, _ in calls}
     labels = torch.cat([batch.labels for *_, batch, _ in calls])
     assert len(noises) == 3 and len(labels.unique()) == 72  # three steps of 24
-    row = json.loads((out / RUN / "seed1-flows.jsonl").read_text())
-    assert row["loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
     header, *lines = (out / RUN / "predictions.csv").read_text().splitlines()
-    assert header == "method,index,label,predicted,total,aleatoric,epistemic"
-    assert [line.split(",")[0] for line in lines] == ["DE"] * 1000 + ["LA-NF"] * 1000
-    table = np.array([line.split(",")[4:] for line in lines], float)
+    own = "predicted total aleatoric epistemic".split()
+    assert header.split(",") == ["index", "label", *own[:3], *[f"{name}_la_nf3" for name in own]]
+    table = np.array([line.split(",")[6:] for line in lines], float)
     total, aleatoric, epistemic = table.T
-    close(total**2, aleatoric**2 + epistemic**2)
+    assert len(lines) == 1000 and (epistemic > 0).all()
+    close(total**2, aleatoric**2 + epistemic**2, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dataset", OOD)
 def test_eval_makes_and_deletes_nothing(copied, dataset, monkeypatch):
-    """Another batch size is another way, no other options."""
+    """Another batch size is another way, no other options; another precision is."""
     out, rows = copied(dataset)
-    for name in ("data_loss", "negative_elbo", "full_spectrum", "molecule_spectrum"):
+    for name in ("data_loss", "negative_elbo", "full_spectrum", "energy_spectrum"):
         monkeypatch.setattr(sl, name, None)
     monkeypatch.setattr(sl, "check_network", lambda *_: None)
     before = pieces(out)
     again = sl.main(tiny(dataset, out, "--eval", "--batch-size", 7))
     assert by_name(again) == by_name(rows) and pieces(out) == before
+    config = json.loads((out / RUN / "results.json").read_text())["config"]
+    assert config["batch_size"] == 24
+    with pytest.raises(UserError, match="other options: amp off"):
+        sl.main(tiny(dataset, out, "--eval", "--amp", "bf16"))
 
 
-def test_a_later_option_never_retrains_an_early_stage(copied, monkeypatch):
-    out, rows = copied()
-    before = pieces(out)
+def recorded_training(monkeypatch):
+    """What is trained from now on: [(learning rate, seed)]."""
     real = sl.train_epoch
     trained = []
 
@@ -1012,14 +1428,38 @@ def test_a_later_option_never_retrains_an_early_stage(copied, monkeypatch):
         return real(study, model, optimiser, loader, seed, *rest)
 
     monkeypatch.setattr(sl, "train_epoch", recorded)
+    return trained
+
+
+def test_a_later_option_never_retrains_an_early_stage(copied, monkeypatch):
+    out, rows = copied()
+    before = pieces(out)
+    trained = recorded_training(monkeypatch)
     for more in (["--structure", "diag"], ["--flow-layers", 1], ["--samples", 9]):
         other = sl.main(tiny("glyphs", out, *more))
-        assert by_name(other) != by_name(rows) and not trained, more
+        assert without_clocks(other) != without_clocks(rows) and not trained, more
     changed = {name for name in before if pieces(out)[name] != before[name]}
-    assert changed and all("llla" in name or "la_nf" in name or "flows" in name or "-test" in name
-                           or "-ood-" in name for name in changed)
+    assert changed and all("llla" in name or "la_nf" in name or "-test" in name or "-ood-" in name
+                           for name in changed)
     # Back to the first options: the same rows, bit for bit.
-    assert by_name(sl.main(tiny("glyphs", out))) == by_name(rows) and not trained
+    assert without_clocks(sl.main(tiny("glyphs", out))) == without_clocks(rows) and not trained
+
+
+def test_several_numbers_of_samples_and_of_flows(copied, monkeypatch):
+    """Their rows stand side by side, and are those of studies of one number."""
+    out, rows = copied()
+    trained = recorded_training(monkeypatch)
+    several = by_name(sl.main(tiny("glyphs", out, "--samples", 1, 4, 7, "--flow-layers", 1, 2)))
+    assert not trained
+    for label, old in (("SWAG, S=7", "SWAG"), ("LA-NF, T=2, S=7", "LA-NF"), ("SWA", "SWA")):
+        for k, seed in ((1, "2"), (2, "1+2")):
+            own = several[f"{label}, K={k}", seed, None]
+            assert own["lpd"] == by_name(rows)[f"{old}, K={k}", seed, None]["lpd"]
+    assert ("LA-NF, T=1, S=1, K=1", "1", None) in several
+    assert ("LA-NF, T=1, S=1, K=2", "1+2", None) not in several  # no member could give one
+    four = sl.main(tiny("glyphs", out, "--samples", 4))
+    assert by_name(four)["LLLA, K=2", "1+2", None]["lpd"] == pytest.approx(
+        several["LLLA, S=4, K=2", "1+2", None]["lpd"], abs=0.1)
 
 
 def test_only_map_has_the_published_factor_on_the_loss(monkeypatch, tmp_path):
@@ -1038,33 +1478,29 @@ def test_only_map_has_the_published_factor_on_the_loss(monkeypatch, tmp_path):
     assert len(factors) > of_map and set(factors[of_map:]) == {1.0}
 
 
-def test_what_must_be_trained_again_is_said_first(copied, monkeypatch, capsys):
+def test_what_was_deleted_is_trained_again(copied, monkeypatch):
     """The iterates of rates that were not chosen are gone; MAP networks stay."""
     out, _ = copied()
-    argv = tiny("glyphs", out, "--val-samples", 2)
     before = pieces(out)
-    capsys.readouterr()
-    sl.main(argv)
-    said = capsys.readouterr().out
-    choice = torch.load(io.BytesIO(before["seed1-swag-choice.pt"]), weights_only=True)
-    rates = [f"{rate:g}" for rate in (0.03, 0.01) if rate not in stored_rates(choice)]
-    assert len(rates) == 1
-    note = said.index(f"SGD now runs at {rates[0]}")
-    assert note < said.index(f"seed1-swag-lr{rates[0]} 1/3") and "seed1-map 1/2" not in said
+    gone = {(rate, seed) for rate, seed in itertools.product((0.03, 0.01), (1, 2))
+            if rate not in stored_rates(out, seed)}
+    trained = recorded_training(monkeypatch)
+    sl.main(tiny("glyphs", out, "--val-samples", 2))
+    assert gone and set(trained) == gone
     assert pieces(out)["seed1-map.pt"] == before["seed1-map.pt"]
 
 
-def test_more_epochs_of_swag_continue(copied, capsys):
+def test_more_epochs_of_swag_continue(copied, monkeypatch):
     out, _ = copied()
     before = pieces(out)
-    capsys.readouterr()
+    trained = recorded_training(monkeypatch)
     sl.main(tiny("glyphs", out, "--swag-epochs", 4))
-    said = capsys.readouterr().out
-    kept = [name for name in before if name.startswith("seed1-swag-lr") and name.endswith("-1.pt")]
-    for name in kept:
-        own = name.removesuffix("-1.pt")
-        assert f"{own} 4/4" in said and f"{own} 3/4" not in said
-        assert pieces(out)[name] == before[name]
+    for seed in (1, 2):
+        kept = stored_rates(out, seed)
+        for rate in kept:
+            name = f"seed{seed}-swag-lr{rate:g}-1.pt"
+            assert name not in before or pieces(out)[name] == before[name]
+            assert trained.count((rate, seed)) == (1 if name in before else 4)
 
 
 def test_nothing_stale_is_read_after_fresh(tmp_path, monkeypatch):
@@ -1075,14 +1511,14 @@ def test_nothing_stale_is_read_after_fresh(tmp_path, monkeypatch):
     first = by_name(sl.main(argv))
     real = sl.data_loss
 
-    def another(outputs, labels, factor=1.0):
-        return 0.5 * real(outputs, labels, factor)
+    def another(outputs, labels, energies=False, factor=1.0):
+        return 0.5 * real(outputs, labels, energies, factor)
 
     monkeypatch.setattr(sl, "data_loss", another)
     sl.main(tiny("glyphs", tmp_path / "a", "--fresh", "--members", 1, methods=["map"]))
-    found = by_name(sl.main(argv))
-    clean = by_name(sl.main([str(tmp_path / "b") if word == str(tmp_path / "a") else word
-                             for word in argv]))
+    found = without_clocks(sl.main(argv))
+    clean = without_clocks(sl.main([str(tmp_path / "b") if word == str(tmp_path / "a") else word
+                                    for word in argv]))
     assert found == clean
     assert all(found[key]["lpd"] != first[key]["lpd"] for key in found if key[2] is None)
 
@@ -1114,13 +1550,13 @@ def same_pieces(left, right):
         b = dict(leaves(torch.load(io.BytesIO(right[name]), weights_only=True)))
         assert a.keys() == b.keys(), name
         for key in a:
-            if not key.endswith(("seconds", "examples_per_s")):
+            if not key.endswith(("seconds", "/cost")):
                 assert torch.equal(a[key], b[key]) or a[key].isnan().all(), (name, key)
 
 
 @pytest.mark.parametrize("function, call", [("train_epoch", 1), ("train_epoch", 4),
                                             ("train_epoch", 9), ("negative_elbo", 5),
-                                            ("outputs_and_features", 30), ("delete_iterates", 0)])
+                                            ("forward", 30), ("delete_iterates", 0)])
 def test_killed_and_resumed_equals_uninterrupted(studies, tmp_path, monkeypatch, function, call):
     """In MAP's second epoch, SWAG's, MC dropout's, LA-NF's, and in prediction: bit-equal pieces."""
     out, rows = studies("glyphs")
@@ -1136,9 +1572,9 @@ def test_killed_and_resumed_equals_uninterrupted(studies, tmp_path, monkeypatch,
     monkeypatch.setattr(sl, function, dying)
     with pytest.raises(KeyboardInterrupt):
         sl.main(argv)
-    for row in sl.main(argv):
-        right = by_name(rows)[row["method"], "1", row.get("against")]
-        assert row == right
+    right = without_clocks(rows)
+    for key, row in without_clocks(sl.main(argv)).items():
+        assert row == right[key]
     first = {name: own for name, own in pieces(out).items() if name.startswith("seed1-")}
     same_pieces(pieces(tmp_path), first)
 
@@ -1152,19 +1588,15 @@ def test_members_that_are_trained_apart_join_a_study(studies, tmp_path, monkeypa
     apart = tiny("glyphs", tmp_path / "apart", "--members", 1, "--seed", 2)
     sl.main(apart)
     (tmp_path / "study" / RUN).mkdir(parents=True)
+    shutil.copy(tmp_path / "apart" / RUN / "options.json", tmp_path / "study" / RUN)
     for path in (tmp_path / "apart" / RUN).glob("seed2-*"):
         shutil.copy(path, tmp_path / "study" / RUN)
-    real = sl.train_epoch
-
-    def recorded(study, model, optimiser, loader, seed, *rest):
-        assert seed == 1, "trains the member that is there"
-        return real(study, model, optimiser, loader, seed, *rest)
-
-    monkeypatch.setattr(sl, "train_epoch", recorded)
+    trained = recorded_training(monkeypatch)
     # Its predictions are used, too: those for K = 2 were made although there was one member.
     monkeypatch.setattr(sl, "negative_elbo", functools.partial(only_once, sl.negative_elbo, []))
     found = sl.main(tiny("glyphs", tmp_path / "study"))
-    assert by_name(found) == by_name(rows)
+    assert {seed for _, seed in trained} == {1}
+    assert without_clocks(found) == without_clocks(rows)
     same_pieces(pieces(tmp_path / "study"), pieces(out))
 
 
@@ -1176,22 +1608,18 @@ def only_once(real, calls, *arguments):
 
 
 def test_studies_that_share_a_member_are_not_pooled_as_independent(tmp_path):
-    """--seed 1 and --seed 2 with two members each have network 2 in common."""
+    """--seed 1 and --seed 2 with two members each have network 2 in common; --runs 2 do not."""
     rows = []
     for seed in (1, 2):
         rows += sl.main(tiny("glyphs", tmp_path, "--seed", seed, methods=["map"]))
-    single = [row for row in rows if "against" not in row]
-    ones, twos = common.pool(single, ["lpd"])
-    assert (ones["method"], ones["seeds"]) == ("DE, K=1", 3) and "±" in ones["lpd"]
+    ones, twos = common.pool([row for row in rows if "against" not in row], ["lpd"])
+    assert (ones["method"], ones["seeds"]) == ("DE, K=1", "3 in 4 runs") and "±" not in ones["lpd"]
     assert (twos["method"], twos["seeds"]) == ("DE, K=2", 2) and "±" not in twos["lpd"]
-
-
-def test_a_seed_of_zero_and_more_runs(tmp_path):
     argv = tiny("glyphs", tmp_path, "--seed", 0, "--runs", 2, methods=["map"])
     rows = [row for row in sl.main(argv) if "against" not in row]
     assert [row["seed"] for row in rows] == ["0", "1", "2", "3", "0+1", "2+3"]
-    table = common.format_table(common.pool(rows, ["lpd"]))
-    assert "-999999" not in table and "1.0000" not in table
+    ones, twos = common.pool(rows, ["lpd"])
+    assert "±" in ones["lpd"] and "±" in twos["lpd"]
 
 
 def quick_in_float64(*argv):
@@ -1214,7 +1642,7 @@ SWAG = [*SAMPLES, "--swag-epochs", 3]
     ("clusters", 2, ["swag", "llla", "la_nf"], SWAG)])
 def test_processes_equal_one(tmp_path, dataset, size, methods, more, monkeypatch):
     """Also where machines have different numbers of processes."""
-    more = [*more, "--members", 1]
+    more = [*more, "--members", 1, "--predict", OOD[dataset]]
     argv = [tiny(dataset, tmp_path / n, *more, methods=methods) for n in ("one", "several")]
     ranks = start_ranks(tmp_path, size, quick_in_float64, *argv[1])
     conftest.in_float64(sl, monkeypatch.setattr)
@@ -1233,51 +1661,102 @@ def test_processes_equal_one(tmp_path, dataset, size, methods, more, monkeypatch
             if key.startswith(("/net/", "/weights")):
                 close(value, b[key], rtol=1e-8, atol=1e-10)
                 compared += 1
-            elif key.startswith(("/heads", "/flows")):  # their noise is float32
+            elif key.startswith("/heads"):  # their noise is float32
                 close(value, b[key], rtol=1e-5, atol=1e-6)
                 compared += 1
     assert compared > 20
+    names = [(tmp_path / n / RUN / "predictions.csv").read_text().splitlines()[0]
+             for n in ("one", "several")]
+    assert names[0] == names[1]
 
 
-# ---- Room, missing pieces, misuse ---------------------------------------------------------------
+# ---- Pretrained networks ------------------------------------------------------------------------
 
 
-def paper_study(tmp_path, dataset="cifar100"):
-    """The paper's study: what `check_room` needs of it."""
-    args = options(dataset, "--out-dir", tmp_path)
-    train = SimpleNamespace(num_classes=100, shape=(3, 32, 32))
-    parts = {"train": None, "val": None, "test": SimpleNamespace(dataset=range(10_000)),
-             "ood-svhn": SimpleNamespace(dataset=range(26_032)),
-             "ood-cifar10": SimpleNamespace(dataset=range(10_000))}
-    return SimpleNamespace(args=args, run=SimpleNamespace(dir=tmp_path / "runs" / "x"),
-                           sets=SimpleNamespace(train=train), parts=parts, molecules=False)
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    """A folder of two classes, and a file of weights of ShuffleNet with 1000 classes."""
+    from torchvision import models
+
+    folder = tmp_path_factory.mktemp("photographs")
+    for part, count in (("train", 12), ("test", 5), ("other", 5)):
+        for label, colour in (("red", (200, 30, 0)), ("green", (30, 200, 0))):
+            (folder / part / label).mkdir(parents=True)
+            for i in range(count):
+                image = Image.new("RGB", (40, 40), (*colour[:2], 9 * i))
+                image.save(folder / part / label / f"{i}.png")
+    torch.manual_seed(0)
+    torch.save(models.get_model("shufflenet_v2_x0_5").state_dict(), folder / "weights.pt")
+    return folder
 
 
-def test_the_papers_study_fits_on_a_disk(tmp_path, monkeypatch, capsys):
-    """All samples of CIFAR-100's networks would take terabytes, all iterates 0.7."""
-    free = {"free": 300e9}
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(**free))
-    study = paper_study(tmp_path)
-    capsys.readouterr()
-    sl.check_room(study)
-    said = capsys.readouterr().out
-    assert said.count("\n") == 1
-    needed = float(said.split("about ")[1].split(" GB")[0])
-    # 30 members with 200 iterates of 2.8 million weights, and one with 2100; predictions.
-    assert 66 + 23 + 5 < needed < 66 + 23 + 25
-    free["free"] = 10e9
-    with pytest.raises(UserError, match="--out-dir"):
-        sl.check_room(study)
-    # What is there already counts.
-    study.run.dir.mkdir(parents=True)
-    with open(study.run.dir / "seed1-map.pt", "wb") as file:
-        file.truncate(int(needed * 1e9))
-    sl.check_room(study)
+def of_photographs(folder, out, *more):
+    return [str(word) for word in (
+        "--dataset", f"folder:{folder}", "--model", "torchvision/shufflenet_v2_x0_5", "--weights",
+        folder / "weights.pt", "--image-size", 32, "--workers", 0, "--num-val", 4, "--samples", 4,
+        "--val-samples", 2, "--flow-layers", 1, "--batch-size", 10, "--out-dir", out, *CPU,
+        "--ood", f"folder:{folder}/other", "--no-plot", *more)]
+
+
+def test_your_own_network(photographs, tmp_path, capsys):
+    """Fine-tuned, all of its posteriors are there; those of SWAG have batch statistics of their own."""
+    argv = of_photographs(photographs, tmp_path, "--epochs", 1, "--limit-steps", 1, "--lr", 1e-3,
+                          "--ensembles", 1, 2, "--swag-epochs", 2, "--swag-lrs", 1e-4, "--name", "x",
+                          "--members", 2, "--methods", "swag", "llla", "la_nf")
+    rows = sl.main(argv)
+    assert "new head: 2 classes instead of 1000" in capsys.readouterr().out
+    assert {row["method"] for row in rows} >= {"DE, K=2", "SWAG, K=2", "LLLA, K=1", "LA-NF, K=2"}
+    assert all(row["n"] == 10 for row in rows)
+    start = torch.load(photographs / "weights.pt", weights_only=True)
+    net = torch.load(tmp_path / SCRIPT / "x" / "seed1-map.pt", weights_only=True)["net"]
+    moved = (net["extractor.conv1.0.weight"] - start["conv1.0.weight"]).norm()
+    assert 0 < moved < 0.5 * start["conv1.0.weight"].norm()
+
+
+def test_the_features_of_a_frozen_network_are_computed_once(photographs, tmp_path, monkeypatch):
+    calls = []
+    real = data.with_features
+    monkeypatch.setattr(data, "with_features", lambda *a, **k: calls.append(1) or real(*a, **k))
+    argv = of_photographs(photographs, tmp_path, "--freeze", "--members", 2, "--ensembles", 1, 2,
+                          "--epochs", 20, "--methods", "llla", "la_nf", "--predict",
+                          f"folder:{photographs}/other")
+    rows = sl.main(argv)
+    assert len(calls) == 5  # train, val, test, OOD and the predicted set
+    folder = tmp_path / SCRIPT / f"{photographs.name}-torchvision_shufflenet_v2_x0_5-frozen"
+    state = torch.load(folder / "seed1-map.pt", weights_only=True)["net"]
+    assert set(state) == {"head.weight", "head.bias"} and state["head.weight"].shape == (2, 1024)
+    assert max(row["accuracy"] for row in rows if "accuracy" in row) >= 0.9
+    header = (folder / "predictions.csv").read_text().splitlines()[0]
+    assert header.startswith("file,label,predicted,confidence,total,aleatoric,epistemic")
+    assert header.endswith("confidence_la_nf1,total_la_nf1,aleatoric_la_nf1,epistemic_la_nf1")
+
+
+def test_a_network_that_is_not_trained(photographs, tmp_path):
+    """--epochs 0: the last-layer Laplace approximation of a network as it is."""
+    state = torch.load(photographs / "weights.pt", weights_only=True)
+    for name in ("fc.weight", "fc.bias"):
+        state[name] = state[name][:2]
+    torch.save({"state_dict": {f"module.{key}": own for key, own in state.items()}},
+               tmp_path / "two.pt")
+    argv = of_photographs(photographs, tmp_path, "--weights", tmp_path / "two.pt", "--epochs", 0,
+                          "--methods", "llla", "--name", "x")
+    argv.remove("--flow-layers")
+    argv.remove("1")
+    with pytest.raises(UserError, match="all members would be the same network; add --members 1"):
+        sl.main(argv)
+    rows = sl.main(argv + ["--members", "1", "--ensembles", "1"])
+    assert {row["method"] for row in rows} == {"DE, K=1", "LLLA, K=1"}
+    assert not (tmp_path / SCRIPT / "x" / "seed1-map.pt").exists()
+    with pytest.raises(UserError, match="--methods mcdo .* torchvision/NAME"):
+        sl.main(argv + ["--members", "1", "--ensembles", "1", "--methods", "mcdo"])
+
+
+# ---- Missing pieces, misuse ---------------------------------------------------------------------
 
 
 def test_a_matrix_that_no_memory_holds_is_refused_first(monkeypatch, tmp_path):
     monkeypatch.setattr(common, "device_memory", lambda _: 2e6)
-    with pytest.raises(UserError, match="650 numbers .* --structure diag"):
+    with pytest.raises(UserError, match="last layer needs .* --structure diag"):
         sl.main(tiny("glyphs", tmp_path, "--width", 0.25))
     assert not (tmp_path / SCRIPT).exists()
     sl.main(tiny("glyphs", tmp_path, methods=["map"]))
@@ -1288,26 +1767,36 @@ def test_eval_predicts_another_set_and_makes_lost_predictions_anew(copied, monke
     monkeypatch.setattr(sl, "negative_elbo", None)
     monkeypatch.setattr(sl, "train_epoch", None)
     lost = out / RUN / "seed2-swag-test.pt"
-    content = lost.read_bytes()
+    content = torch.load(lost, weights_only=True)
     lost.unlink()
     save_images(out / "odd", "a", side=28)
     again = sl.main(tiny("glyphs", out, "--eval", "--predict", f"folder:{out / 'odd' / 'a'}"))
-    assert by_name(again) == by_name(rows) and lost.read_bytes() == content
+    assert without_clocks(again) == without_clocks(rows)
+    for name, value in torch.load(lost, weights_only=True).items():
+        assert name in ("cost", "made_from") or torch.equal(value, content[name])
     header, *lines = (out / RUN / "predictions.csv").read_text().splitlines()
-    assert header.startswith("method,file,predicted,confidence,total,aleatoric,epistemic")
-    assert {line.split(",")[0] for line in lines} == set(sl.METHODS.values())
+    columns = "predicted,confidence,total,aleatoric,epistemic"
+    assert header.startswith(f"file,{columns},predicted_swa,confidence_swa,total_swa")
+    assert len(lines) == 6 and len(header.split(",")) == 1 + 6 * 5
+    # An unwritable directory: stored predictions are read, others refused.
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    again = sl.main(tiny("glyphs", out, "--eval"))
+    assert without_clocks(again) == without_clocks(rows)
+    with pytest.raises(UserError, match="read-only, and lacks predictions"):
+        sl.main(tiny("glyphs", out, "--eval", "--limit-test", 30))
 
 
 def test_missing_pieces_are_named(copied):
     out, _ = copied()
     (out / RUN / "seed2-llla.pt").unlink()
-    with pytest.raises(UserError, match="seed2-llla.*without --eval"):
+    with pytest.raises(UserError, match="seed2-map.*1 of 2|seed2-map"):
+        (out / RUN / "seed2-map.pt").rename(out / RUN / "kept")
         sl.main(tiny("glyphs", out, "--eval"))
-    state = torch.load(out / RUN / "seed2-swag-choice.pt", weights_only=True)
-    rate = stored_rates(state)[1]
+    (out / RUN / "kept").rename(out / RUN / "seed2-map.pt")
+    rate = stored_rates(out, 2)[1]
     (out / RUN / f"seed2-swag-lr{rate:g}-2.pt").unlink()
     (out / RUN / "seed2-swag-test.pt").unlink()
-    with pytest.raises(UserError, match=f"lr{rate:g}-2.pt not found; delete"):
+    with pytest.raises(UserError, match=f"lr{rate:g}-2.pt cannot be read"):
         sl.main(tiny("glyphs", out))
 
 
@@ -1316,7 +1805,7 @@ def test_rates_that_diverge_are_skipped(tmp_path, monkeypatch, capsys):
     argv += ["--swag-epochs", "2", "--samples", "2", "--val-samples", "2"]
     sl.main(argv + ["--swag-lrs", "1e9", "0.01"])
     assert "skipped: SWAG at the rate 1e+09" in capsys.readouterr().out
-    assert not list((tmp_path / RUN).glob("*1e+09*.pt"))
+    assert not list((tmp_path / RUN).glob("*lr1e+09*.pt"))
     with pytest.raises(UserError, match="no value of --swag-lrs"):
         sl.main(argv + ["--swag-lrs", "1e9"])
     # Where MAP diverges, no rate is to blame.
@@ -1325,57 +1814,54 @@ def test_rates_that_diverge_are_skipped(tmp_path, monkeypatch, capsys):
         sl.main(argv + ["--swag-lrs", "0.01", "--name", "other"])
 
 
-def test_a_method_that_is_not_compared_stops_no_study(tmp_path, monkeypatch):
-    """Without a rate for SWAG a study of SWA runs, and one to which SWAG is added does not."""
-    monkeypatch.setattr(sl, "swag_samples", lambda mean, *_: math.nan * mean.expand(8, -1))
-    argv = ["--members", 1, "--ensembles", 1, "--swag-epochs", 2, "--val-samples", 2]
-    rows = sl.main(tiny("glyphs", tmp_path, *argv, methods=["map", "swa"]))
-    assert {row["method"] for row in rows} == {"DE, K=1", "SWA, K=1"}
-    monkeypatch.setattr(sl, "train_epoch", None)  # that no rate will do is stored
-    with pytest.raises(UserError, match="no value of --swag-lrs"):
-        sl.main(tiny("glyphs", tmp_path, *argv, "--samples", 2, methods=["map", "swa", "swag"]))
-
-
 def test_swag_joins_swa_later_without_training(tmp_path, monkeypatch):
-    """The iterates of its rate were kept, too."""
+    """The iterates of its rate were kept, too. That no rate will do is stored."""
     argv = ["--members", 1, "--ensembles", 1, "--swag-epochs", 2, "--val-samples", 2]
     sl.main(tiny("glyphs", tmp_path, *argv, methods=["map", "swa"]))
+    with monkeypatch.context() as patch:
+        patch.setattr(sl, "train_epoch", None)
+        rows = sl.main(tiny("glyphs", tmp_path, *argv, "--samples", 2,
+                            methods=["map", "swa", "swag"]))
+        assert {row["method"] for row in rows} == {"DE, K=1", "SWA, K=1", "SWAG, K=1"}
+    monkeypatch.setattr(sl, "swag_samples", lambda mean, *_: math.nan * mean.expand(8, -1))
+    argv += ["--name", "other"]
+    sl.main(tiny("glyphs", tmp_path, *argv, methods=["map", "swa"]))
     monkeypatch.setattr(sl, "train_epoch", None)
-    rows = sl.main(tiny("glyphs", tmp_path, *argv, "--samples", 2, methods=["map", "swa", "swag"]))
-    assert {row["method"] for row in rows} == {"DE, K=1", "SWA, K=1", "SWAG, K=1"}
+    with pytest.raises(UserError, match="no value of --swag-lrs"):
+        sl.main(tiny("glyphs", tmp_path, *argv, "--samples", 2, methods=["map", "swa", "swag"]))
 
 
 def test_dropout_masks_differ_and_are_repeated(tmp_path):
     """Also of a transformer, whose fast path knows no dropout."""
     study = opened("reviews", tmp_path)
-    net = sl.make_network(study.args, study.sets.train, 0.5)
+    args = common.with_options(study.args, dropout=0.5)
+    own = sl.MCDropout.__new__(sl.MCDropout)
+    own.net = sl.make_network(args, study.sets.train)
+    own.member = SimpleNamespace(seed=1)
     found = []
     for _ in range(2):
-        networks = sl.dropout_networks(1, net, 2)
-        found.append(sl.predict_networks(study, networks, "test", [1, 2])["log_probs"])
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0][:, 0], found[0][:, 1])
+        samples = sl.network_samples(study, own.networks(2), "test")
+        found.append([outputs for _, outputs in samples])
+    assert all(map(torch.equal, found[0], found[1]))
+    assert not torch.equal(*found[0])
 
 
 def test_own_images(tmp_path):
     """Large images in a folder whose name is that of a part of the study, and one more run. Two
     channels are constant."""
-    rows = {}
-    for name in ("choice", "val", "test"):
+    for name in ("lpds", "val", "test"):
         own = tmp_path / "data" / name
         for part in ("train", "test"):
             save_images(own / part, "ab")
-        argv = tiny(f"folder:{own}", tmp_path, "--image-size", 70, "--num-val", 3, "--swag-lrs",
+        argv = tiny(f"folder:{own}", tmp_path, "--image-size", 70, "--num-val", 4, "--swag-lrs",
                     0.01, "--predict", f"folder:{own}/test", "--samples", 2, "--val-samples", 2,
                     "--swag-epochs", 2, "--ensembles", 1, "--members", 1, "--name", name,
-                    methods=["map", "swag"])
-        rows[name] = sl.main(argv)
-        assert {row["set"] for row in rows[name]} == {name}
+                    "--workers", 0, methods=["map", "swag"])
+        assert {row["set"] for row in sl.main(argv)} == {name}
         header, *lines = (tmp_path / SCRIPT / name / "predictions.csv").read_text().splitlines()
-        assert header == "method,file,label,predicted,confidence,total,aleatoric,epistemic"
-        assert [line.split(",")[:3] for line in lines[:2]] == [["DE", "a/0.png", "a"],
-                                                               ["DE", "a/1.png", "a"]]
-        assert len(lines) == 2 * 12
+        assert header.startswith("file,label,predicted,confidence,total,aleatoric,epistemic,")
+        assert [line.split(",")[:2] for line in lines[:2]] == [["a/0.png", "a"], ["a/1.png", "a"]]
+        assert len(lines) == 12
     # Other images in the same place are predicted anew.
     Image.effect_noise((70, 70), 90).convert("RGB").save(own / "test" / "a" / "0.png")
     sl.main(argv)
@@ -1383,11 +1869,10 @@ def test_own_images(tmp_path):
     assert again[0] != lines[0] and again[1:12] == lines[1:12]
 
 
-def tiny_network(args, train_set, dropout):
-    """A user's own network: features, and a linear head."""
-    extractor = nn.Sequential(nn.Flatten(), nn.LazyLinear(6), nn.Tanh(), nn.Dropout(dropout))
-    extractor(torch.zeros(1, *train_set.shape))
-    return sl.Network(extractor, nn.Linear(6, train_set.num_classes))
+def tiny_network(args, shape):
+    """A user's own network: layers, and the number of their features."""
+    layers = [nn.Flatten(), nn.Linear(math.prod(shape), 6), nn.Tanh(), nn.Dropout(args.dropout)]
+    return layers, 6
 
 
 def run_with_own_network(*argv):
@@ -1399,54 +1884,51 @@ def test_a_network_of_ones_own_is_one_entry(tmp_path):
     argv = tiny("glyphs", tmp_path, "--model", "mine", "--members", 1)
     conftest.Child(tmp_path, run_with_own_network, *argv).value()
     rows = json.loads((tmp_path / RUN / "results.json").read_text())["rows"]
-    assert {row["method"].split(",")[0] for row in rows} == set(sl.METHODS.values())
+    assert {row["method"].split(",")[0] for row in rows} == set(sl.LABELS.values())
 
 
 @pytest.mark.parametrize("network, said", [
-    (lambda *_: nn.Linear(3, 2), "--model mine: its function must return Network"),
-    (lambda *_: (nn.Linear(3, 2), 2), "--model mine: its function must return Network"),
-    (lambda *_: sl.Network(nn.Flatten(), nn.Linear(784, 3)), "linear layer of 10 outputs"),
-    (lambda *_: sl.Network(nn.Linear(5, 784), nn.Linear(784, 10)), "mine fails on 24 example"),
-    (lambda args, train_set, _: sl.Network(nn.Flatten(), nn.Linear(7, 10)), "--model mine fails"),
-    (lambda args, train_set, _: tiny_network(args, train_set, 0.0).train(), "no error"),
+    (lambda args, shape: ([nn.Flatten(), nn.Linear(5, 3)], 3), "--model mine fails on images"),
+    (lambda args, shape: ([nn.Flatten()], 3), "--model mine: its layers make outputs"),
+    (lambda args, shape: nn.Sequential(nn.Flatten(), nn.ReLU()), "--model mine"),
+    (lambda args, shape: ([nn.Flatten(), nn.BatchNorm1d(784)], 784), "mine fails on 1 example"),
+    (lambda args, shape: ([nn.Flatten()], 784), "has no dropout"),
 ])
 def test_impossible_networks_are_refused_before_training(tmp_path, monkeypatch, network, said):
     monkeypatch.setitem(sl.NETWORKS, "mine", network)
-    args = sl.parse_args(tiny("glyphs", tmp_path, "--model", "mine"))
-    train = data.evenly(data.load("glyphs", "test"), 48)
-    if said == "no error":
-        sl.check_network(train, args)
-        monkeypatch.setitem(sl.NETWORKS, "mine", lambda *_: without_dropout(train))
-        said = "has no dropout"
+    argv = tiny("glyphs", tmp_path, "--model", "mine", "--limit-train", 97, "--batch-size", 24)
     with pytest.raises(UserError, match=said):
-        sl.check_network(train, args)
-
-
-def without_dropout(train_set):
-    features = train_set.images[0].numel()
-    return sl.Network(nn.Flatten(), nn.Linear(features, train_set.num_classes))
+        sl.main(argv)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_depends_on_other_options(monkeypatch, capsys):
     large = options("cifar10", "--preset", "cifar10_wrn_28_10")
     assert (large.structure, large.epochs, large.swag_epochs) == ("diag", 200, 25)
+    assert large.ood == ["svhn+cifar100"] and options("cifar100").ood == ["svhn+cifar10"]
     assert options("cifar10", "--methods", "swag").methods == ["map", "swag"]
+    # Of points, no number of samples is demanded.
+    assert options("cifar10", "--methods", "map", "--ensembles", 30).ensembles == [30]
     capsys.readouterr()
     args = options("cifar10", "--members", 2)
     assert "skipped: ensembles of 5, 10, 20" in capsys.readouterr().out
-    assert sl.list_ensembles(args) == [[1], [2], [1, 2]]
-    assert sl.sample_counts(args, "swag") == [10, 20, 40, 100, 200]
+
+    def members(args):
+        study = SimpleNamespace(args=args, seeds=[1, 2, 3, 4])
+        return [list(ensemble.seeds) for ensemble in sl.list_ensembles(study, "map")]
+
+    assert members(args) == [[1], [2], [1, 2]]
     # Preset sizes that exceed the number of members become the ensemble of all.
-    assert sl.list_ensembles(options("cifar10", "--members", 4))[-1] == [1, 2, 3, 4]
+    assert members(options("cifar10", "--members", 4))[-1] == [1, 2, 3, 4]
     explicit = options("cifar10", "--members", 4, "--ensembles", 1, 5)
-    assert sl.list_ensembles(explicit) == [[1], [2], [3], [4]]
+    assert members(explicit) == [[1], [2], [3], [4]]
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     with pytest.raises(UserError, match="float64"):
-        options("clusters", "--device", "mps")
+        options("glyphs", "--device", "mps")
 
 
 def test_what_is_not_here_is_said():
-    for word in ("IVON", "Kronecker", "probit", "bridge", "GLM", "planar"):
+    for word in ("IVON", "marginal", "probit", "bridge", "GLM", "planar"):
         assert word in sl.__doc__.split("Not here")[1], word
 
 
@@ -1460,15 +1942,19 @@ def test_what_is_not_here_is_said():
     (["--methods", "map", "--samples", "9"], "--samples has no effect without --methods swag or"),
     (["--methods", "llla", "--flow-layers", "3"], "without --methods la_nf"),
     (["--dataset", "reviews", "--model", "painn"], "--model painn"),
+    (["--dataset", "reviews", "--model", "torchvision/resnet18"], "choose one of bert_256_2"),
     (["--model", "nosuch"], "--model nosuch: choose one of wrn_10_4"),
+    (["--freeze"], "--freeze has no effect without --model torchvision/NAME"),
+    (["--model", "torchvision/resnet18", "--width", "2"], "--width has no effect with"),
     (["--dataset", "qm9", "--target", "nosuch"], "target 'nosuch' is unknown"),
     (["--model"], "expected one argument"),
     (["--members", "2", "--ensembles", "3"], "--ensembles 3: must not exceed --members 2"),
     (["--samples", "2", "--members", "3", "--ensembles", "3"], "at least one for each member"),
     (["--swag-epochs", "1"], "at least 2"),
     (["--num-val", "100000"], "--num-val 100000"),
-    (["--dataset", "clusters", "--limit-train", "1"], "--limit-train: 1: must be a number, at lea"),
+    (["--dataset", "clusters", "--limit-train", "1"], "--limit-train: 1: must be a whole number"),
     (["--limit-train", "2"], "raise --limit-train"),
+    (["--ood", "glyphs_letters+nosuch"], "nosuch"),
 ])
 def test_misuse_is_one_line(tmp_path, argv, said):
     with pytest.raises(UserError, match=said) as error:
