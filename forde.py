@@ -101,11 +101,11 @@ def unit_rows(g, eps=1e-24):
 def pca(second_moments):
     """Eigenvectors [D, D] as columns, and eigenvalues [D], largest first, of X^T X / (N - 1).
 
-    second_moments: X^T X / (N - 1) [D, D] in float64, for normalised images X [N, D]. Normalising
-    subtracts the mean of each channel, not that of each pixel. The result is float32. Both are as
-    published.
+    second_moments: X^T X / (N - 1) [D, D], best in float64, for normalised images X [N, D].
+    Normalising subtracts the mean of each channel, not that of each pixel. The result is float32.
+    Both are as published.
     """
-    eigenvalues, eigenvectors = torch.linalg.eigh(second_moments)
+    eigenvalues, eigenvectors = torch.linalg.eigh(second_moments.double())
     return eigenvectors.flip(1).float(), eigenvalues.flip(0).clamp_min(0).float()
 
 
@@ -209,9 +209,11 @@ class Convolution(torch.autograd.Function):
     """F.conv2d(x, weight, None, stride, padding), twice differentiable.
 
     PyTorch differentiates the gradient by x by means of a convolution whose kernel is as large as
-    the image. Here this gradient is a transposed convolution, and is differentiated as one. Only
-    for gradients by inputs: a backward pass with create_graph does not compute the gradient by the
-    weight, which is None there.
+    the image. Here this gradient is a transposed convolution, and is differentiated as one.
+
+    Only for gradients by inputs: in a backward pass with create_graph (which autograd shows by
+    torch.is_grad_enabled()), the gradient by the weight is not computed, but None. To differentiate
+    gradients by weights twice, use nn.Conv2d.
     """
 
     @staticmethod
@@ -224,7 +226,7 @@ class Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():  # with create_graph
+        if torch.is_grad_enabled():
             beyond = []  # rows and columns at the end of x that no kernel reaches
             for axis in (0, 1):
                 unpadded = x.shape[2 + axis] - weight.shape[2 + axis]
@@ -272,13 +274,13 @@ class SameConv2d(Conv2d):
 
 def by_channel(values, x):
     """values [C] in the shape that broadcasts over x [B, C] or [B, C, H, W]."""
-    return values.view(-1, *[1 for _ in x.shape[2:]])
+    return values.view([-1] + [1] * (x.ndim - 2))
 
 
 def sum_by_channel(x):
     """The sums [C] of x [B, C] or [B, C, H, W], in float32 if x is bfloat16."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return x.sum([0, *range(2, x.ndim)], dtype=dtype)
+    return x.sum([dim for dim in range(x.ndim) if dim != 1], dtype=dtype)
 
 
 def batch_norm_gradient(g, x, weight, mean, inv_std, count):
@@ -526,33 +528,40 @@ def mlp(args, shape):
     return layers, c_in
 
 
-# To add a network, add its function here.
-NETWORKS = {"resnet9": resnet9, "resnet18": resnet18, "preact_resnet18": preact_resnet18,
-            "wrn_16_4": wrn_16_4, "mlp": mlp}
+PUBLISHED_NETWORKS = {"resnet9": resnet9, "resnet18": resnet18, "wrn_16_4": wrn_16_4,
+                      "preact_resnet18": preact_resnet18, "mlp": mlp}
+# To add a network of your own, add its function here; it keeps the weights that it is made with.
+NETWORKS = PUBLISHED_NETWORKS | {}
 
 
 def make_network(args, num_classes, shape):
-    """One member for inputs of `shape` (C, H, W), initialised as published; it returns logits.
+    """One member for inputs of `shape` (C, H, W), which returns logits.
 
-    Pretrained networks keep their weights, but all members get heads of their own.
+    The networks above are initialised as published. Others, which may be pretrained, keep their
+    weights; only their heads are drawn anew, because members that start equal would stay equal.
     """
-    net = nn.Sequential(*data.backbone_and_head(args, NETWORKS, num_classes, shape))
-    head = net[1]
-    drawn_anew = net
-    if args.model.startswith("torchvision/"):
-        drawn_anew = head
-    for module in drawn_anew.modules():
+    backbone, head = data.backbone_and_head(args, NETWORKS, num_classes, shape)
+    if args.model in PUBLISHED_NETWORKS:
+        initialise(backbone)
+        # published code: the last layer starts at zero, so the first forces are zero, too.
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+    else:
+        initialise(head)
+    net = nn.Sequential(backbone, head)
+    ease_second_derivatives(net)
+    return net
+
+
+def initialise(net):
+    """Draw the weights of linear layers and convolutions by Haiku's default; biases are zero."""
+    for module in net.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
-            # Haiku's default: std 1 / sqrt(fan_in), cut at two standard deviations
+            # std 1 / sqrt(fan_in), cut at two standard deviations
             std = module.weight[0].numel() ** -0.5
             nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-    if drawn_anew is net:
-        # published code: the last layer starts at zero, so the first forces are zero, too.
-        nn.init.zeros_(head.weight)
-    ease_second_derivatives(net)
-    return net
 
 
 def make_ensemble(args, seed, num_classes, shape):
@@ -674,7 +683,7 @@ def ensemble_step(chunks, batch, metric, method, args):
 
 
 def repel_weights(nets, num_train, args):
-    """Weight-RDE: add the gradient of R / N, the repulsion of the weights; returns R / N."""
+    """Weight-RDE: add the gradient of R, `rbf_repulsion` of the weights over N; returns R."""
     points = []
     for net in nets:
         weights = [p.flatten() for p in net.parameters()]
@@ -1191,6 +1200,9 @@ def parse_args(argv=None):
     return args
 
 
+NO_IMAGES = ("features", "toy_classification")
+
+
 def uses_basis(args):
     """Whether a method needs the principal components of the training images."""
     return "forde_pca" in args.methods or "forde_tuned" in args.methods
@@ -1198,17 +1210,15 @@ def uses_basis(args):
 
 def check_options(args):
     """Refuse options that contradict each other, or that would have no effect."""
-    pretrained = args.model.startswith("torchvision/")
-    repels = args.methods != ["deep_ensemble"]
     if args.compile:
         raise UserError("--compile: a compiled network cannot be differentiated twice")
     if args.freeze:
         raise UserError("--freeze: compute the features of your network once, and train an "
                         "ensemble on them: --dataset features --features TRAIN.npz TEST.npz")
-    if pretrained and args.epochs == 0:
-        raise UserError(f"--epochs 0 --model {args.model}: all members would be equal; use "
-                        "--epochs 1 or more")
-    if args.members == 1 and repels:
+    if args.epochs == 0 and args.model not in PUBLISHED_NETWORKS:
+        raise UserError(f"--epochs 0 --model {args.model}: the members differ in new heads, which "
+                        "must be trained; use --epochs 1 or more")
+    if args.members == 1 and args.methods != ["deep_ensemble"]:
         raise UserError("--members 1: one particle cannot repel; use --methods deep_ensemble for "
                         "a single network")
     if args.chunk and args.members % args.chunk:
@@ -1220,13 +1230,18 @@ def check_options(args):
     if args.shift == "published" and f"{args.dataset}_c" not in data.CORRUPTED:
         raise UserError(f"--shift published: not available for {args.dataset}; use --shift "
                         "computed or none")
-    no_images = args.dataset in ("features", "toy_classification")
-    if no_images and (args.augment or args.shift != "none"):
+    if args.dataset in NO_IMAGES and (args.augment or args.shift != "none"):
         raise UserError(f"--dataset {args.dataset} has no images; it needs --no-augment and "
                         "--shift none")
+    refuse_without_effect(args)
 
+
+def refuse_without_effect(args):
+    """Refuse options that were given and would have no effect."""
+    pretrained = args.model.startswith("torchvision/")
+    repels = args.methods != ["deep_ensemble"]
     no_effect = [
-        (no_images, ["val_fraction", "published_split", "image_size"],
+        (args.dataset in NO_IMAGES, ["val_fraction", "published_split", "image_size"],
          f"with --dataset {args.dataset}"),
         (args.dataset == "toy_classification",
          ["limit_train", "ood", "predict", "data_dir", "workers"], "with toy_classification"),

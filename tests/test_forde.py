@@ -1181,7 +1181,7 @@ def test_gaussian_ring():
     ("--dataset features --width 1", "--features"), ("--features a.npz b.npz", "--features"),
     ("--val-fraction 0.00001", "validation"),
     ("--shift published", "--shift published"), ("--ood far.npz", "far.npz"),
-    ("--predict nonsense", "nonsense"),
+    ("--predict gibberish", "gibberish"),
     ("FEATURES --shift computed", "--shift none"), ("FEATURES --augment", "--no-augment"),
     ("FEATURES --ood glyphs_letters", "glyphs_letters"), ("FEATURES --features a b", "found: a"),
     ("FEATURES --val-fraction 0.1", "--val-fraction"),
@@ -1194,7 +1194,7 @@ def test_gaussian_ring():
     ("--weights none", "--weights has no effect"), ("--basis b.pt --methods lit", "--basis"),
     ("--basis b.pt --methods forde_pca", "b.pt cannot be read"),
     ("--model torchvision/resnet18 --width 0.5 --weights none", "--width has no effect"),
-    ("--model torchvision/resnet18 --weights none --epochs 0", "all members would be equal"),
+    ("--model torchvision/resnet18 --weights none --epochs 0", "which must be trained"),
     ("--dataset dirty_glyphs --val-fraction 0.1 --published-split", "--published-split")])
 def test_misuse_is_refused_before_training(tiny, features, tmp_path, argv, named):
     more = argv.replace("FEATURES", " ".join(features)).split()
