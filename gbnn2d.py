@@ -1233,8 +1233,8 @@ PRESETS = {
     # Your own network: a few careful epochs, or its last layer alone.
     "pretrained": dict(SMALL, width=1.0, epochs=5, stoch_epochs=2, final_epochs=2, batch_size=32,
                        lr=0.01, augment=True, mc=10),
-    "frozen": dict(epochs=50, stoch_epochs=20, final_epochs=20, batch_size=64, lr=0.1, lr_rho=5e-2,
-                   lr_final=0.03, tau_w=1.0, k0=64, mc=20, augment=False),
+    "frozen": dict(epochs=30, stoch_epochs=20, final_epochs=20, lr_rho=5e-2, lr_final=0.03,
+                   weight_decay=0.05, tau_w=1.0, k0=64, mc=20, augment=False),
 }
 # These only change what is computed from trained networks, so they do not identify a run.
 EVALUATION_OPTIONS = ("mc", "ood", "load")
@@ -1364,6 +1364,7 @@ def load_sets(args, statistics=None):
                           predict=args.predict)
     if args.freeze:
         sets = data.frozen_features(sets, args)
+        common.print_on_main("bytes: of the head alone, without the frozen layers")
     return sets
 
 
