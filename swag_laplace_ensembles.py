@@ -1150,6 +1150,15 @@ def choose(lpds, what):
     return max(lpds, key=lpds.get)
 
 
+def choose_precision(member, title, lpds):
+    """The prior precision of the largest validation LPD, with a note at an end of the grid."""
+    precision = choose(finite_only(lpds), f"the prior precision of {LABELS[title]}")
+    if precision in (min(lpds), max(lpds)):
+        print(f"note: seed{member.seed}-{title}: the chosen prior precision {precision:g} is an end "
+              "of its grid; a better one may lie beyond", flush=True)
+    return precision
+
+
 # Posteriors over all weights: their samples are networks.
 
 
@@ -1410,11 +1419,11 @@ def fit_laplace(member, train, val):
     # The same noise for all members.
     noise = member.noise(args.val_samples, 0, STREAMS["llla_val"])
     scores = precision_scores(member.theta, member.spectrum, val, noise)
-    lpds = finite_only(dict(zip(LAPLACE_GRID, scores)))
-    precision = choose(lpds, "LLLA's prior precision")
+    lpds = dict(zip(LAPLACE_GRID, scores))
+    precision = choose_precision(member, "llla", lpds)
     noise = member.noise(args.samples[-1], member.seed, STREAMS["samples"])
     heads = laplace_samples(member.theta, member.spectrum, precision, noise)
-    return {"precision": precision, "lpds": lpds, "heads": heads.cpu()}
+    return {"precision": precision, "heads": heads.cpu()}
 
 
 def fit_flow(member, train, val, laplace, layers):
@@ -1430,11 +1439,10 @@ def fit_flow(member, train, val, laplace, layers):
         heads, _ = apply_flow([tensor[g] for tensor in flows], base)
         outputs = head_outputs(heads, val)
         lpds[FLOW_GRID[g]] = log_predictive_density(outputs, val.labels, val.energies)
-    lpds = finite_only(lpds)
-    precision = choose(lpds, "LA-NF's prior precision")
+    precision = choose_precision(member, "la_nf", lpds)
     chosen = [tensor[FLOW_GRID.index(precision)] for tensor in flows]
     heads, _ = apply_flow(chosen, laplace.heads.to(theta))
-    return {"precision": precision, "lpds": lpds, "heads": heads.cpu()}
+    return {"precision": precision, "heads": heads.cpu()}
 
 
 def train_flows(member, train, base_precision, layers):
