@@ -650,7 +650,7 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
     published_split  "forde" takes an equal share of each class, see stratified_split
     image_size       side of the square images that are read from files (folders: 32)
     preparation      a Preparation of image files, instead of image_size; images in memory keep
-                     their pixels, but RGB ones are normalised by its mean and std
+                     their size, but become RGB and are normalised by its mean and std
     limit            number of rows to keep, see evenly and, for "train", limit_train
 
     Raises Absent if the set is not found.
@@ -662,8 +662,9 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
         dataset = _part(dataset, name, split, seed, val_fraction, published_split)
     dataset = limit_train(dataset, limit) if split == "train" else evenly(dataset, limit)
     if isinstance(dataset, ImageSet):
-        if preparation is not None and dataset.shape[0] == 3:
-            dataset = replace(dataset, mean=preparation.mean, std=preparation.std)
+        if preparation is not None:
+            images = dataset.images.expand(-1, 3, -1, -1)
+            dataset = replace(dataset, images=images, mean=preparation.mean, std=preparation.std)
         return dataset
     # ImageNet stays on the disk at any size: there is too much of it.
     if name.startswith(("folder:", "tiny_imagenet")) and dataset.shape[-1] <= SMALL:
@@ -2025,6 +2026,9 @@ def _outputs_of_one_image(net, model, shape, advice=USUAL_ADVICE):
 def _fit_head(head, num_classes, model, is_trained):
     """A linear head as it is if it has `num_classes`, or else a new one, which must be trained."""
     if head.out_features == num_classes:
+        if not is_trained:
+            _print_once(f"{model}: output k of its head is taken for class k of the data; classes "
+                        "in folders are counted in alphabetical order")
         return head
     if not is_trained:
         raise UserError(f"--epochs 0 --model {model}: its head has {head.out_features} classes, "

@@ -772,9 +772,11 @@ def test_a_preparation_is_that_of_torchvision_s_weights(imagenet, tmp_path):
     assert (letters.shape, letters.mean) == ((3, 96, 96), (0.1, 0.2, 0.3))
     crops = next(Loader(sets.train, 18, augment="crop_flip").epoch()).images
     assert crops.shape == (18, 3, 96, 96)
-    # Sets in memory keep their size, which the network changes.
-    glyphs = load("glyphs", "test", image_size=96, preparation=preparation)
-    assert (glyphs.shape, glyphs.mean) == ((1, 28, 28), (0.21,))
+    # Sets in memory keep their size, which the network changes; grey ones become RGB.
+    glyphs = load("glyphs", "train", image_size=96, preparation=preparation)
+    assert (glyphs.shape, glyphs.mean, glyphs.std) == ((3, 28, 28), *preparation[2:4])
+    assert (glyphs.images == load("glyphs", "train").images).all()
+    assert data.predict_set("glyphs_letters", glyphs).mean == (0.1, 0.2, 0.3)
     small = load(name, "test", preparation=preparation._replace(crop=8, resize=9))
     assert (type(small), small.shape, small.mean) == (ImageSet, (3, 8, 8), (0.1, 0.2, 0.3))
 
