@@ -147,18 +147,14 @@ def bench_forde():
 
     def step_of(method):
         args = options(forde, "--dataset", "cifar10", "--members", members, "--width", width)
-        args = forde.with_method(args, method)
         nets = forde.make_ensemble(args, 1, 10, own.shape).train()
         for net in nets:
             torch.nn.init.normal_(net[-1].weight, std=0.05)
-        ensemble = forde.Members(nets)
+        chunks = forde.make_chunks(nets, args)
 
         def step():
             nets.zero_grad()
-            if method == "deep_ensemble":
-                forde.independent_step([ensemble], x, args)
-            else:
-                forde.ensemble_step(ensemble, x, metric, args)
+            forde.ensemble_step(chunks, x, metric, method, args)
         return step
 
     row(f"{members} members, {batch} images", best_seconds(
@@ -224,18 +220,18 @@ def bench_gbnn2d():
     labels = torch.arange(batch) % 10
     seconds = best_seconds(gbnn2d_step(shared.eval(), x, labels, args),
                            gbnn2d_step(net.train(), x, labels, args))
-    row(f"step of the last stage, ResNet-18 of {len(shared.label):,} weights, {batch} images",
+    row(f"step of the last stage, ResNet-18 of {len(shared.posterior.label):,} weights, {batch} images",
         seconds, "deterministic", cost=True)
 
 
 def shared_network(net):
-    """A gbnn2d.SharedNetwork of a network, whose mixture is learned from its initial weights."""
-    field = gbnn2d.MeanFieldNetwork(net)
+    """gbnn2d.py's network of shared Gaussians, which are fitted to the initial weights."""
+    field = gbnn2d.MeanField(net)
     gradient = torch.rand(len(field.mu), generator=seeded())
-    sharing = gbnn2d.SharingOptions(k0=0, tau_w=1.0, tau_d="auto")
-    mu = field.mu.detach().cpu()
-    _, weights, _ = gbnn2d.share_weights(mu, field.sigma.detach().cpu(), gradient, sharing, seeded())
-    return gbnn2d.SharedNetwork(net, weights)
+    options = gbnn2d.CompressionOptions(k0=0, tau_w=1.0, tau_d="auto")
+    _, weights, _ = gbnn2d.compress(field.mu.detach(), field.sigma.detach(), gradient, options,
+                                    seeded())
+    return gbnn2d.RandomNetwork(net, gbnn2d.SharedGaussians(weights))
 
 
 def gbnn2d_step(module, x, labels, args):
@@ -244,8 +240,8 @@ def gbnn2d_step(module, x, labels, args):
 
     def step():
         loss = F.cross_entropy(module(x), labels)
-        if isinstance(module, gbnn2d.SharedNetwork):
-            loss = loss + module.kl() / 50_000
+        if isinstance(module, gbnn2d.RandomNetwork):
+            loss = loss + module.posterior.kl() / 50_000
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -341,25 +337,34 @@ def bench_predict():
     args = options(ddu, *common_options, "--model", "resnet18")
     net = ddu.make_network(args, 10, (3, 32, 32)).eval()
     z = torch.randn(size(10_000, 500), net.head.in_features, generator=seeded())
-    fitted = ddu.Fitted(ddu.fit_gaussians(z, torch.arange(len(z)) % 10, 10), None, 0.0, 1.0)
-    row("ddu.py, ResNet-18, ten Gaussians", best_seconds(
-        lambda: ddu.all_scores(ddu.Outputs(*net(x), None), fitted), lambda: net(x)),
-        "one pass", cost=True)
+    gaussians = ddu.fit_gaussians(z, torch.arange(len(z)) % 10, 10)
+    fitted = ddu.Fitted(gaussians, None, 0.0, 0.0, 1.0)
+
+    def scores():
+        return ddu.score_network(ddu.Outputs(*net(x), None, 0.0), fitted)
+
+    row("ddu.py, ResNet-18, ten Gaussians", best_seconds(scores, lambda: net(x)), "one pass",
+        cost=True)
 
     args = options(gbnn2d, *common_options, "--model", "resnet18")
-    net = gbnn2d.make_network(args, 10, (3, 32, 32)).eval()
+    plain = gbnn2d.make_network(args, 10, (3, 32, 32)).eval()
     shared = shared_network(gbnn2d.make_network(args, 10, (3, 32, 32))).eval()
-    draws = lambda: gbnn2d.mean_prediction(torch.stack([shared(x) for _ in range(5)]).double())
-    row("gbnn2d.py, ResNet-18, five samples", best_seconds(draws, lambda: net(x)), "one pass",
+    uniform = torch.rand(5, batch, generator=seeded())
+
+    def draws():
+        logits = torch.stack([shared(x) for _ in range(5)])
+        return gbnn2d.mean_prediction(logits.double(), uniform)
+
+    row("gbnn2d.py, ResNet-18, five samples", best_seconds(draws, lambda: plain(x)), "one pass",
         cost=True)
 
     args = options(sle, *common_options, "--model", "wrn_10_4")
-    net = sle.make_network(args, random_set(batch), 0.0).eval()
+    net = sle.make_network(args, random_set(batch)).eval()
     heads = torch.randn(size(200, 3), len(sle.flat_head(net.head)), generator=seeded())
 
     def last_layers():
         last = sle.LastLayer(net(x)[1], None)
-        return torch.stack([z.logsumexp(-1) for z in sle.head_samples(heads, last)])
+        return sle.head_outputs(heads, last).logsumexp(0)
 
     row(f"LLLA and LA-NF, WRN-10-4, {len(heads)} samples", best_seconds(last_layers, lambda: net(x)),
         "one pass", cost=True)
