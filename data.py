@@ -571,26 +571,6 @@ def check_sizes(*sets, limit=math.inf):
                             "remove the set")
 
 
-def stratified_split(labels, val_fraction=0.1, seed=88):
-    """(train, val): int64 row numbers; floor(val_fraction n_c) rows of each class are in val.
-
-    Published (FoRDE): scikit-learn's train_test_split with this seed. The rows are the same
-    where val_fraction n_c is a whole number for each class.
-    """
-    generator = np.random.RandomState(seed)
-    train = []
-    val = []
-    for label in labels.unique():
-        rows = (labels == label).nonzero()[:, 0].numpy()
-        rows = rows[generator.permutation(len(rows))]
-        num_train = len(rows) - math.floor(val_fraction * len(rows))
-        train.append(rows[:num_train])
-        val.append(rows[num_train:])
-    train = generator.permutation(np.concatenate(train))
-    val = generator.permutation(np.concatenate(val))
-    return torch.from_numpy(train), torch.from_numpy(val)
-
-
 # ---- Loading ------------------------------------------------------------------------------
 
 
@@ -638,8 +618,8 @@ def _together(read):
 
 
 @_together
-def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_split=None,
-         image_size=None, preparation=None, limit=None):
+def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, image_size=None,
+         preparation=None, limit=None):
     """A set of DATASETS as an ImageSet or a StreamedSet, downloaded where that is possible.
 
     split            "train" and "val": parts of the training set, or, of a folder that has both,
@@ -647,7 +627,6 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
                      folder, as one class
     val_fraction     share of the training set that is "val", in [0, 1), chosen by `seed`; with
                      0, the rows of "train" are in the order of the files
-    published_split  "forde" takes an equal share of each class, see stratified_split
     image_size       side of the square images that are read from files (folders: 32)
     preparation      a Preparation of image files, instead of image_size; images in memory keep
                      their size, but become RGB and are normalised by its mean and std
@@ -656,10 +635,9 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, published_sp
     Raises Absent if the set is not found.
     """
     _choose_from("split", split, SPLITS)
-    _choose_from("published_split", published_split, (None, "forde"))
     dataset = _read(name, split, Path(data_dir), image_size, preparation)
     if split in ("train", "val") and not _has_own_val(name):
-        dataset = _part(dataset, name, split, seed, val_fraction, published_split)
+        dataset = _part(dataset, name, split, seed, val_fraction)
     dataset = limit_train(dataset, limit) if split == "train" else evenly(dataset, limit)
     if isinstance(dataset, ImageSet):
         if preparation is not None:
@@ -711,13 +689,11 @@ def _read_in_memory(name, training, data_dir):
     return ambiguous
 
 
-def _part(pool, name, split, seed, val_fraction, published_split):
+def _part(pool, name, split, seed, val_fraction):
     """The part "train" or "val" of a training set."""
     if split == "train" and val_fraction == 0:
         return pool  # in the order of the files
-    if published_split == "forde":
-        train, val = stratified_split(pool.labels, val_fraction)
-    elif name.startswith("folder:"):
+    if name.startswith("folder:"):
         train, val = class_split(pool.labels, seed, val_fraction)
     else:
         groups = getattr(pool, "groups", None)
@@ -728,9 +704,9 @@ def _part(pool, name, split, seed, val_fraction, published_split):
     return pool.select(train if split == "train" else val)
 
 
-def load_sets(name, data_dir="data", *, seed=1, val_fraction=0.1, published_split=None,
-              image_size=None, preparation=None, limit_train=None, statistics=None, ood=(),
-              ood_required=False, predict=None):
+def load_sets(name, data_dir="data", *, seed=1, val_fraction=0.1, image_size=None,
+              preparation=None, limit_train=None, statistics=None, ood=(), ood_required=False,
+              predict=None):
     """The image sets of a run: training, validation, test, OOD and predicted set, as Sets.
 
     limit_train      number of training examples, see the function limit_train
@@ -742,8 +718,7 @@ def load_sets(name, data_dir="data", *, seed=1, val_fraction=0.1, published_spli
     other options see load. Refuses sets that are too small to train on or to distribute.
     """
     read = partial(load, name, data_dir=data_dir, seed=seed, val_fraction=val_fraction,
-                   published_split=published_split, image_size=image_size,
-                   preparation=preparation)
+                   image_size=image_size, preparation=preparation)
     train = read("train", limit=limit_train)
     if len(train) < 2:
         raise UserError(f"{train.name}: {len(train)} training example(s); at least two are needed")
@@ -1403,7 +1378,7 @@ def nonsense(like):
                     like.std, classes=like.classes, files=files)
 
 
-# ---- Features and points ------------------------------------------------------------------
+# ---- Features -----------------------------------------------------------------------------
 
 MOST_CLASSES = 1_000_000  # a larger label is an error: memory is allocated for each class
 
@@ -1516,19 +1491,6 @@ def _features_like(path, like):
     labels = features.labels.where(features.labels < like.num_classes, -1)
     return replace(like, name=set_name(str(path)), images=features.values[:, :, None, None],
                    labels=labels, files=features.files)
-
-
-def gaussian_ring(n_per_class, seed=42):
-    """(x float32 [5n, 2], y int64 [5n]): n points of each of five Gaussians, class 0 first.
-
-    They have unit variance and centres at 0, 72, ..., 288 degrees of a circle of radius 5
-    (D'Angelo and Fortuin 2021).
-    """
-    y = torch.arange(5).repeat_interleave(n_per_class)
-    angle = 2 * math.pi / 5 * y.double()
-    centre = 5 * torch.stack([angle.cos(), angle.sin()], 1)            # [5n, 2]
-    noise = torch.randn(len(y), 2, generator=_generator(seed), dtype=torch.float64)
-    return (noise + centre).float(), y
 
 
 # ---- Batches ------------------------------------------------------------------------------
@@ -1772,7 +1734,7 @@ def find_edges(dataset, cutoff=5.0):
     return torch.cat(sources), torch.cat(targets), torch.tensor(counts)
 
 
-# ---- Pretrained networks ------------------------------------------------------------------------
+# ---- Pretrained networks ------------------------------------------------------------------
 
 
 def preparation_of(model, weights, image_size=None):

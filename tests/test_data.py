@@ -96,23 +96,6 @@ def test_published_split_of_cifar10_seed_1():
     assert [len(part) for part in train_val_split(73257, 3)] == [65932, 7325]
 
 
-def test_stratified_split_is_that_of_scikit_learn():
-    from sklearn.model_selection import train_test_split
-    labels = torch.randperm(2000, generator=torch.Generator().manual_seed(0)) % 10
-    train, val = data.stratified_split(labels)
-    wanted = train_test_split(np.arange(2000), test_size=0.1, stratify=labels, random_state=88)
-    assert np.array_equal(train, wanted[0])
-    assert np.array_equal(val, wanted[1])
-    labels = torch.tensor([0] * 25 + [1] * 9)  # no whole numbers: rounded down in each class
-    train, val = data.stratified_split(labels)
-    assert labels[val].tolist() == [0, 0]
-    assert sorted([*train, *val]) == list(range(34))
-    first = load("glyphs", "val", published_split="forde", seed=1)
-    second = load("glyphs", "val", published_split="forde", seed=2)
-    assert first.labels.bincount().tolist() == [100] * 10
-    assert torch.equal(first.labels, second.labels)
-
-
 def test_sets_select_all_their_fields():
     dataset = toy(6, label_probs=torch.eye(6), groups=torch.arange(6) // 2, files=tuple("abcdef"))
     mask = torch.tensor([False, True, False, False, True, False])
@@ -360,7 +343,6 @@ def test_absent_sets_name_the_path_and_the_site(tmp_path, monkeypatch, name, pat
 @pytest.mark.parametrize("call, match", [
     (lambda: load("mnits", "train"), "'mnits' is unknown.*glyphs"),
     (lambda: load("glyphs", "valid"), "split 'valid'"),
-    (lambda: load("glyphs", "val", published_split="sngp"), "'sngp' is unknown.*forde"),
     (lambda: load("glyphs", "val", val_fraction=1e-5), "1e-05 of 10000.*no validation example"),
     (lambda: load("imagenet_r", "train"), "test split only"),
     (lambda: load("folder:/nowhere", "test"), "nowhere not found"),
@@ -1165,7 +1147,7 @@ def test_machines_agree_on_what_is_there(tmp_path, ranks):
     assert "1/CIFAR-10-C/fog.npy" in first["corrupted"]
 
 
-# ---- Features and points -------------------------------------------------------------------
+# ---- Features ------------------------------------------------------------------------------
 
 
 def save_features(path, features, labels=None, names=None):
@@ -1284,19 +1266,6 @@ def test_features_that_do_not_fit(tmp_path):
         features = data.read_features(path, labelled=True)
         assert features.values.numpy().dtype == kind
         assert features.labels.tolist() == [0, 1, 5]
-
-
-def test_gaussian_ring():
-    x, y = data.gaussian_ring(4000)
-    assert x.dtype == torch.float32
-    assert y.tolist() == [k for k in range(5) for _ in range(4000)]
-    angle = 2 * np.pi / 5 * np.arange(5)
-    want = torch.tensor(5 * np.stack([np.cos(angle), np.sin(angle)], 1)).float()
-    assert (x.view(5, 4000, 2).mean(1) - want).abs().max() < 0.07  # four standard errors
-    for group in x.view(5, 4000, 2):
-        assert (group.T.cov() - torch.eye(2)).abs().max() < 0.1
-    assert torch.equal(data.gaussian_ring(20, seed=3)[0], data.gaussian_ring(20, seed=3)[0])
-    assert not (data.gaussian_ring(20, seed=3)[0] == data.gaussian_ring(20, seed=1)[0]).any()
 
 
 # ---- Embedded sets -------------------------------------------------------------------------
