@@ -3,12 +3,10 @@ time, Gaussians by NumPy, SciPy and scikit-learn; and its runs end to end."""
 
 import copy
 import csv
-import json
 import math
 import os
+import re
 import shutil
-import subprocess
-import sys
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -19,8 +17,9 @@ import scipy.special
 import scipy.stats
 import torch
 import torch.nn.functional as F
-from conftest import (CPU, REPO, Child, assert_same_checkpoints, run_ddu, run_ddu_in_float64,
-                      start_ranks, strict_json, wait_for)
+import torchvision
+from conftest import (CPU, Child, assert_same_checkpoints, run_ddu, run_ddu_in_float64, start_ranks,
+                      strict_json, wait_for)
 from PIL import Image
 from sklearn.covariance import ledoit_wolf
 from sklearn.metrics import average_precision_score, roc_auc_score
@@ -115,15 +114,6 @@ def test_options_without_effect_are_refused(setting):
             parse(f"{setting} {option}")
 
 
-@pytest.mark.parametrize("words", ["--dataset dirty-mnist", "--model-type gmm", "--load-path x",
-                                   "--al-type gmm", "-mi", "-ambiguous", "--nesterov", "--mom 0.9",
-                                   "--first-milestone 9", "--second-milestone=9"])
-def test_words_of_the_published_commands_are_answered_with_ours(words):
-    word = words.removeprefix("--dataset ").split()[0].split("=")[0]
-    with pytest.raises(UserError, match=f"^{word}: of the published code; here it is .+"):
-        parse(words)
-
-
 @pytest.mark.parametrize("line", [FEATURES, LEARN])
 def test_what_runs_in_one_process_is_refused_in_two(line, monkeypatch):
     monkeypatch.setattr(common, "world_size", lambda: 2)
@@ -182,8 +172,8 @@ def unit(x):
 
 
 @pytest.mark.parametrize("size, kind", [
-    (8, "3x3"), (7, "3x3"), (1, "3x3"), (8, "3x3, stride 2"), (7, "3x3, stride 2"),
-    (8, "3x3, dilated"), (7, "3x3, depthwise"), (7, "3x5, same"), (6, "3x3, valid")])
+    (8, "3x3"), (1, "3x3"), (8, "3x3, stride 2"), (7, "3x3, stride 2"), (8, "3x3, dilated"),
+    (7, "3x3, depthwise"), (7, "3x5, same"), (6, "3x3, valid")])
 def test_sigma_is_the_norm_of_the_true_operator(size, kind):
     """Its stride and zero padding included, by iterations v = A^T u, u = A v from the start."""
     conv, sn = spectral(kind, 1e-3, size)
@@ -280,63 +270,54 @@ def test_evaluation_leaves_the_iteration_alone_and_sigma_keeps_its_precision():
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even")
-@pytest.mark.parametrize("conv, match", [
-    (dict(kernel_size=3, padding=1, padding_mode="circular"), "zero padding, not 'circular'"),
-    (dict(kernel_size=3, padding=1, padding_mode="reflect"), "zero padding, not 'reflect'"),
-    (dict(kernel_size=2, padding="same"), "odd kernels")])
-def test_padding_whose_norm_would_be_wrong_is_refused(conv, match):
-    with pytest.raises(ValueError, match=match):
-        ddu.spectral_normalise(nn.Sequential(nn.Conv2d(3, 4, **conv)), (3, 8, 8))
+def test_padding_whose_norm_would_be_wrong_is_refused():
+    for conv, match in [(dict(padding=1, padding_mode="circular"), "padding, not 'circular'"),
+                        (dict(padding=1, padding_mode="reflect"), "zero padding, not 'reflect'"),
+                        (dict(kernel_size=2, padding="same"), "odd kernels")]:
+        conv = nn.Conv2d(3, 4, **{"kernel_size": 3, **conv})
+        with pytest.raises(ValueError, match=match):
+            ddu.spectral_normalise(nn.Sequential(conv), (3, 8, 8))
 
 
 @pytest.mark.skipif(not torch._dynamo.is_dynamo_supported(), reason="no torch.compile here")
 def test_a_compiled_spectral_net_trains_like_the_plain_one():
     net = nn.Sequential(nn.Conv2d(2, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 3, 1))
     ddu.spectral_normalise(net, (2, 7, 7), 0.3)
-    net.double().train()
-    twin = copy.deepcopy(net)
+    twin = copy.deepcopy(net.double().train())
     compiled = torch.compile(twin, backend="eager")
     x = torch.randn(2, 2, 7, 7, dtype=torch.float64)
     for _ in range(2):
-        ours = net(x)
-        theirs = compiled(x)
-        assert torch.allclose(ours, theirs, rtol=1e-10)
-        ours.square().sum().backward()
-        theirs.square().sum().backward()
+        for model in (net, compiled):
+            model(x).square().sum().backward()
     for p, q in zip(net.parameters(), twin.parameters()):
         assert torch.allclose(p.grad, q.grad, rtol=1e-9)
 
 
 # ---- Networks -----------------------------------------------------------------------------------
 
-# classes, parameters, features; spectral layers, of which 1x1, and batch norms
-SIZES = [("lenet", False, (1, 28, 28), 10, 44_426, 84, None),
-         ("resnet18", True, (3, 32, 32), 10, 11_000_138, 512, (17, 0, 17)),
-         ("resnet18", False, (1, 28, 28), 10, 11_172_810, 512, (20, 3, 20)),
-         ("resnet50", False, (3, 32, 32), 100, 23_705_252, 2048, (53, 36, 53)),
-         ("resnet50", True, (3, 32, 32), 100, 20_928_676, 2048, (49, 32, 49)),
-         ("wide_resnet", False, (3, 32, 32), 100, 36_536_884, 640, (28, 3, 25)),
-         ("wide_resnet", True, (3, 32, 32), 10, 36_220_634, 640, (25, 0, 25)),
-         ("vgg16", False, (1, 28, 28), 10, 14_722_890, 512, (13, 0, 13))]
+# classes, parameters, features, and how many layers are spectral, how many of them 1x1
+SIZES = [("lenet", False, False, (1, 28, 28), 10, 44_426, 84, (0, 0)),
+         ("resnet18", True, True, (3, 32, 32), 10, 11_000_138, 512, (17, 0)),
+         ("resnet18", False, True, (1, 28, 28), 10, 11_172_810, 512, (20, 3)),
+         ("resnet50", False, True, (3, 32, 32), 100, 23_705_252, 2048, (53, 36)),
+         ("resnet50", True, True, (3, 32, 32), 100, 20_928_676, 2048, (49, 32)),
+         ("wide_resnet", False, False, (3, 32, 32), 100, 36_536_884, 640, (0, 0)),
+         ("wide_resnet", True, True, (3, 32, 32), 10, 36_220_634, 640, (25, 0)),
+         ("vgg16", False, True, (1, 28, 28), 10, 14_722_890, 512, (13, 0))]
 
 
-@pytest.mark.parametrize("model, mod, shape, classes, parameters, dim, counts", SIZES)
-def test_sizes_of_the_networks_and_what_is_spectral(model, mod, shape, classes, parameters, dim,
+@pytest.mark.parametrize("model, mod, sn, shape, classes, parameters, dim, counts", SIZES)
+def test_sizes_of_the_networks_and_what_is_spectral(model, mod, sn, shape, classes, parameters, dim,
                                                     counts):
-    net = build(model, classes, shape, "meta", mod=mod, sn=False)
-    logits, features = net(torch.empty(2, *shape, device="meta"))
-    assert logits.shape == (2, classes) and features.shape == (2, dim)
+    net = build(model, classes, shape, "meta", mod=mod, sn=sn)
+    assert (net.head.in_features, net.head.out_features) == (dim, classes)
     assert sum(p.numel() for p in net.parameters()) == parameters
-    if counts is None:
-        return
-    net = build(model, classes, shape, "meta", mod=mod)
     layers = modules(net, ddu.SoftSpectral)
-    norms = modules(net, nn.BatchNorm2d)
-    matrices = [layer for layer in layers if layer.v.shape[2:] == (1, 1)]
-    assert (len(layers), len(matrices), len(norms)) == counts
-    assert len(layers) == len(modules(net, nn.Conv2d))
+    assert (len(layers), sum(layer.v.shape[2:] == (1, 1) for layer in layers)) == counts
+    assert len(layers) == (len(modules(net, nn.Conv2d)) if sn else 0)
     assert not hasattr(net.head, "parametrizations")
-    assert {norm.momentum for norm in norms} == {0.01 if model == "wide_resnet" else 0.1}
+    momentum = {norm.momentum for norm in modules(net, nn.BatchNorm2d)}
+    assert model == "lenet" or momentum == {0.01 if model == "wide_resnet" else 0.1}
     if parameters == 36_220_634:  # published: 4,582,425, of which 25 are logged sigmas
         assert sum(sn.u.numel() + sn.v.numel() for sn in layers) == 4_582_425 - 25
 
@@ -427,8 +408,7 @@ REFERENCES = {
 }
 
 
-@pytest.mark.parametrize("sn", [False, True])
-@pytest.mark.parametrize("mod", [False, True])
+@pytest.mark.parametrize("mod, sn", [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize("name", REFERENCES)
 def test_networks_equal_a_second_version_written_with_functions(name, mod, sn):
     model, changes, shape, reference, *structure = REFERENCES[name]
@@ -459,38 +439,34 @@ def test_dropout_and_initialisation_of_wide_resnet():
     net = build("wide_resnet", 100, depth=10, width=0.5, sn=False)
     assert net.head.weight.std().item() == pytest.approx(math.sqrt(2 / 100), rel=0.05)
     assert not net.head.bias.any()
-    for conv in modules(net, nn.Conv2d):  # fan-out: of the output channels
-        if conv.weight.numel() > 20_000:
-            fan_out = conv.weight.shape[0] * conv.weight[0, 0].numel()
-            assert conv.weight.std().item() == pytest.approx(math.sqrt(2 / fan_out), rel=0.02)
-    blocks = modules(net, ddu.Residual)
-    assert len(blocks) == 3
-    for block in blocks:  # dropout between the two convolutions
+    for block in modules(net, ddu.Residual):  # dropout between the two convolutions
         dropout, conv = block.body[-2:]
-        assert type(conv) is nn.Conv2d and type(dropout) is nn.Dropout and dropout.p == 0.3
+        assert type(dropout) is nn.Dropout and dropout.p == 0.3
+        fan_out = conv.weight.shape[0] * conv.weight[0, 0].numel()  # of the output channels
+        assert conv.weight.std().item() == pytest.approx(math.sqrt(2 / fan_out), rel=0.02)
 
 
 def test_lenet_equals_a_second_version():
     net = build("lenet", shape=(1, 28, 28), sn=False, mod=False)
     x = torch.randn(3, 1, 28, 28)
     logits, features = net(x)
-    first, second = modules(net.extractor, nn.Conv2d)
-    for conv in (first, second):
+    for conv in modules(net.extractor, nn.Conv2d):
         x = F.max_pool2d(F.conv2d(x, conv.weight, conv.bias).relu(), 2)
     x = x.flatten(1)
-    third, fourth = modules(net.extractor, nn.Linear)
-    for linear in (third, fourth):
+    for linear in modules(net.extractor, nn.Linear):
         x = (x @ linear.weight.T + linear.bias).relu()
-    assert torch.allclose(features, x, atol=1e-5)
-    assert torch.allclose(logits, net.head(x), atol=1e-5)
+    assert torch.allclose(features, x, atol=1e-5) and torch.allclose(logits, net.head(x), atol=1e-5)
 
 
 # ---- Published checkpoints ---------------------------------------------------------------------
 
-# model, width, size of the images; the last two are WRN-28-1 and WRN-28-2
-PUBLISHED = [("lenet", 1.0, 28), ("vgg16", 1 / 16, 28), ("vgg16", 1 / 16, 32),
-             ("resnet18", 1 / 16, 28), ("resnet50", 1 / 32, 32), ("wide_resnet", 0.1, 32),
-             ("wide_resnet", 0.2, 32)]
+# model, width, size of the images; numbers of names in files of the published code (plain, -mod,
+# -sn, -sn -mod)
+PUBLISHED = [("lenet", 1.0, 28, (10,)), ("vgg16", 1 / 16, 28, (80, 80, 119, 119)),
+             ("vgg16", 1 / 16, 32, (80, 80, 119, 119)),
+             ("resnet18", 1 / 16, 28, (122, 104, 182, 155)),
+             ("resnet50", 1 / 32, 32, (320, 296, 479, 443)),
+             ("wide_resnet", 0.2, 32, (155, 152, 239, 227))]
 STAGES = {"resnet18": (2, 2, 2, 2), "resnet50": (3, 4, 6, 3), "wide_resnet": (4, 4, 4)}
 
 
@@ -555,18 +531,18 @@ def published_file(path, model, width=1.0, size=32, sn=False, mod=False):
     return net
 
 
-@pytest.mark.parametrize("sn", [False, True])
-@pytest.mark.parametrize("mod", [False, True])
-@pytest.mark.parametrize("model, width, size", PUBLISHED)
-def test_published_state_dicts_are_read(model, width, size, mod, sn, tmp_path):
-    if model == "lenet" and (sn or mod):
+@pytest.mark.parametrize("kind", range(4))
+@pytest.mark.parametrize("model, width, size, counts", PUBLISHED)
+def test_published_state_dicts_are_read(model, width, size, counts, kind, tmp_path):
+    if kind >= len(counts):
         return
+    sn = kind >= 2
+    mod = kind % 2 == 1
     path = tmp_path / f"{model}{'_sn_2.5' * sn}{'_mod' * mod}_7_350.model"
     net = published_file(path, model, width, size, sn, mod)
-    line = f"--dataset cifar10 --model {model} --width {width} --load {path}"
-    if model == "lenet":
-        line = line.replace("--width 1.0", "")
-    args = parse(line)
+    assert len(torch.load(path, weights_only=True)) == counts[kind]
+    line = f"--dataset cifar10 --model {model} --load {path}"
+    args = parse(line if model == "lenet" else f"{line} --width {width}")
     assert (args.sn, args.mod, args.seed, args.ensemble) == (sn, mod, 7, 1)
     assert args.coeff == (2.5 if sn else 3.0)
     twin = ddu.make_network(args, 10, (3 if size == 32 else 1, size, size))
@@ -575,20 +551,6 @@ def test_published_state_dicts_are_read(model, width, size, mod, sn, tmp_path):
     assert weights.keys() == twin.state_dict().keys()
     for name, tensor in twin.state_dict().items():
         assert torch.equal(tensor, weights[name]), name
-
-
-# Numbers of names in files of the published code: plain, -mod, -sn, -sn -mod.
-COUNTS = {"resnet18": (122, 104, 182, 155), "resnet50": (320, 296, 479, 443),
-          "wide_resnet": (155, 152, 239, 227), "vgg16": (80, 80, 119, 119)}
-
-
-@pytest.mark.parametrize("model", COUNTS)
-def test_as_many_names_as_in_published_files(model):
-    found = []
-    for sn, mod in ((False, False), (False, True), (True, False), (True, True)):
-        net = build(model, 10, device="meta", sn=sn, mod=mod)
-        found.append(len(published_state(net, model, 32)))
-    assert tuple(found) == COUNTS[model]
 
 
 def test_published_state_dicts_that_do_not_fit_are_one_line(tmp_path):
@@ -656,21 +618,18 @@ def scipy_log_densities(z, y, points):
     return np.stack(columns, 1)
 
 
-def mean_variance(z, y):
-    variances = [np.var(z[y == c].numpy(), axis=0, ddof=1).mean() for c in y.unique()]
-    return np.mean(variances)
-
-
-IMBALANCED = (120, 260, 150, 200)
+def scipy_joint(z, y, points):
+    """log N(z; mu_c, Sigma_c) + log n_c / N [N, K]"""
+    return scipy_log_densities(z, y, points) + np.log(np.bincount(y) / len(y))
 
 
 @pytest.mark.parametrize("dim, dtype, offset", [
     (16, torch.float64, 0.0), (64, torch.float32, 0.0), (8, torch.float64, 1e4)])
 def test_densities_and_posteriors_equal_scipy_in_float64(dim, dtype, offset):
-    z, y = clusters(IMBALANCED, dim, spread=0.3)
+    z, y = clusters((120, 260, 150, 200), dim, spread=0.3)
     z = (z + offset).to(dtype)
     points = torch.cat([z[:300], offset + 3 * torch.randn(20, dim, dtype=dtype)])
-    joint = scipy_log_densities(z, y, points) + np.log(np.bincount(y) / len(y))
+    joint = scipy_joint(z, y, points)
     gaussians = fit(z, y)
     ours = ddu.class_log_densities(gaussians, points)
     assert gaussians.jitter == 0 and ours.dtype == torch.float64
@@ -678,8 +637,7 @@ def test_densities_and_posteriors_equal_scipy_in_float64(dim, dtype, offset):
     scores = ddu.density_scores(ours)
     density = scipy.special.logsumexp(joint, 1)
     assert np.allclose(scores["density"], density, rtol=1e-8, atol=1e-6)
-    posterior = scipy.special.softmax(joint, 1)
-    entropies = scipy.stats.entropy(posterior, axis=1)
+    entropies = scipy.stats.entropy(scipy.special.softmax(joint, 1), axis=1)
     assert np.allclose(scores["gmm_entropy"], entropies, atol=1e-6)
     assert dim == 64 or entropies.std() > 0.01
 
@@ -687,8 +645,13 @@ def test_densities_and_posteriors_equal_scipy_in_float64(dim, dtype, offset):
 def test_singular_covariances_get_a_small_jitter_and_healthy_ones_none():
     z, y = clusters((40, 50, 60), 6)
     dead = torch.cat([z, torch.zeros(len(z), 2)], 1)  # no variance at all in the last two
+
+    def smallest(z, y):
+        variances = [np.var(z[y == c].numpy(), axis=0, ddof=1).mean() for c in y.unique()]
+        return pytest.approx(1e-12 * np.mean(variances), rel=1e-9)
+
     gaussians = fit(dead, y)
-    assert gaussians.jitter == pytest.approx(1e-12 * mean_variance(dead, y), rel=1e-9)
+    assert gaussians.jitter == smallest(dead, y)
     points = dead[:20].clone()
     points[:10, 6:] = 1e-5
     alive = scipy_log_densities(z, y, points[:, :6])
@@ -697,8 +660,7 @@ def test_singular_covariances_get_a_small_jitter_and_healthy_ones_none():
     for seed in range(20):  # rounding may leave a factor
         z, y = clusters((60, 50), 6, seed=seed)
         z[:, 5] = z[:, :3].sum(1)
-        expected = pytest.approx(1e-12 * mean_variance(z, y), rel=1e-9)
-        assert fit(z, y).jitter == expected, seed
+        assert fit(z, y).jitter == smallest(z, y), seed
     scales = torch.tensor([1e-3, 1e-2, 1.0, 1.0, 10.0, 1e2], dtype=torch.float64)
     z, y = clusters((60, 50), 6)
     assert fit(z * scales, y).jitter == 0  # badly scaled, not singular
@@ -707,22 +669,19 @@ def test_singular_covariances_get_a_small_jitter_and_healthy_ones_none():
 def test_what_has_no_covariance_is_refused_in_words():
     z, y = clusters((40, 5), 6)
     three = torch.tensor([0, 0, 1, 1, 2, 2])
-    with pytest.raises(ValueError, match=r"labels must be in 0\.\.1"):
-        ddu.fit_gaussians(z[:6], three, 2)
-    with pytest.raises(ValueError, match=r"labels must be in 0\.\.2"):
-        ddu.fit_gaussians(z[:6], three - 1, 3)
-    with pytest.raises(ValueError, match=r"6 rows of features, but labels \[5\]"):
-        ddu.fit_gaussians(z[:6], three[:5], 3)
-    with pytest.raises(ValueError, match="class 2 has 0"):
-        ddu.fit_gaussians(z, y, 3)
-    with pytest.raises(ValueError, match="class 1 has 1"):
-        fit(z[:3], torch.tensor([0, 0, 1]))
-    with pytest.raises(ValueError, match="singular: its features are constant"):
-        fit(torch.zeros(24, 3), torch.arange(24) % 2)
-    for value, match in ((1e200, "too large"), (math.nan, "NaN"), (math.inf, "NaN")):
-        z[3, 2] = value
+    zeros = torch.zeros(24, 3)
+    huge = z.clone()
+    huge[3, 2] = 1e200
+    for features, labels, classes, match in [
+            (z[:6], three, 2, r"labels must be in 0\.\.1"),
+            (z[:6], three - 1, 3, r"labels must be in 0\.\.2"),
+            (z[:6], three[:5], 3, r"6 rows of features, but labels \[5\]"),
+            (z, y, 3, "class 2 has 0"), (z[:3], three[1:4], 2, "class 0 has 1"),
+            (zeros, torch.arange(24) % 2, 2, "singular: its features are constant"),
+            (huge, y, 2, "too large"), (huge * math.inf, y, 2, "NaN"),
+            (huge * math.nan, y, 2, "NaN")]:
         with pytest.raises(ValueError, match=match):
-            fit(z, y)
+            ddu.fit_gaussians(features, labels, classes)
 
 
 def test_no_more_than_covariances_and_factors_is_held_while_fitting(monkeypatch):
@@ -736,22 +695,6 @@ def test_no_more_than_covariances_and_factors_is_held_while_fitting(monkeypatch)
     monkeypatch.setattr(torch.linalg, "cholesky_ex", note)
     fit(*clusters((40, 50, 60), 6))
     assert shapes == [[6, 6]] * 3  # a batch would take another 8 K D^2 bytes
-
-
-def test_classes_of_few_examples_are_as_exact_as_their_jitter_allows():
-    """n <= D = 8 and n > D together, the jitter 10^-12 of the variance."""
-    z, y = clusters((2, 5, 8, 9, 30), 8, seed=2)
-    gaussians = fit(z, y)
-    assert gaussians.jitter == pytest.approx(1e-12 * mean_variance(z, y), rel=1e-9)
-    points = torch.cat([z[:20], 5 * z[:20]]).numpy()
-    ours = log_densities(gaussians, torch.tensor(points))
-    for c, rtol in enumerate((1e-3, 1e-3, 1e-3, 1e-9, 1e-9)):
-        rows = z[y == c].numpy()
-        covariance = np.cov(rows.T) + gaussians.jitter * np.eye(8)
-        offsets = (points - rows.mean(0)).T                            # [8, points]
-        distances = (offsets * np.linalg.solve(covariance, offsets)).sum(0)
-        constant = np.linalg.slogdet(covariance)[1] + 8 * math.log(2 * math.pi)
-        assert np.allclose(ours[:, c], -(distances + constant) / 2, rtol=rtol), c
 
 
 @pytest.mark.parametrize("counts, dim", [((40, 12, 60), 10), ((6, 9), 15)])
@@ -771,15 +714,15 @@ def test_shrinkage_is_ledoit_and_wolfs(counts, dim):
 # ---- Scores, decisions, schedules ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_softmax_scores_equal_scipy(temperature):
+def test_softmax_scores_equal_scipy():
     logits = torch.randn(50, 6) * 4
-    scaled = logits.double().numpy() / temperature
-    probs = scipy.special.softmax(scaled, 1)
-    scores = ddu.softmax_scores(logits, temperature)
-    assert np.allclose(scores["total"], scipy.stats.entropy(probs, axis=1), atol=1e-12)
-    assert np.allclose(scores["max_prob"], probs.max(1), atol=1e-12)
-    assert np.allclose(scores["energy"], scipy.special.logsumexp(scaled, 1), atol=1e-12)
+    for temperature in (1.0, 2.5):
+        scaled = logits.double().numpy() / temperature
+        probs = scipy.special.softmax(scaled, 1)
+        scores = ddu.softmax_scores(logits, temperature)
+        assert np.allclose(scores["total"], scipy.stats.entropy(probs, axis=1), atol=1e-12)
+        assert np.allclose(scores["max_prob"], probs.max(1), atol=1e-12)
+        assert np.allclose(scores["energy"], scipy.special.logsumexp(scaled, 1), atol=1e-12)
 
 
 def test_every_score_stands_on_its_side_of_detection():
@@ -809,16 +752,14 @@ def test_low_density_is_ood_whatever_the_entropy():
     assert columns["density_percentile"].tolist() == [100, 100, 25, 25, 50]
     assert columns["decision"] == ["clean", "ambiguous", "ood", "ood", "clean"]
     assert torch.equal(columns["log_density"], density)
-    for quantile in (0.0, 1 / 3):
-        for threshold, expected in ((0.5, 0.5), (None, 0.8)):
-            args = options(density_quantile=quantile, entropy_quantile=0.8,
-                           entropy_threshold=threshold)
-            fitted = ddu.with_thresholds(None, val_density, torch.linspace(0, 1, 11), 1.0, args)
-            assert fitted.density_threshold == pytest.approx(-6 if quantile == 0 else 0)
-            assert fitted.entropy_threshold == pytest.approx(expected)
-            # What is less dense than all validation examples is never clean.
-            columns = ddu.density_columns(torch.tensor([-7.0]).double(), torch.zeros(1), fitted)
-            assert columns["decision"] == ["ood"]
+    for quantile, threshold, expected in [(0.0, 0.5, (-6, 0.5)), (1 / 3, None, (0, 0.8))]:
+        args = options(density_quantile=quantile, entropy_quantile=0.8, entropy_threshold=threshold)
+        fitted = ddu.with_thresholds(None, val_density, torch.linspace(0, 1, 11), 1.0, args)
+        assert fitted.density_threshold == pytest.approx(expected[0])
+        assert fitted.entropy_threshold == pytest.approx(expected[1])
+        # What is less dense than all validation examples is never clean.
+        columns = ddu.density_columns(torch.tensor([-7.0]).double(), torch.zeros(1), fitted)
+        assert columns["decision"] == ["ood"]
 
 
 def test_learning_rates():
@@ -829,15 +770,45 @@ def test_learning_rates():
     args = options(epochs=100, milestones=[20, 90])
     found = [ddu.learning_rate(step, 10, args) for step in (199, 200, 899, 900)]
     assert found == pytest.approx([0.1, 0.01, 0.01, 0.001])
-    args = SimpleNamespace(schedule="step", lr=0.1, epochs=1, milestones=None)
-    assert ddu.learning_rate(9, 10, args) == 0.1  # a single epoch is before 3/7 of the epochs
-    args = SimpleNamespace(schedule="one_cycle", lr=0.2, epochs=5)
+    assert ddu.learning_rate(9, 10, options(epochs=1)) == 0.1  # before 3/7 of the epochs
+    args = options(schedule="one_cycle", lr=0.2, epochs=5)
     rates = np.array([ddu.learning_rate(step, 20, args) for step in range(100)])
     assert rates.argmax() == 20 and rates[20] == pytest.approx(0.2)
     assert np.allclose(np.diff(rates[:21]), 0.2 / 21) and rates[0] == pytest.approx(0.2 / 21)
     assert np.allclose(np.diff(rates[20:]), -0.2 / 80) and rates[99] == pytest.approx(0.2 / 80)
-    args.schedule = "constant"
-    assert ddu.learning_rate(77, 20, args) == 0.2
+    assert ddu.learning_rate(77, 20, options(schedule="constant", lr=0.2)) == 0.2
+
+
+def test_ensembles_average_probabilities():
+    rng = np.random.default_rng(0)
+    labels = torch.tensor(rng.integers(0, 3, 40))
+    logits = {"test": rng.normal(size=(2, 40, 3)) * 3, "letters": rng.normal(size=(2, 60, 3)) * 3}
+    # The mean of these two has class 0 first, the mean of their logits class 1.
+    logits["test"][:, 0] = np.log([[0.98, 0.01, 0.01], [0.001, 0.5, 0.499]])
+    temperatures = [0.7, 3.0]
+    scored = {}
+    for name, values in logits.items():
+        outputs = [ddu.Outputs(torch.tensor(member), None, labels, 1.0) for member in values]
+        scored[name] = ddu.score_ensemble(outputs, temperatures)
+    plain, detection = ddu.result_rows("ensemble of 2", 4, ["test"], scored)
+    assert (plain["method"], plain["seed"], plain["n"]) == ("ensemble of 2", 4, 40)
+    for ending, divisors in (("", [1.0, 1.0]), ("_scaled", temperatures)):
+        # published code: each member by its own temperature, then the mean of the probabilities
+        total = {}
+        epistemic = {}
+        for name, values in logits.items():
+            probs = scipy.special.softmax(values / np.reshape(divisors, (2, 1, 1)), 2)
+            total[name] = scipy.stats.entropy(probs.mean(0), axis=1)
+            epistemic[name] = total[name] - scipy.stats.entropy(probs, axis=2).mean(0)
+            if name == "test":
+                mean = probs.mean(0)
+        accuracy = (mean.argmax(1) == labels.numpy()).mean()
+        assert plain[f"accuracy{ending}"] == pytest.approx(accuracy)
+        nll = -np.log(mean[np.arange(40), labels]).mean()
+        assert plain[f"nll{ending}"] == pytest.approx(nll, rel=1e-9)
+        for name, score in (("total", total), ("epistemic", epistemic)):
+            expected = roc_auc_score(np.arange(100) >= 40, [*score["test"], *score["letters"]])
+            assert detection[f"auroc_{name}{ending}"] == pytest.approx(expected, abs=1e-9)
 
 
 # ---- Runs ---------------------------------------------------------------------------------------
@@ -888,7 +859,7 @@ def column(rows, name):
     return np.array([float(row[name]) for row in rows])
 
 
-def assert_close_rows(ours, theirs, tolerance=1e-6):
+def assert_close_rows(ours, theirs, tolerance=0.0):
     for a, b in zip(ours, theirs, strict=True):
         assert a.keys() == b.keys()
         for key in a.keys() - {"jitter", "ms"}:
@@ -916,12 +887,9 @@ def test_the_story_leaves_its_files_and_its_picture(story):
         with Image.open(picture) as image:
             greys = set(image.convert("L").resize((64, 32)).tobytes())
             assert image.width > 500 and len(greys) > 10, picture  # not a blank page
-    results = strict_json(folder / "results.json")
-    assert results["rows"] == rows and len(read_csv(folder / "results.csv")) == len(rows)
+    assert strict_json(folder / "results.json")["rows"] == rows
     lines = read_csv(folder / "seed1.csv")
-    assert column(lines, "epoch").tolist() == [1, 2, 3, 4]
-    assert 2.0 < column(lines, "loss")[0] < 3.0
-    assert {"accuracy", "lr", "seconds"} <= lines[0].keys()
+    assert column(lines, "epoch").tolist() == [1, 2, 3, 4] and 2 < column(lines, "loss")[0] < 3
 
 
 def test_the_storys_rows(story):
@@ -929,7 +897,6 @@ def test_the_storys_rows(story):
     rows = {(row["set"], row.get("against")): row for row in story[2]}
     assert list(rows) == [(whole, None), (clean, None), (odd, None), (whole, far), (clean, far),
                           (clean, odd)]
-    predictions = ["accuracy", "nll", "brier", "ece15"]
     softmax = ["total", "max_prob", "energy"]
     scores = ["density", "gmm_entropy", *softmax, *(f"{score}_scaled" for score in softmax)]
     for (name, against), row in rows.items():
@@ -939,7 +906,8 @@ def test_the_storys_rows(story):
         if against:
             assert all(0 <= row[f"{m}_{score}"] <= 1 for m in DETECTION for score in scores)
         else:
-            assert all(0 <= row[m] < 5 and row[f"{m}_scaled"] < 5 for m in predictions)
+            for metric in ("accuracy", "nll", "brier", "ece15"):
+                assert 0 <= row[metric] < 5 and row[f"{metric}_scaled"] < 5
             assert 0 < row["ms"] < 1000
     mean = (rows[clean, None]["accuracy"] + rows[odd, None]["accuracy"]) / 2
     assert rows[whole, None]["accuracy"] == pytest.approx(mean)
@@ -958,8 +926,7 @@ def test_eval_repeats_the_storys_table_and_predicts_any_set(story, monkeypatch):
     kept = (folder / "seed1.pt").read_bytes()
     monkeypatch.setattr(ddu.torch.optim.SGD, "step", None)  # no training
     again = [*options, "--eval", "--no-plot", "-b", "16", "--predict", "glyphs_letters"]
-    found = ddu.main(again)
-    assert_close_rows(found, rows, 0)
+    assert_close_rows(ddu.main(again), rows)
     assert (folder / "seed1.pt").read_bytes() == kept
     assert strict_json(folder / "results.json")["config"]["batch_size"] == 64  # as trained
     letters = read_csv(folder / "predictions.csv")
@@ -972,9 +939,9 @@ def test_eval_repeats_the_storys_table_and_predicts_any_set(story, monkeypatch):
     assert [letter["decision"] == "ood" for letter in letters] == far_out.tolist()
     percentile = column(letters, "density_percentile")
     assert 0 <= percentile.min() and percentile.max() <= 100 and len(np.unique(percentile)) > 20
+    assert percentile[far_out].max() <= 2  # two of 180 are below the 1 % quantile
     assert {letter["epistemic"] for letter in letters} == {""}  # nothing in nats, of one network
     assert column(letters, "aleatoric") == pytest.approx(column(letters, "total"))
-    assert percentile[far_out].max() <= 2  # two of 180 are below the 1 % quantile
     with pytest.raises(UserError, match="other options: epochs 4; use these to evaluate it"):
         ddu.main([*options[:4], "-b", "64", "--eval", "--epochs", "7", *CPU])
 
@@ -988,83 +955,23 @@ def test_the_storys_threshold_and_temperature_come_from_the_validation_set(story
         return seen[0][1]
 
     monkeypatch.setattr(ddu, "fit_outputs", note)
-    ddu.main([*story[0], "--eval", "--no-plot", "--density-quantile", "0.2"])
+    ddu.main([*story[0], "--eval", "--density-quantile", "1"])  # pictures of none that is dense
     [(outputs, fitted)] = seen
-    log_densities = ddu.class_log_densities(fitted.gaussians, outputs.val.features)
-    density = ddu.density_scores(log_densities)["density"].numpy()
-    assert len(density) == 180
-    assert fitted.density_threshold == pytest.approx(np.quantile(density, 0.2))
-    assert fitted.entropy_threshold == 0.35
-    assert fitted.val_density.tolist() == sorted(density.tolist())
+    density = ddu.log_density(fitted.gaussians, outputs.val.features).numpy()
+    assert len(density) == 180 and fitted.val_density.tolist() == sorted(density.tolist())
+    assert fitted.density_threshold == density.max() and fitted.entropy_threshold == 0.35
     assert fitted.temperature == common.fit_temperature(outputs.val.logits, outputs.val.labels)
 
 
-def test_ensembles_average_probabilities():
-    rng = np.random.default_rng(0)
-    labels = torch.tensor(rng.integers(0, 3, 40))
-    logits = {"test": rng.normal(size=(2, 40, 3)) * 3, "letters": rng.normal(size=(2, 60, 3)) * 3}
-    # The mean of these two has class 0 first, the mean of their logits class 1.
-    logits["test"][:, 0] = np.log([[0.98, 0.01, 0.01], [0.001, 0.5, 0.499]])
-    members = []
-    for m in range(2):
-        members.append({name: ddu.Outputs(torch.tensor(values[m]), None, labels, 1.0)
-                        for name, values in logits.items()})
-    temperatures = [0.7, 3.0]
-    scored = {name: ddu.score_ensemble([member[name] for member in members], temperatures)
-              for name in logits}
-    plain, detection = ddu.result_rows("ensemble of 2", 4, ["test"], scored)
-    assert (plain["method"], plain["seed"], plain["n"]) == ("ensemble of 2", 4, 40)
-    for ending, divisors in (("", [1.0, 1.0]), ("_scaled", temperatures)):
-        # published code: each member by its own temperature, then the mean of the probabilities
-        probs = {}
-        for name, values in logits.items():
-            scaled = [values[m] / divisors[m] for m in range(2)]
-            probs[name] = scipy.special.softmax(scaled, 2)
-        mean = probs["test"].mean(0)
-        accuracy = (mean.argmax(1) == labels.numpy()).mean()
-        assert plain[f"accuracy{ending}"] == pytest.approx(accuracy)
-        nll = -np.log(mean[np.arange(40), labels]).mean()
-        assert plain[f"nll{ending}"] == pytest.approx(nll, rel=1e-9)
-        total = {name: scipy.stats.entropy(p.mean(0), axis=1) for name, p in probs.items()}
-        mutual = {name: total[name] - scipy.stats.entropy(p, axis=2).mean(0)
-                  for name, p in probs.items()}
-        for name, score in (("total", total), ("epistemic", mutual)):
-            expected = roc_auc_score(np.arange(100) >= 40, [*score["test"], *score["letters"]])
-            assert detection[f"auroc_{name}{ending}"] == pytest.approx(expected, abs=1e-9)
-
-
-@pytest.mark.parametrize("threshold", [-2.0, 99.0])  # above all densities, too
-def test_seven_and_more_sets_have_colours_of_their_own(threshold):
-    from matplotlib import pyplot
-    from matplotlib.colors import to_hex
-    names = [f"set_{i}" for i in range(8)]
-    scores = {}
-    for name in names:
-        of_set = {"density": torch.randn(50).double(), "total": torch.rand(50).double()}
-        scores[name] = ddu.Scored(None, None, None, of_set)
+def test_a_picture_of_sets_that_are_all_below_the_threshold():
+    scores = {"density": torch.randn(50).double(), "total": torch.rand(50).double()}
+    scored = {f"set_{i}": ddu.Scored(None, None, None, scores) for i in range(8)}
     figures = []
     run = SimpleNamespace(save_figure=lambda figure, name: figures.append(figure))
-    fitted = ddu.Fitted(None, None, threshold, 0.35, 1.0)
-    ddu.plot_uncertainty(names, scores, fitted, run)
+    ddu.plot_uncertainty(list(scored), scored, ddu.Fitted(None, None, 99.0, 0.35, 1.0), run)
     [figure] = figures
-    pyplot.close(figure)
-    legend = figure.axes[0].get_legend()
-    assert [t.get_text() for t in legend.get_texts()] == [n.replace("_", " ") for n in names]
-    assert len({patch.get_facecolor() for patch in legend.get_patches()}) == 8
-    assert len({to_hex(line.get_color()) for line in figure.axes[2].lines[:8]}) == 8
-
-
-def test_a_singular_covariance_is_noted(capsys):
-    args = options()
-    z, y = clusters((50, 9, 60), 10)
-    capsys.readouterr()
-    jitter = ddu.fit(z, y, 3, args).jitter
-    [line] = capsys.readouterr().out.splitlines()
-    assert "class 1 has 9 examples, 10 features" in line and "--shrinkage or more ex" in line
-    assert jitter > 0 and f"{jitter:.2g} was added to all variances" in line
-    assert ddu.fit(z, y, 3, common.with_options(args, shrinkage=True)).jitter == 0
-    ddu.fit(*clusters((50, 200), 10), 2, args)
-    assert not capsys.readouterr().out
+    assert len(figure.axes[0].get_legend().get_texts()) == 8
+    figure.clear()
 
 
 def test_what_could_not_be_fitted_after_training_is_refused_before_it(monkeypatch):
@@ -1105,7 +1012,7 @@ def small(base, small_data):
 
 
 def test_killed_and_restarted_equals_uninterrupted(small, tmp_path):
-    small = [*small, "-b", "18", "--model", "wide_resnet"]  # which has dropout
+    small = [*small, "-b", "18", "--model", "wide_resnet", "--limit-steps", "4"]  # it has dropout
     runs = tmp_path / "runs" / "ddu"
     rows = ddu.main([*small, "--name", "calm"])
     path = runs / "run" / "seed1.pt"
@@ -1115,7 +1022,7 @@ def test_killed_and_restarted_equals_uninterrupted(small, tmp_path):
     child.process.kill()
     child.process.join()
     assert child.status < 0 and len(common.load_tensors(path)["history"]) < 3, child.stderr
-    assert_close_rows(ddu.main(small), rows, 0)
+    assert_close_rows(ddu.main(small), rows)
     assert_same_checkpoints(path, runs / "calm" / "seed1.pt")
     [group] = common.load_tensors(path)["optimiser"]["param_groups"]
     found = (group["momentum"], group["weight_decay"], group["nesterov"], group["lr"])
@@ -1200,7 +1107,7 @@ def test_own_images_by_the_preset(own, own_run, tmp_path, monkeypatch):
         return members[-1]
 
     monkeypatch.setattr(ddu, "forward_all", note)
-    options = [*own_run, "--epochs", "2", "--ensemble", "2"]
+    options = [*own_run, "--epochs", "2", "--width", "0.1", "--ensemble", "2"]
     rows = ddu.main([*options, "--predict", f"folder:{own}/test"])
     assert [(row["method"], row["set"], row["n"], "against" in row) for row in rows] == [
         ("DDU", "dirty_glyphs", 15, False), ("ensemble of 2", "dirty_glyphs", 15, False)]
@@ -1217,27 +1124,33 @@ def test_own_images_by_the_preset(own, own_run, tmp_path, monkeypatch):
     assert column(predictions, "confidence") == pytest.approx(mean.max(1), rel=1e-5)  # six digits
     mutual = scipy.stats.entropy(mean, axis=1) - scipy.stats.entropy(probs, axis=2).mean(0)
     assert column(predictions, "epistemic") == pytest.approx(mutual, rel=1e-5, abs=1e-9)
-    assert_close_rows(ddu.main([*options, "--eval"]), rows, 0)
+    assert_close_rows(ddu.main([*options, "--eval"]), rows)
 
 
-def test_an_image_that_was_replaced_under_its_name_is_noticed(own, tmp_path):
+def test_an_image_that_was_replaced_under_its_name_is_noticed(own, own_run, tmp_path):
     shutil.copytree(own, tmp_path / "own")
-    line = ["--dataset", f"folder:{tmp_path}/own", "--out-dir", str(tmp_path / "runs"), "--epochs",
-            "1", "--limit-steps", "1", "--no-plot", *CPU]
+    line = [*own_run, "--dataset", f"folder:{tmp_path}/own", "--epochs", "1", "--limit-steps", "1",
+            "--width", "0.05"]
     ddu.main(line)
     shutil.copy(own / "train" / "eel" / "3.png", tmp_path / "own" / "train" / "cat" / "3.png")
     for more in ([], ["--eval"]):
         with pytest.raises(UserError, match="was made from other training images; use another"):
             ddu.main(line + more)
-    ddu.main([*line, "--fresh"])
 
 
-def test_a_network_that_fails_on_a_batch_is_one_line_before_there_is_a_directory(own_run, tmp_path):
-    lines = ["--model resnet18 --image-size 8 --batch-size 58",  # 117 images: one in the last batch
-             "--model vgg16 --image-size 8", "--model vgg16 --image-size 8 --no-sn"]
-    for line in lines:
-        with pytest.raises(UserError, match=f"^--model {line.split()[1]}") as error:
-            ddu.main([*own_run, *line.split()])
+def test_a_network_that_fails_is_one_line_before_there_is_a_directory(own_run, tmp_path,
+                                                                      monkeypatch):
+    def mine(args, shape):
+        conv = nn.Conv2d(shape[0], 4, 3, padding=1, padding_mode="circular")
+        return [conv, nn.AdaptiveAvgPool2d(1), nn.Flatten()], 4
+
+    monkeypatch.setitem(ddu.NETWORKS, "mine", mine)
+    for line, match in {
+            "mine": " .* zero padding, not 'circular'$",
+            "resnet18 --image-size 8 --batch-size 58": "",  # 117 images: one in the last batch
+            "vgg16 --image-size 8": "", "vgg16 --image-size 8 --no-sn": ""}.items():
+        with pytest.raises(UserError, match=f"^--model {line.split()[0]}.*{match}") as error:
+            ddu.main([*own_run, "--model", *line.split()])
         assert "\n" not in str(error.value)
     assert not (tmp_path / "runs").exists()
 
@@ -1245,68 +1158,40 @@ def test_a_network_that_fails_on_a_batch_is_one_line_before_there_is_a_directory
 @pytest.mark.parametrize("more", ["", "--freeze"])
 def test_own_images_by_a_pretrained_network_of_other_classes(own, own_run, tmp_path, capsys, more):
     """The user's file has 1000 classes; with --freeze only the new head is trained."""
-    from torchvision import models
-    torch.manual_seed(1)
-    net = models.resnet18(num_classes=1000)
-    torch.save({"state_dict": {f"module.{k}": v for k, v in net.state_dict().items()}},
-               tmp_path / "net.pt")
+    net = torchvision.models.resnet18(num_classes=1000)
+    torch.save({f"module.{k}": v for k, v in net.state_dict().items()}, tmp_path / "net.pt")
     options = [*own_run, "--model", "torchvision/resnet18", "--weights", str(tmp_path / "net.pt"),
-               "--image-size", "40", "--epochs", "1", "--workers", "0", *more.split()]
+               "--image-size", "33", "--epochs", "1", "--limit-train", "36", "--workers", "0",
+               *more.split()]
     data._print_once.cache_clear()
     [row] = ddu.main([*options, "--predict", f"folder:{own}/test"])
     assert "new head: 3 classes instead of 1000" in capsys.readouterr().out
-    assert row["n"] == 15 and 0 <= row["accuracy"] <= 1
     folder = tmp_path / "runs" / "ddu" / "run"
     state = common.load_tensors(folder / "seed1.pt")["net"]
-    assert ("head.weight" in state) and state["head.weight"].shape == (3, 512)
-    assert (len(state) == 2) == bool(more)
+    assert state["head.weight"].shape == (3, 512) and (len(state) == 2) == bool(more)
     rows = read_csv(folder / "predictions.csv")
-    assert [r["file"] for r in rows][:2] == ["cat/0.png", "cat/1.png"]
+    assert [r["file"] for r in rows][:2] == ["cat/0.png", "cat/1.png"] and row["n"] == 15
     assert np.mean([r["label"] == r["predicted"] for r in rows]) == pytest.approx(row["accuracy"])
-    # The same weights in another file are the same, other weights are not.
+    # Other weights in a file of the same name.
     net.conv1.weight.data.mul_(1.1)
     torch.save(net.state_dict(), tmp_path / "net.pt")
     with pytest.raises(UserError, match="was made from other (training images|initial weights)"):
         ddu.main([*options, "--eval"])
 
 
-def test_a_network_with_other_padding_than_zeros_is_refused(own_run, tmp_path, monkeypatch):
-    def mine(args, shape):
-        conv = nn.Conv2d(shape[0], 4, 3, padding=1, padding_mode="circular")
-        return [conv, nn.AdaptiveAvgPool2d(1), nn.Flatten()], 4
-
-    monkeypatch.setitem(ddu.NETWORKS, "mine", mine)
-    with pytest.raises(UserError, match="^--model mine: .* zero padding, not 'circular'$"):
-        ddu.main([*own_run, "--model", "mine"])
-    assert not (tmp_path / "runs").exists()
-
-
-MINE = """
-from torch import nn
-import common
-import ddu
-
-def mine(args, shape):
-    return [nn.Conv2d(shape[0], 6, 3, padding="same"), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(), nn.Linear(6, 5), nn.ReLU()], 5
-
-ddu.NETWORKS["mine"] = mine
-common.launch(ddu.main)
-"""
-
-
-def test_a_network_of_ones_own_is_one_entry_also_from_another_file(own_run, tmp_path):
-    (tmp_path / "mine.py").write_text(MINE)
-    command = [sys.executable, str(tmp_path / "mine.py"), *own_run, "--model", "mine", "--epochs",
-               "1", "--limit-steps", "1"]
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    run = tmp_path / "runs" / "ddu" / "run"
-    assert len(strict_json(run / "results.json")["rows"]) == 1
-    state = common.load_tensors(run / "seed1.pt")["net"]
-    assert [key for key in state if key.endswith(".u")] == [
-        "extractor.0.parametrizations.weight.0.u", "extractor.4.parametrizations.weight.0.u"]
+def test_a_pretrained_network_on_streamed_images(tmp_path):
+    for c, name in enumerate(("n01", "n02", "n03")):
+        write_images(tmp_path / "imagenet" / "train" / name, 4, 60 * c, size=70)
+        write_images(tmp_path / "imagenet" / "val" / name, 4, 60 * c, size=70)
+    write_images(tmp_path / "odd", 5, 20, size=70)
+    torch.save(torchvision.models.resnet18(num_classes=3).state_dict(), tmp_path / "net.pt")
+    rows = ddu.main(["--dataset", "imagenet", "--data-dir", str(tmp_path), "--model",
+                     "torchvision/resnet18", "--weights", str(tmp_path / "net.pt"), "--image-size",
+                     "72", "-b", "8", "--workers", "0", "--out-dir", str(tmp_path / "runs"),
+                     "--ood", f"folder:{tmp_path}/odd", "--eval", "--no-plot", *CPU])
+    # The network has seen all training images: the thresholds come from a tenth of the test set.
+    assert row_of(rows, set="imagenet")["n"] == 11
+    assert 0 <= row_of(rows, against="odd")["auroc_density"] <= 1
 
 
 @pytest.fixture
@@ -1320,65 +1205,53 @@ def features(tmp_path, monkeypatch):
 
     labels = rng.integers(0, 2, 300)
     np.savez("train.npz", features=draw(labels), labels=labels)
-    np.savez("near.npz", features=draw(rng.integers(0, 2, 200)))
+    names = [f"{i}.png" for i in range(200)]
+    np.savez("near.npz", features=draw(rng.integers(0, 2, 200)), names=np.array(names))
     np.savez("far.npz", features=draw(np.ones(50)) + 30)
     return ["--features", "train.npz", "--out-dir", "runs", *CPU, "--score"]
 
 
-def test_features_of_ones_own(features, tmp_path):
-    rows = ddu.main([*features, "near.npz", "far.npz"])
+@pytest.mark.parametrize("has_validation", [False, True])
+def test_features_of_ones_own(features, tmp_path, has_validation):
+    """With a file that determines the thresholds, all training features are fitted."""
     train = np.load("train.npz")
-    kept, held_out = data.class_split(torch.tensor(train["labels"]), 1)
     z = torch.tensor(train["features"])
     y = torch.tensor(train["labels"])
-    prior = np.log(np.bincount(y[kept]) / len(kept))
+    line = [*features, "near.npz", "far.npz"]
+    names = ["0", "1"]
+    kept, held_out = data.class_split(y, 1)
+    val = z[held_out]
+    if has_validation:
+        names = ["ash", "oak"]
+        np.savez("train.npz", features=z, labels=np.array(names)[y])
+        np.savez("val.npz", features=z[:90] + 1)
+        line += ["--validation", "val.npz"]
+        kept = torch.arange(300)
+        val = z[:90] + 1
+    rows = ddu.main(line)
     run = tmp_path / "runs" / "ddu" / "features-train-seed1"
-
-    def joint(points):
-        return scipy_log_densities(z[kept], y[kept], points) + prior
-
-    val_density = scipy.special.logsumexp(joint(z[held_out]), 1)
+    val_density = scipy.special.logsumexp(scipy_joint(z[kept], y[kept], val), 1)
     threshold = np.quantile(val_density, 0.01)
     for name in ("near", "far"):
-        expected = joint(torch.tensor(np.load(f"{name}.npz")["features"]))
-        density = scipy.special.logsumexp(expected, 1)
-        posterior = scipy.special.softmax(expected, 1)
+        joint = scipy_joint(z[kept], y[kept], torch.tensor(np.load(f"{name}.npz")["features"]))
+        density = scipy.special.logsumexp(joint, 1)
+        posterior = scipy.special.softmax(joint, 1)
         scores = read_csv(run / f"scores_{name}.csv")
         assert column(scores, "log_density") == pytest.approx(density, rel=1e-5)  # six digits
         assert column(scores, "confidence") == pytest.approx(posterior.max(1), rel=1e-5)
-        assert column(scores, "predicted").tolist() == posterior.argmax(1).tolist()
+        assert [score["predicted"] for score in scores] == [names[c] for c in posterior.argmax(1)]
         assert column(scores, "gmm_entropy") == pytest.approx(
             scipy.stats.entropy(posterior, axis=1), rel=1e-5, abs=1e-9)
         percentile = 100 * (val_density < density[:, None]).mean(1)
         assert column(scores, "density_percentile") == pytest.approx(percentile, rel=1e-5)
         assert [s["decision"] == "ood" for s in scores] == (density < threshold).tolist()
+    assert read_csv(run / "scores_near.csv")[7]["file"] == "7.png"
     near = row_of(rows, set="near")
     far = row_of(rows, set="near", against="far")
     assert near["n"] == far["n"] == 200 and near["jitter"] == 0
     assert far["auroc_density"] == 1 and far["fraction_ood"] == 1
     assert strict_json(run / "results.json")["rows"] == rows
     ddu.main([*features, "far.npz"])  # other files, in the same directory
-
-
-def test_thresholds_of_features_may_come_from_a_file_of_their_own(features, tmp_path):
-    """Then all training features are fitted. Names and classes as text are kept."""
-    arrays = dict(np.load("train.npz"))
-    arrays["labels"] = np.array(["ash", "oak"])[arrays["labels"]]
-    np.savez("train.npz", **arrays)
-    near = np.load("near.npz")["features"]
-    np.savez("near.npz", features=near[:3], names=np.array(["a.png", "b.png", "c.png"]))
-    np.savez("val.npz", features=near)
-    ddu.main([*features, "near.npz", "--validation", "val.npz", "--density-quantile", "0.5"])
-    scores = read_csv(tmp_path / "runs" / "ddu" / "features-train-seed1" / "scores_near.csv")
-    assert [row["file"] for row in scores] == ["a.png", "b.png", "c.png"]
-    assert {row["predicted"] for row in scores} <= {"ash", "oak"}
-    z = torch.tensor(arrays["features"])
-    y = torch.tensor((arrays["labels"] == "oak").astype(int))
-    joint = scipy_log_densities(z, y, torch.tensor(near)) + np.log(np.bincount(y) / len(y))
-    density = scipy.special.logsumexp(joint, 1)
-    assert column(scores, "log_density") == pytest.approx(density[:3], rel=1e-5)
-    expected = ["ood" if value < np.median(density) else None for value in density[:3]]
-    assert [row["decision"] == "ood" for row in scores] == [word == "ood" for word in expected]
 
 
 def test_singular_features_are_shrunk_so_that_noise_is_not_clean(features, capsys):
@@ -1395,26 +1268,26 @@ def test_singular_features_are_shrunk_so_that_noise_is_not_clean(features, capsy
     assert far["fraction_ood"] == 1 and far["auroc_density"] == 1 and far["jitter"] == 0
     assert row_of(rows, set="near")["fraction_ood"] < 0.3
     [near] = ddu.main([*features, "near.npz", "--no-shrinkage"])
-    assert near["jitter"] > 0
+    note = f"examples, 64 features), so {near['jitter']:.2g} was added to all variances"
+    assert near["jitter"] > 0 and note in capsys.readouterr().out
 
 
 def test_features_that_cannot_be_fitted_or_scored_are_one_line(features, tmp_path, capsys):
     train = dict(np.load("train.npz"))
     (tmp_path / "other").mkdir()
     np.savez("other/near.npz", features=np.ones((4, 3)))
-    with pytest.raises(UserError, match="two files are called near"):
-        ddu.main([*features, "near.npz", "other/near.npz"])
-    np.savez("far.npz", features=np.ones((4, 2)))
-    with pytest.raises(UserError, match=r"far.npz: 'features' must be \[N, 3\]"):
-        ddu.main([*features, "far.npz"])
+    np.savez("flat.npz", features=np.ones((4, 2)))
     few = {name: values[:9] for name, values in train.items()}
     gap = dict(train, labels=2 * train["labels"])
     large = dict(train, features=train["features"] * 1e200)
-    for arrays, match in ((few, "9 examples; at least 10 are needed"), (large, "exceed float32"),
-                          (gap, "^class 1 has 0 example")):
+    for arrays, more, match in [
+            (train, "other/near.npz", "two files are called near"),
+            (train, "flat.npz", r"flat.npz: 'features' must be \[N, 3\]"),
+            (few, "", "9 examples; at least 10 are needed"), (large, "", "exceed float32"),
+            (gap, "", "^class 1 has 0 example")]:
         np.savez("train.npz", **arrays)
         with pytest.raises(UserError, match=match):
-            ddu.main([*features, "near.npz"])
+            ddu.main([*features, "near.npz", *more.split()])
     assert "note:" not in capsys.readouterr().out and not (tmp_path / "runs").exists()
 
 
@@ -1443,24 +1316,22 @@ def test_active_learning_resumes_and_does_not_reuse_other_options(few, tmp_path,
         curve = results["accuracies"][row["method"]][row["seed"] - 1]
         assert row["accuracy"] == curve[-1] and len(curve) == 3 and row["n"] == 20
         assert row["accuracy_mean"] == pytest.approx(np.mean(curve))
-    with Image.open(folder / "active_learning.png") as image:
-        assert image.width > 500
+    assert (folder / "active_learning.png").exists()
 
-    def labelled(acquisition, seed, size=12):
-        state = common.load_tensors(folder / f"{acquisition}-seed{seed}-{size}.pt")
+    def labelled(acquisition, seed):
+        state = common.load_tensors(folder / f"{acquisition}-seed{seed}-12.pt")
         return state["made_from"]["labelled"]
 
     # published code: all runs and acquisition functions begin with the same rows of one pool
     first = [labelled(name, seed)[:8] for name in ("density", "random") for seed in (1, 2)]
     assert first == [first[0]] * 4
     assert len(set(labelled("random", 1))) == 12
-    assert labelled("random", 1) != labelled("random", 2)
-    assert labelled("density", 1) != labelled("random", 1)
+    assert labelled("random", 1) not in (labelled("random", 2), labelled("density", 1))
     for size in (10, 12):
         (folder / f"density-seed1-{size}.pt").unlink()  # as if killed
     with pytest.raises(UserError, match="10 labels"):
         ddu.main([*options, "--eval"])
-    assert_close_rows(ddu.main(options), rows, 0)
+    assert_close_rows(ddu.main(options), rows)
     for other in ("--opt sgd", "--coeff 1", "--shrinkage", "--sn"):
         with pytest.raises(UserError, match="made with other options"):
             ddu.main([*options, *other.split()])
@@ -1468,26 +1339,13 @@ def test_active_learning_resumes_and_does_not_reuse_other_options(few, tmp_path,
     assert ddu.main([*options, "--eval"]) == rows
     found = ddu.main(few("random", "--eval"))  # of the same directory, and its options
     assert found == [row for row in rows if row["method"] == "random"]
-
-
-def test_active_learning_uses_the_published_networks_and_tells_when_they_diverge(few, monkeypatch):
-    seen = {}
-    make_network = ddu.make_network
-
-    def note(args, *rest):
-        seen.setdefault((args.sn, args.mod), make_network(args, *rest))
-        return make_network(args, *rest)
-
-    monkeypatch.setattr(ddu, "make_network", note)
-    for name, expected in (("density", {(True, True)}), ("entropy", {(False, False)})):
-        seen.clear()
-        ddu.main([*few(name), "--name", name, "--max-training-samples", "8"])
-        assert seen.keys() - {(None, None)} == expected  # None: what is checked before training
+    monkeypatch.undo()
     with pytest.raises(UserError, match="^training diverged in epoch 1: use a lower --lr$"):
         ddu.main([*few("entropy"), "--name", "far", "--lr", "1e20", "--limit-steps", "3"])
 
 
 def test_active_learning_takes_low_densities_and_high_uncertainties(few, monkeypatch):
+    """With the published networks: -sn -mod for the density, and neither for the others."""
     seen = []
     outputs = []
     step = ddu.acquisition_score
@@ -1498,6 +1356,8 @@ def test_active_learning_takes_low_densities_and_high_uncertainties(few, monkeyp
         return outputs[-1]
 
     def note_score(nets, pool, labelled, acquisition, args):
+        assert bool(modules(nets[0], ddu.SoftSpectral)) == (acquisition == "density")
+        assert bool(modules(nets[0], nn.LeakyReLU)) == (acquisition == "density")
         score = step(nets, pool, labelled, acquisition, args)
         # The last outputs are those of the pool.
         members = outputs[-2:] if acquisition in ("pe", "mi") else outputs[-1:]
@@ -1549,17 +1409,15 @@ def test_active_learning_with_ambiguous_examples_counts_them_by_their_labels(tmp
 def test_a_pool_of_bytes_and_of_unit_pixels_has_one_scale(monkeypatch):
     """Of MNIST (0 to 255) and Ambiguous-MNIST (0 to 1). The clean images entered 255 times too
     large."""
-    grey = dict(num_classes=2, mean=(0.5,), std=(0.25,))
-    labels = torch.arange(40) % 2
+    grey = dict(labels=torch.arange(40) % 2, num_classes=2, mean=(0.5,), std=(0.25,))
     whole = torch.full((40, 1, 28, 28), 255, dtype=torch.uint8)
-    clean = data.ImageSet("mnist", whole, labels, **grey)
-    ambiguous = data.ImageSet("ambiguous_mnist", whole.float() / 255, labels, **grey,
-                              label_probs=torch.full((40, 2), 0.5), groups=torch.arange(40))
+    clean = data.ImageSet("mnist", whole, **grey)
+    ambiguous = data.ImageSet("ambiguous_mnist", whole.float() / 255, **grey, groups=torch.arange(40),
+                              label_probs=torch.full((40, 2), 0.5))
     monkeypatch.setattr(data, "load", lambda name, *_, **__: {"mnist": clean}.get(name, ambiguous))
-    args = ddu.parse_args(["--dataset", "dirty_mnist", "--active-learning", "density", *CPU])
-    pool = ddu.active_learning_pool(common.with_options(args, num_initial_samples=4, subsample=9,
-                                                        max_training_samples=9))
-    [batch] = data.Loader(pool.images, 49).epoch()
+    line = ("--dataset dirty_mnist --active-learning density --num-initial-samples 4 --subsample 9 "
+            "--max-training-samples 9")
+    [batch] = data.Loader(ddu.active_learning_pool(parse(line)).images, 49).epoch()
     assert torch.allclose(batch.images, torch.full_like(batch.images, 2.0))
 
 
@@ -1573,11 +1431,10 @@ def test_each_labelled_example_is_drawn_nearly_equally_often(monkeypatch, labels
     monkeypatch.setattr(ddu, "train", lambda net, dataset, *_: seen.append(dataset))
     monkeypatch.setattr(ddu, "forward", lambda *_: outputs)
     labelled = torch.arange(labels) + 500
-    pool = ddu.Pool(dataset, None, None, dataset)
-    ddu.acquisition_step(pool, labelled, "random", 1, options())
+    ddu.acquisition_step(ddu.Pool(dataset, None, None, dataset), labelled, "random", 1, options())
     counts = seen[0].images.flatten().long().bincount(minlength=7000)
     assert counts.sum() == max(5056, labels) == counts[labelled].sum()
-    assert counts[labelled].min() >= counts[labelled].max() - 1 and counts[labelled].all()
+    assert counts[labelled].min() >= max(1, counts[labelled].max() - 1)
 
 
 # ---- Bad input ----------------------------------------------------------------------------------
@@ -1586,22 +1443,28 @@ GLYPHS = "--dataset glyphs --epochs 1 --limit-steps 1"
 FAST = f"{GLYPHS} --model lenet --no-sn"
 LEARN_FAST = f"--dataset glyphs --model lenet {LEARN}"
 MISUSE = {
-    f"{FAST} --ood nonsense": "nonsense", f"{FAST} --ood glyphs": "called glyphs",
+    f"{FAST} --ood no_set": "no_set", f"{FAST} --ood glyphs": "called glyphs",
     f"{FAST} --ood folder:": "has no path", "--dataset imagenet_o": "imagenet_o",
-    "--model nonsense": "choose one of lenet", f"{GLYPHS} --model lenet -sn": "lenet",
+    "--model no_net": "choose one of lenet", f"{GLYPHS} --model lenet -sn": "lenet",
     f"{GLYPHS} --model lenet --no-sn -mod": "lenet",
-    f"{GLYPHS} --model torchvision/nonsense --no-sn": "torchvision/nonsense",
+    f"{GLYPHS} --model torchvision/no_net --no-sn": "torchvision/no_net",
     f"{GLYPHS} --model resnet18 --image-size 8": "--image-size has no effect",
     f"{FAST} --eval": "train it first", "--features x.npz": "--score",
     "--score x.npz": "--features", "--features x --score y": "not found: x",
-    f"{FAST} --predict nonsense": "nonsense", f"{LEARN_FAST} --model nonsense": "nonsense",
+    f"{FAST} --predict no_set": "no_set", f"{LEARN_FAST} --model no_net": "no_net",
     f"{LEARN_FAST} --num-initial-samples 25": "samples 25",
     f"{LEARN_FAST} --num-initial-samples 10": "samples 10",
     f"{LEARN_FAST} --max-training-samples 10": "samples 10",
     f"{LEARN_FAST} --max-training-samples 9001": "9001",
     "--dataset dirty_glyphs --ood folder:x/glyphs_ambiguous": "rename the set",
-    "--active-learning nonsense": "nonsense", "--coeff 0": "--coeff", "--ensemble 0": "--ensemble",
+    "--active-learning no_name": "no_name", "--coeff 0": "--coeff", "--ensemble 0": "--ensemble",
     "--dataset tiny_imagenet --model lenet --no-sn --no-mod": "--model lenet fails on images"}
+# Words of the published commands are answered with ours.
+for words in ("--dataset dirty-mnist", "--model-type gmm", "--load-path x", "--al-type gmm", "-mi",
+              "-ambiguous", "--nesterov", "--mom 0.9", "--first-milestone 9",
+              "--second-milestone=9"):
+    word = re.split("[ =]", words.removeprefix("--dataset "))[0]
+    MISUSE[words] = f"^{word}: of the published code; here it is .+"
 
 
 @pytest.mark.parametrize("line", MISUSE)
@@ -1625,23 +1488,6 @@ def test_other_networks_and_options(small, tmp_path, more):
     assert len(numbers) > 40 and all(math.isfinite(number) for number in numbers)
     state = common.load_tensors(tmp_path / "runs" / "ddu" / "run" / "seed1.pt")["net"]
     assert {value.dtype for value in state.values()} == {torch.float32, torch.int64}
-
-
-def test_a_pretrained_network_on_streamed_images(tmp_path):
-    import torchvision
-    for c, name in enumerate(("n01", "n02", "n03")):
-        write_images(tmp_path / "imagenet" / "train" / name, 8, 60 * c, size=70)
-        write_images(tmp_path / "imagenet" / "val" / name, 4, 60 * c, size=70)
-    write_images(tmp_path / "odd", 5, 20, size=70)
-    net = torchvision.models.resnet18(num_classes=3)
-    torch.save(net.state_dict(), tmp_path / "net.pt")
-    rows = ddu.main(["--dataset", "imagenet", "--data-dir", str(tmp_path), "--model",
-                     "torchvision/resnet18", "--weights", str(tmp_path / "net.pt"), "--image-size",
-                     "72", "-b", "8", "--workers", "0", "--out-dir", str(tmp_path / "runs"),
-                     "--ood", f"folder:{tmp_path}/odd", "--eval", "--no-plot", *CPU])
-    # The network has seen all training images: the thresholds come from a tenth of the test set.
-    assert row_of(rows, set="imagenet")["n"] == 11
-    assert 0 <= row_of(rows, against="odd")["auroc_density"] <= 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
