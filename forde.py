@@ -1140,7 +1140,7 @@ PRESETS = {
                    epochs=30, batch_size=16, schedule="one_cycle", shift="none"),
     # Your own network. Large images have too many dimensions for the basis of FoRDE-PCA.
     "pretrained": dict(methods=["deep_ensemble", "forde_identity"], members=3, width=1.0,
-                       epochs=3, batch_size=16, lr=0.01, schedule="one_cycle", augment=True,
+                       epochs=5, batch_size=16, lr=0.02, schedule="one_cycle", augment=True,
                        shift="none"),
     "frozen": dict(),  # --freeze is refused
 }

@@ -1,6 +1,7 @@
 """forde.py against independent oracles: the repulsion as plain loops over (i, j, b) in float64, the
 networks written out a second time; then the script end to end."""
 
+import copy
 import csv
 import itertools
 import json
@@ -12,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CPU, Child, assert_same_checkpoints, in_float64, refusal
+from conftest import CPU, assert_same_checkpoints, in_float64, refusal
 from PIL import Image
 from scipy.stats import entropy
 from sklearn.metrics import accuracy_score, brier_score_loss, roc_auc_score, top_k_accuracy_score
 from sklearn.model_selection import train_test_split
 from torch import nn
+from torchvision import models
 
 import common
 import data
@@ -225,23 +227,27 @@ def test_layers_without_an_eased_form_are_left_alone():
         eased(nn.BatchNorm1d(2))(double(1, 2))
 
 
-def norm_of_a_share(shape):
+def norm_of_a_share(shapes):
     """Derivatives of batch norm in this process: of its rows of x, added up over the processes."""
     common.start("cpu")
-    torch.manual_seed(0)
-    norm = eased(nn.BatchNorm2d(3))
-    norm.weight.data.normal_()
-    x = double(*shape).tensor_split(common.world_size())[common.rank()]
-    y, by_x, by_weight, by_bias, g, of_g, *second = derivatives(norm, x, list(norm.parameters()))
-    sums = [common.all_reduce(t.clone()) for t in (by_weight, by_bias, *second)]
-    shares = [torch.cat(common.gather_objects(t.detach())) for t in (y, by_x, g, of_g)]
-    return [*shares, *sums, norm.running_mean, norm.running_var]
+    found = []
+    for shape in shapes:
+        torch.manual_seed(0)
+        norm = eased(nn.BatchNorm2d(3) if len(shape) == 4 else nn.BatchNorm1d(3))
+        norm.weight.data.normal_()
+        x = double(*shape).tensor_split(common.world_size())[common.rank()]
+        y, by_x, *sums, g, of_g, by_w, by_b = derivatives(norm, x, list(norm.parameters()))
+        found += [torch.cat(common.gather_objects(t.detach())) for t in (y, by_x, g, of_g)]
+        found += [common.all_reduce(t.clone()) for t in (*sums, by_w, by_b)]
+        found += [norm.running_mean, norm.running_var]
+    return found
 
 
 def test_batch_norm_of_two_processes_is_that_of_one(ranks):
     """Second derivatives, too; the processes have three and two examples."""
-    one = norm_of_a_share((5, 3, 4, 6))
-    for own in ranks(norm_of_a_share, (5, 3, 4, 6)):
+    shapes = [(5, 3, 4, 6), (5, 3)]
+    one = norm_of_a_share(shapes)
+    for own in ranks(norm_of_a_share, shapes):
         assert all(relative(a, b) < 1e-12 for a, b in zip(own, one, strict=True))
 
 
@@ -251,23 +257,6 @@ def test_no_wrong_second_derivative_by_weights(layer):
     with pytest.raises(RuntimeError, match="not have been used"):
         loss = layer(double(2, 2, 4, 4)).square().sum()
         torch.autograd.grad(loss, layer.weight, create_graph=True)
-
-
-@pytest.mark.parametrize("model", ["resnet18", "mlp"])
-def test_running_statistics_are_the_published_averages(model):
-    """average_t = hidden_t / (1 - 0.9^t), hidden_t = 0.9 hidden_(t-1) + 0.1 statistic_t."""
-    [net] = ensemble(options(model=model, members=1, width=0.1))
-    [norm, *_] = [m for m in net.modules() if isinstance(m, forde.BatchNorm)]
-    seen = []
-    norm.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].detach()))
-    for step in range(1, 5):
-        forde.set_momentum([net], 0.1 / (1 - 0.9 ** step))
-        net(step + step * double(BATCH, 3, SIDE, SIDE))
-        rows = [x.movedim(1, 0).flatten(1) for x in seen]
-        weights = [0.1 * 0.9 ** (step - k - 1) / (1 - 0.9 ** step) for k in range(step)]
-        mean = sum(w * x.mean(1) for w, x in zip(weights, rows))
-        var = sum(w * x.var(1) for w, x in zip(weights, rows))
-        assert relative([norm.running_mean, norm.running_var], [mean, var]) < 1e-12
 
 
 @pytest.mark.parametrize("model, classes, side, parameters, tensors", [
@@ -301,27 +290,6 @@ def test_mlp_and_the_published_initialisation():
             assert (p == name.endswith("weight")).all(), name
 
 
-def my_network(args, shape):
-    return [nn.Flatten(), nn.Linear(math.prod(shape), 9), nn.Softplus(), nn.Dropout(0.1)], 9
-
-
-def run_my_network(folder, layers):
-    """What a user's own file does: `import forde`, one more entry of the table, launch."""
-    def build(args, shape):
-        body, dim = my_network(args, shape)
-        return body + layers, dim
-
-    forde.NETWORKS["mine"] = build
-    argv = [*TINY, "--model", "mine", "--methods", "forde_pca", "--epochs", "2"]
-    common.launch(lambda: forde.main([*argv, "--out-dir", str(folder)]))
-
-
-def test_a_network_of_ones_own_is_one_entry(tmp_path):
-    child = Child(tmp_path, run_my_network, tmp_path, []).wait()
-    assert child.status == 0, child.stderr
-    assert [*tmp_path.glob("forde/glyphs-mine-*/forde_pca-seed1.pt")]
-
-
 class Once(torch.autograd.Function):
     """An operation that has a first derivative, and no second one."""
 
@@ -340,10 +308,45 @@ class OnceDifferentiable(nn.Module):
         return Once.apply(x)
 
 
-def test_a_network_without_second_derivatives_is_refused_before_training(tmp_path):
-    child = Child(tmp_path, run_my_network, tmp_path, [OnceDifferentiable()]).wait()
-    assert child.status == 2 and "differentiated twice" in child.stderr
-    assert child.stderr.count("\n") == 1 and not [*tmp_path.glob("forde/*")]
+def test_a_network_of_ones_own_keeps_its_weights(tiny, tmp_path, monkeypatch):
+    """Heads are drawn anew: members that start equal would stay equal. Layers that cannot be
+    differentiated twice are refused before training."""
+    def build(args, shape, more=()):
+        layer = nn.Linear(math.prod(shape), 9)
+        nn.init.constant_(layer.weight, 0.01)
+        return [nn.Flatten(), layer, nn.Softplus(), nn.Dropout(0.1), *more], 9
+
+    monkeypatch.setitem(forde.NETWORKS, "mine", build)
+    monkeypatch.setitem(forde.NETWORKS, "once", partial(build, more=[OnceDifferentiable()]))
+    nets = forde.make_ensemble(options(model="mine"), 1, CLASSES, (3, SIDE, SIDE))
+    heads = [net[1].weight for net in nets]
+    assert all((net[0][1].weight == 0.01).all() for net in nets)
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(heads, 2))
+    run = ["--methods", "forde_pca", "--limit-steps", 1, "--model"]
+    assert "differentiated twice" in refusal(tiny, *run, "once")
+    assert "must be trained" in refusal(tiny, *run, "mine", "--epochs", 0)
+    assert not [*tmp_path.glob("forde/*")]
+    assert tiny(*run, "mine")["forde_pca", "glyphs"]["disagreement"] > 0
+
+
+def test_a_pretrained_network_keeps_its_weights(tiny, tmp_path):
+    """Of a file with other classes; it trains in chunks, and its members are not equal."""
+    path = tmp_path / "net.pt"
+    saved = models.shufflenet_v2_x0_5(num_classes=7).state_dict()
+    torch.save({"state_dict": saved}, path)
+    args = options(model="torchvision/shufflenet_v2_x0_5", weights=str(path), members=2)
+    nets = forde.make_ensemble(args, 1, CLASSES, (3, 32, 32))
+    for net in nets:
+        state = net[0].state_dict()
+        assert len(state) == len(saved) - 2
+        assert all(torch.equal(value, saved[name]) for name, value in state.items())
+    assert not torch.equal(nets[0][1].weight, nets[1][1].weight)
+    rows = tiny("--model", args.model, "--weights", path, "--methods", "forde_identity", "--chunk",
+                1, "--members", 2, "--limit-steps", 2, "--epochs", 1,
+                without=["--width", "0.02"])
+    assert rows["forde_identity", "glyphs"]["gradient_distance"] > 0.01
+    [row] = history(next(tmp_path.glob("forde/*")), "forde_identity")
+    assert 2 * math.log(1.25) / 16 - 1e-5 <= row["repulsion"] < 2 * math.log(2) / 16
 
 
 # ---- Method -------------------------------------------------------------------------------------
@@ -397,15 +400,12 @@ def test_repulsion_is_the_loops(kept, members, eps, spread):
 
 
 @pytest.mark.parametrize("length", [0.0, 1.0])
-def test_equal_or_zero_members_are_at_the_maximum_without_a_force(length):
-    for members in (2, 3, 10):
-        g = length * particles(1).repeat(members, 1, 1)
-        value, grad = gradient_of(repulsion, g)
-        assert value == pytest.approx(members * math.log(members) / 4, rel=1e-12)
-        assert (grad == 0).all()
-
-
-def test_distances_of_nearly_equal_members_keep_their_digits():
+@pytest.mark.parametrize("members", [2, 3, 10])
+def test_equal_or_zero_members_are_at_the_maximum_without_a_force(members, length):
+    """Those that are nearly equal keep the digits of their distances."""
+    value, grad = gradient_of(repulsion, length * particles(1).repeat(members, 1, 1))
+    assert value == pytest.approx(members * math.log(members) / 4, rel=1e-12)
+    assert (grad == 0).all()
     narrow = forde.unit_rows(particles(4, spread=5e-4).float())  # from a Gram matrix: 1e-2
     right, off = forde.squared_distances(narrow.double()), ~torch.eye(4, dtype=torch.bool)
     assert (forde.squared_distances(narrow) / right - 1)[off].abs().max() < 1e-5
@@ -465,11 +465,6 @@ def test_input_gradients_are_constants_without_a_graph():
 # ---- A step of training -------------------------------------------------------------------------
 
 
-def plain_lit(g):
-    pairs = [F.cosine_similarity(g[i], g[j]).square() for i in range(len(g)) for j in range(i)]
-    return torch.stack(pairs).mean()
-
-
 class Case:
     """A miniature ensemble and its batch, as forde.py and as the oracle have it."""
 
@@ -497,7 +492,8 @@ class Case:
         if self.method == "forde_tuned":
             return loss, plain_repulsion(torch.stack(gradients), self.matrix)
         if self.method == "lit":
-            return loss, plain_lit(torch.stack(gradients))
+            pairs = itertools.combinations(gradients, 2)
+            return loss, torch.stack([F.cosine_similarity(*pair) ** 2 for pair in pairs]).mean()
         z = torch.stack(logits)
         prior = torch.log(1 + 1e-6 * z ** 2).sum()
         return loss, (plain_rbf(z.flatten(1)) + prior) / BATCH
@@ -548,29 +544,19 @@ def test_chunks_draw_the_dropout_masks_of_their_first_pass():
 
 @pytest.mark.parametrize("chunk", [0, 1])
 def test_published_initialisation_starts_at_the_maximum_without_a_force(chunk):
+    """The running statistics move once, also in two passes, of which the first has no graph."""
     this = Case(members=3)
     nets = [forde.make_network(this.args, CLASSES, (3, SIDE, SIDE)) for _ in range(3)]
     this.nets = nn.ModuleList(nets).double()
-    forde.set_momentum(this.nets, 1.0)
+    forde.set_momentum(this.nets, 0.25)
     (_, value, logits), grads = this.step(chunk)
     assert value.item() / 3 == pytest.approx(math.log(3) / BATCH, rel=1e-12)
     assert (logits == 0).all() and sum(g.abs().sum() for g in grads) > 0
     for net in this.nets:
         h = F.conv2d(this.batch.images, net[0][0].weight, padding=1)
-        assert relative(net[0][1].running_mean, h.mean((0, 2, 3))) < 1e-9
-        assert relative(net[0][1].running_var, h.var((0, 2, 3))) < 1e-9
+        assert relative(net[0][1].running_mean, 0.25 * h.mean((0, 2, 3))) < 1e-9
+        assert relative(net[0][1].running_var, 0.75 + 0.25 * h.var((0, 2, 3))) < 1e-9
     assert all(torch.equal(a, b) for a, b in zip(grads, this.step(chunk, "deep_ensemble")[1]))
-
-
-@pytest.mark.parametrize("chunk", [0, 1])
-def test_a_step_moves_the_running_statistics_once(chunk):
-    """Also in two passes, of which the first has no graph."""
-    this = Case(members=2)
-    forde.set_momentum(this.nets, 0.25)
-    this.step(chunk)
-    for net in this.nets:
-        mean = F.conv2d(this.batch.images, net[0][0].weight, padding=1).mean((0, 2, 3))
-        assert relative(net[0][1].running_mean, 0.25 * mean) < 1e-9
 
 
 def test_bf16_gives_finite_float32_gradients_near_the_right_ones():
@@ -588,16 +574,13 @@ def test_bf16_gives_finite_float32_gradients_near_the_right_ones():
 def test_weight_repulsion_is_the_loops_over_n():
     args = options(repulsion_coef=0.7)
     nets = ensemble(args)
-    right = plain_rbf(torch.stack([torch.cat([p.flatten() for p in n.parameters()]) for n in nets]))
-    before = []
+    points = torch.stack([torch.cat([p.flatten() for p in net.parameters()]) for net in nets])
+    right = plain_rbf(points) / 50
     for p in nets.parameters():
-        p.grad = torch.randn_like(p)
-        before.append(p.grad.clone())
-    value = forde.repel_weights(nets, 50, args)
-    assert value.item() == pytest.approx(right.item() / 50, rel=1e-12)
-    added = [p.grad - g for p, g in zip(nets.parameters(), before)]
+        p.grad = torch.ones_like(p)
+    assert forde.repel_weights(nets, 50, args).item() == pytest.approx(right.item(), rel=1e-12)
     right = torch.autograd.grad(right, [*nets.parameters()])
-    assert relative(added, [0.7 * g / 50 for g in right]) < 1e-9
+    assert relative([p.grad - 1 for p in nets.parameters()], [0.7 * g for g in right]) < 1e-9
 
 
 def test_learning_rate_table():
@@ -615,7 +598,6 @@ def test_learning_rate_table():
 
 TINY = ("--model resnet9 --width 0.02 --members 3 --limit-train 76 -b 16 --epochs 2 --no-plot "
         "--device cpu --workers 0 --shift none --ood").split()
-ALL = ["--methods", *forde.METHODS]
 
 
 def keep_few(patch):
@@ -636,8 +618,9 @@ def tiny(tmp_path, monkeypatch):
     """tiny(*options): the rows of a run of half a second, by (method, set[, against])."""
     keep_few(monkeypatch)
 
-    def run(*more):
-        rows = forde.main([*TINY, "--out-dir", str(tmp_path), *map(str, more)])
+    def run(*more, without=()):
+        argv = [word for word in TINY if word not in without]
+        rows = forde.main([*argv, "--out-dir", str(tmp_path), *map(str, more)])
         return {tuple(row[k] for k in ("method", "set", "against") if k in row): row
                 for row in rows}
 
@@ -668,7 +651,7 @@ def distance(a, b):
 def story(tmp_path_factory):
     """The default command, narrow and short, its picture, and then --eval."""
     out = tmp_path_factory.mktemp("story")
-    seen = []
+    seen = []  # before each step: the first layer of the first member, and the images
     argv = (f"--out-dir {out} --width 0.1 --members 2 --limit-train 300 --epochs 2 "
             "--shift-examples 5 --device cpu --runs 2 --predict glyphs_letters").split()
     with pytest.MonkeyPatch.context() as patch:
@@ -676,7 +659,7 @@ def story(tmp_path_factory):
         step = forde.ensemble_step
 
         def watched(chunks, batch, *rest):
-            seen.append((chunks[0].nets[0][0][1].weight.detach().clone(), batch.images))
+            seen.append((copy.deepcopy(chunks[0].nets[0][0][1]), batch.images))
             return step(chunks, batch, *rest)
 
         patch.setattr(forde, "ensemble_step", watched)
@@ -700,6 +683,7 @@ def test_the_story(story):
     names = {path.name for path in folder.iterdir()}
     assert {"shift.png", "results.csv", "training.png", "predictions.csv",
             *(f"{m}-seed{s}.pt" for m in methods for s in (1, 2))} <= names
+    assert len([*folder.glob("basis-*.pt")]) == 2  # the seeds' validation sets differ
     for method in methods:
         own = [row for row in rows if row["method"] == method and row["seed"] == 1]
         pooled = [row for row in own if "severity" in row and "kind" not in row]
@@ -722,8 +706,16 @@ def test_the_story(story):
     first, *others = (seen[k * steps:(k + 1) * steps] for k in range(6))
     for k, other in enumerate(others):  # the methods start alike and see the same batches
         same = k < 2
-        assert torch.equal(first[0][0], other[0][0]) == same
+        assert torch.equal(first[0][0].weight, other[0][0].weight) == same
         assert all(torch.equal(a, b) for (_, a), (_, b) in zip(first, other)) == same
+    # published: hidden_t = 0.9 hidden_(t-1) + 0.1 statistic_t, divided by 1 - 0.9^t
+    mean, var = torch.zeros(13), torch.zeros(13)
+    for layer, images in first:
+        h = layer(images.flatten(1)).detach()
+        mean, var = 0.9 * mean + 0.1 * h.mean(0), 0.9 * var + 0.1 * h.var(0)
+    state = torch.load(folder / "deep_ensemble-seed1.pt", weights_only=True)["net"]
+    for name, value in (("mean", mean), ("var", var)):
+        assert relative(state[f"0.0.2.running_{name}"], value / (1 - 0.9 ** steps)) < 1e-5
 
 
 def test_the_storys_differences_are_paired(story):
@@ -790,75 +782,61 @@ def test_the_storys_evaluation_is_that_of_the_saved_members(story):
     nets.load_state_dict(weights(out, "forde_pca", 2))
     test = data.load("glyphs", "test", limit=100)
     letters = data.match(data.load("glyphs_letters", "test", limit=100), test)
-    some = data.evenly(test, 24)
     third = [data.corrupted(data.evenly(test, 5), kind, 3) for kind in [*data.CORRUPTIONS][:3]]
 
-    def unit(dataset):
-        return (dataset.images.double() / 255 - dataset.mean[0]) / dataset.std[0]
+    def unit(*sets):
+        images = torch.cat([s.images for s in sets]).double() / 255
+        return (images - test.mean[0]) / test.std[0]
 
     with torch.no_grad():
         p, q, shifted = (torch.stack([net(x).softmax(1) for net in nets]).numpy() for x in (
-            unit(test), unit(letters), torch.cat([unit(s) for s in third])))
+            unit(test), unit(letters), unit(*third)))
     own = [row for row in rows if (row["method"], row["seed"]) == ("forde_pca", 2)]
     assert_metrics(own[0], p, test.labels.numpy(), 1e-5)
+    [row] = [row for row in own if row["set"] == "glyphs_c_s3"]
+    assert_metrics(row, shifted, torch.cat([s.labels for s in third]).numpy(), 1e-5)
     uncertainty = np.concatenate([entropy(r.mean(0), axis=1) - entropy(r, axis=2).mean(0)
                                   for r in (p, q)])
     auroc = roc_auc_score(np.repeat([0, 1], 100), uncertainty)
     assert own[2]["auroc_epistemic"] == pytest.approx(auroc, abs=2e-3)
+    some = data.evenly(test, 24)
     x = unit(some).requires_grad_()
     g = [torch.autograd.grad(net(x)[range(24), some.labels].sum(), x)[0].flatten(1)
          for net in nets]
     assert own[0]["gradient_distance"] == pytest.approx(
         1 - F.cosine_similarity(*g).mean().item(), abs=1e-5)
-    right = plain_metrics(shifted, torch.cat([s.labels for s in third]).numpy())
-    [row] = [row for row in own if row["set"] == "glyphs_c_s3"]
-    assert row["n"] == 15 and row["nll"] == pytest.approx(right["nll"], abs=1e-5)
-
-
-def test_n_is_the_number_of_examples_of_the_set(tiny, tmp_path):
-    """Also in a comparison with a set of another size."""
-    rows = tiny("--ood", "glyphs_letters", f"folder:{write_folder(tmp_path / 'odd', 3)}",
-                "--methods", "deep_ensemble")
-    assert rows["deep_ensemble", "glyphs"]["n"] == 100
-    assert rows["deep_ensemble", "glyphs", "odd"]["n"] == 100
 
 
 def test_predictions_of_several_methods_are_side_by_side(tiny, tmp_path):
     """Of the first seed; a deep ensemble's columns come last, whatever the order of methods."""
-    tiny("--predict", "glyphs_letters", "--epochs", 1, "--runs", 2, "--methods", "deep_ensemble",
-         "lit", "--name", "two")
-    with open(tmp_path / "forde/two/predictions.csv") as file:
-        table = [*csv.DictReader(file)]
-    assert len(table) == 100
+    run = ["--predict", "glyphs_letters", "--epochs", 1, "--limit-steps", 2, "--name", "a"]
+    tables = []
+    for more in (["--runs", 2, "--methods", "deep_ensemble", "lit"], ["--eval", "--methods", "lit"]):
+        tiny(*run, *more)
+        with open(tmp_path / "forde/a/predictions.csv") as file:
+            tables.append([*csv.DictReader(file)])
+    both, alone = tables
     kinds = ["predicted", "confidence", "total", "aleatoric", "epistemic"]
-    assert [*table[0]] == ["index", *kinds, *(f"{kind}_deep_ensemble" for kind in kinds)]
-    only = tiny("--predict", "glyphs_letters", "--epochs", 1, "--methods", "lit", "--name", "one")
-    assert only["lit", "glyphs"]["n"] == 100
-    with open(tmp_path / "forde/one/predictions.csv") as file:
-        alone = [*csv.DictReader(file)]
-    assert all(row[kind] == other[kind] for row, other in zip(table, alone) for kind in kinds)
-
-
-def test_evaluation_under_corruption_prints_a_line_for_each_severity(tiny, capsys):
-    rows = tiny("--shift", "computed", "--shift-examples", 4, "--methods", "lit", "--epochs", 1)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "lit-seed1: glyphs_c" in line]
-    assert len(lines) == 5
-    nll = rows["lit", "glyphs_c_s2"]["nll"]
-    assert "glyphs_c_s2" in lines[1] and "12 images" in lines[1] and f"{nll:.4f}" in lines[1]
+    assert [*both[0]] == ["index", *kinds, *(f"{kind}_deep_ensemble" for kind in kinds)]
+    assert len(both) == len(alone) == 100 and [*alone[0]] == ["index", *kinds]
+    assert all(row[kind] == other[kind] for row, other in zip(both, alone) for kind in kinds)
 
 
 def test_every_method_and_one_that_was_killed(tiny, tmp_path, monkeypatch):
     """Killed in the second step of the second method's second epoch: the same weights, bit for bit.
     All methods repel but the deep ensemble, and no two end alike."""
-    every = [*ALL, "--augment", "--val-fraction", 0.01, "--published-split"]
-    passes, pca = [], forde.pca
-    monkeypatch.setattr(forde, "pca", lambda moments: (passes.append(1), pca(moments))[1])
+    every = ["--methods", *forde.METHODS, "--augment", "--val-fraction", 0.01, "--published-split",
+             "--limit-steps", 2]
+    calls, pca, load = [], forde.pca, data.load  # the latter has few test images
+    monkeypatch.setattr(forde, "pca", lambda moments: (calls.append("pca"), pca(moments))[1])
+    monkeypatch.setattr(data, "load", lambda name, split, *rest, **more: (
+        calls.append(split), load(name, split, *rest, **more))[1])
     calm, real, steps = tiny(*every, "--name", "calm"), forde.learning_rate, []
-    assert len(passes) == 1  # once for all methods
+    assert sorted(calls) == ["pca", "test", "train"]  # each once, for all methods
 
     def killed(step, *rest):
         steps.append(step)
-        if len(steps) == 14:
+        if len(steps) == 8:
             raise KeyboardInterrupt
         return real(step, *rest)
 
@@ -866,9 +844,9 @@ def test_every_method_and_one_that_was_killed(tiny, tmp_path, monkeypatch):
         patch.setattr(forde, "learning_rate", killed)
         with pytest.raises(KeyboardInterrupt):
             tiny(*every, "--name", "again")
-    assert steps[-1] == 5
+    assert steps[-1] == 3
     assert without_times(tiny(*every, "--name", "again")) == without_times(calm)
-    assert len(passes) == 2  # the basis was kept
+    assert calls.count("pca") == 2  # the basis was kept
     folder = tmp_path / "forde"
     states = {m: weights(folder / "calm", m) for m in forde.METHODS}
     for method, state in states.items():
@@ -876,9 +854,9 @@ def test_every_method_and_one_that_was_killed(tiny, tmp_path, monkeypatch):
         assert_same_checkpoints(folder / f"calm/{name}.pt", folder / f"again/{name}.pt")
         assert calm[method, "glyphs"]["temperature"] and calm[method, "val"]["n"] > 0
         assert sum(distance(state, other) < 1e-6 for other in states.values()) == 1
-        if method == "weight_rde":  # its prior is divided by the number of examples
-            R = 75 * history(folder / "calm", method)[-1]["repulsion"]
-            assert 3 * 0.2 < R < 3 * math.log(3)
+    # the prior of weight-RDE is divided by the number of examples
+    R = 75 * history(folder / "calm", "weight_rde")[-1]["repulsion"]
+    assert 3 * 0.2 < R < 3 * math.log(3)
 
 
 def test_logged_repulsion_is_the_mean_of_the_steps_that_repel(tiny, tmp_path, monkeypatch):
@@ -917,29 +895,6 @@ def test_one_basis_serves_all_seeds_and_other_runs(tiny, tmp_path, monkeypatch):
     assert not (tmp_path / "forde/c").exists() and not [*tmp_path.glob("forde/b/basis*")]
 
 
-def test_seeds_of_other_images_have_bases_of_their_own(tiny, tmp_path):
-    tiny("--methods", "forde_pca", "--val-fraction", 0.5, "--runs", 2, "--epochs", 1)
-    assert len([*tmp_path.glob("forde/*/basis-*.pt")]) == 2
-
-
-def test_killed_while_the_basis_is_written(tiny, tmp_path, monkeypatch):
-    """What is left of the file lies in the run directory, and the same command removes it."""
-    real = common.os.replace
-
-    def killed(source, target):
-        if "options" not in str(target):
-            raise KeyboardInterrupt
-        real(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(common.os, "replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            tiny("--methods", "forde_pca")
-    assert [*tmp_path.glob("forde/*/.*.tmp")] and not [*tmp_path.glob("forde/.*")]
-    assert tiny("--methods", "forde_pca")
-    assert not [*tmp_path.glob("**/.*.tmp")]
-
-
 def test_a_refused_start_leaves_nothing_that_the_next_command_meets(tiny, tmp_path, monkeypatch):
     """The basis does not fit in memory, the network fails: another command may use the name."""
     with monkeypatch.context() as patch:
@@ -952,31 +907,27 @@ def test_a_refused_start_leaves_nothing_that_the_next_command_meets(tiny, tmp_pa
     tiny("--methods", "forde_identity", "--name", "a", "--epochs", 1)
 
 
-def test_a_single_training_image_is_refused(tiny, features):
-    """It has no second moments; the division by N - 1 = 0 was reported as divergence."""
-    for more in ((), features):
-        with pytest.raises(UserError, match="at least 2"):
-            tiny(*more, "--limit-train", 1, "--methods", "forde_pca")
-
-
-@pytest.mark.parametrize("a, b", [
-    ("--methods forde_tuned --alpha 1", "--methods forde_pca"),
-    ("--methods forde_tuned --alpha 0", "--methods forde_identity"),
-    ("--methods forde_pca --chunk 1", "--methods forde_pca"),
-    ("--methods function_rde --chunk 1", "--methods function_rde"),
-    ("--methods weight_rde --chunk 1", "--methods weight_rde"),
-    # the first step is from a head of zeros, where nothing repels
-    ("--methods forde_identity --repulse-every 100", "--methods deep_ensemble"),
-    ("--methods weight_rde --repulsion-coef 0", "--methods deep_ensemble")])
-def test_options_that_are_another_method(tiny, tmp_path, monkeypatch, a, b):
+def test_options_that_are_another_method(tiny, tmp_path, monkeypatch):
     in_float64(forde, monkeypatch.setattr)
-    for name, text in (("a", a), ("b", b)):
-        tiny("--name", name, "--epochs", 1, *text.split())
-    assert distance(*(weights(tmp_path / "forde" / name) for name in "ab")) < 1e-5
+    some = ["--methods", "deep_ensemble", "forde_pca", "forde_identity", "weight_rde"]
+    runs = {"all": some, "chunks": [*some, "--chunk", 1],
+            "one": ["--methods", "forde_tuned", "--alpha", 1],
+            "zero": ["--methods", "forde_tuned", "--alpha", 0],
+            "rarely": ["--methods", "forde_identity", "--repulse-every", 100],
+            "weakly": ["--methods", "weight_rde", "--repulsion-coef", 0]}
+    for name, more in runs.items():
+        tiny("--name", name, "--epochs", 1, "--limit-steps", 3, *more)
+    # The first step is from a head of zeros, where nothing repels.
+    same = [("rarely", "forde_identity", "deep_ensemble"), ("one", "forde_tuned", "forde_pca"),
+            ("zero", "forde_tuned", "forde_identity"), ("weakly", "weight_rde", "deep_ensemble"),
+            *(("chunks", method, method) for method in some[1:])]
+    for name, method, other in same:
+        a, b = weights(tmp_path / f"forde/{name}", method), weights(tmp_path / "forde/all", other)
+        assert distance(a, b) < 1e-5, (name, method)
 
 
 def test_augmentation_is_of_training_alone(tiny, tmp_path):
-    run = ["--methods", "deep_ensemble", "--epochs", 1, "--name"]
+    run = ["--methods", "deep_ensemble", "--epochs", 1, "--limit-steps", 2, "--name"]
     rows = tiny(*run, "a", "--augment")
     assert without_times(tiny(*run, "a", "--no-augment", "--eval")) == without_times(rows)
     tiny(*run, "b", "--no-augment")
@@ -985,9 +936,8 @@ def test_augmentation_is_of_training_alone(tiny, tmp_path):
         tiny(*run, "c", "--lr", 1e38, "--limit-steps", 1)
 
 
-SPREAD = [f"-b 15 --limit-steps 3 --augment --methods {' '.join(forde.METHODS)}",
-          "-b 15 --limit-steps 3 --chunk 1 --grad-of logprob --methods forde_tuned",
-          "-b 15 --limit-steps 3 --model mlp --hidden 9 --methods forde_pca"]
+SPREAD = [f"--augment --methods {' '.join(forde.METHODS)}",
+          "--chunk 1 --grad-of logprob --methods forde_tuned"]
 
 
 def few_in_float64(folder):
@@ -995,8 +945,9 @@ def few_in_float64(folder):
     with pytest.MonkeyPatch.context() as patch:
         keep_few(patch)
         in_float64(forde, patch.setattr)
-        return [forde.main([*TINY, "--epochs", "1", "--out-dir", str(folder), "--name", f"run{k}",
-                            *text.split()]) for k, text in enumerate(SPREAD)]
+        return [forde.main([*TINY, "-b", "15", "--limit-steps", "2", "--epochs", "1", "--out-dir",
+                            str(folder), "--name", f"run{k}", *text.split()])
+                for k, text in enumerate(SPREAD)]
 
 
 def test_two_processes_equal_one(ranks, tmp_path):
@@ -1046,14 +997,14 @@ def test_features_and_their_ood_set_of_other_classes(tiny, features, tmp_path):
     assert rows["forde_pca", "test", "far"]["auroc_epistemic"] > 0.5
     [path] = tmp_path.glob("forde/*/predictions.csv")
     assert len(path.read_text().splitlines()) == 51
+    for more in ((), features):  # one image has no second moments: N - 1 = 0
+        assert "at least 2" in refusal(tiny, *more, "--limit-train", 1, "--methods", "forde_pca")
 
 
 def test_the_toy(tiny, tmp_path):
     short = "--model mlp --members 3 --epochs 1 -b 200 --width 1 --lr 0.02 --plot".split()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("test_forde.TINY", [word for word in TINY if word not in (
-            "--ood", "--limit-train", "76", "--workers", "0")])
-        rows = tiny("--dataset", "toy_classification", *short)
+    rows = tiny("--dataset", "toy_classification", *short,
+                without=["--ood", "--limit-train", "76", "--workers", "0"])
     test = rows["forde_identity", "toy_classification"]
     assert test["accuracy"] > 0.3 and test["n"] == 100
     far = rows["forde_identity", "toy_classification", "far"]
@@ -1079,32 +1030,38 @@ def write_folder(folder, count, side=8):
     return folder
 
 
-def test_own_folder_and_ambiguous_digits(tiny, tmp_path):
-    own = write_folder(tmp_path / "own", 3)
-    rows = tiny("--dataset", f"folder:{own}/", "--image-size", 8, "--methods", "forde_pca", "lit",
-                "-b", 8)
-    assert rows["forde_pca", "own"]["n"] == 6 and [*tmp_path.glob("forde/own-resnet9-*")]
-    rows = tiny("--dataset", "dirty_glyphs", "--shift", "computed", "--shift-examples", 3,
-                "--methods", "forde_identity")
-    assert rows["forde_identity", "dirty_glyphs_computed_c"]["n"] == 5 * 3 * len(data.CORRUPTIONS)
-
-
-def test_own_large_images_are_corrupted_too(tiny, tmp_path):
-    """Files of more than 64 pixels are read when they are needed, but for the corrupted ones."""
-    own = write_folder(tmp_path / "own", 2, side=72)
-    rows = tiny("--dataset", f"folder:{own}", "--image-size", 72, "--methods", "forde_identity",
-                "--shift", "computed", "--shift-examples", 3, "-b", 4, "--epochs", 1)
+def test_own_images_and_ambiguous_digits(tiny, tmp_path, capsys):
+    """Files of more than 64 pixels are read when they are needed, but for the corrupted ones. `n`
+    is the number of examples of `set`, also against an OOD set of another size."""
+    own, odd = (write_folder(tmp_path / name, count, side=72) for name, count in (("own", 2),
+                                                                                ("odd", 3)))
+    rows = tiny("--dataset", f"folder:{own}/", "--image-size", 72, "--methods", "forde_identity",
+                "--shift", "computed", "--shift-examples", 3, "-b", 4, "--epochs", 1,
+                "--limit-steps", 2, "--ood", f"folder:{odd}")
+    assert rows["forde_identity", "own"]["n"] == rows["forde_identity", "own", "odd"]["n"] == 4
     assert rows["forde_identity", "own_computed_c_s1"]["n"] == 3 * len(data.CORRUPTIONS)
+    assert [*tmp_path.glob("forde/own-resnet9-*")]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "seed1: own_comp" in line]
+    nll = rows["forde_identity", "own_computed_c_s2"]["nll"]
+    assert len(lines) == 5 and "9 images" in lines[1] and f"{nll:.4f}" in lines[1]
+    rows = tiny("--dataset", "dirty_glyphs", "--shift", "computed", "--shift-examples", 3,
+                "--methods", "forde_pca", "--limit-steps", 1)
+    assert rows["forde_pca", "dirty_glyphs_computed_c"]["n"] == 5 * 3 * len(data.CORRUPTIONS)
 
 
-def test_published_corruptions_and_a_part_of_them(tiny, small_data, tmp_path):
-    (tmp_path / "tiny-imagenet-200").symlink_to(small_data / "tiny-imagenet-200")
+def test_published_corruptions_and_a_part_of_them(tiny, small_data, tmp_path, capsys):
+    """In the folders that the published scripts make."""
+    (tmp_path / "TinyImageNet").mkdir()
+    (tmp_path / "TinyImageNet/tiny-imagenet-200").symlink_to(small_data / "tiny-imagenet-200")
+    run = ["--dataset", "tiny_imagenet", "--data-dir", tmp_path, "--shift", "published",
+           "--methods", "forde_identity", "--limit-train", 16, "--epochs", 1]
+    assert tiny(*run)["forde_identity", "tiny_imagenet"]["n"] == 20
+    assert f"{tmp_path}/Tiny-ImageNet-C: not found; get it from https" in capsys.readouterr().out
     for kind, severity, label in itertools.product(("fog", "snow"), range(1, 6), range(4)):
-        write_images(tmp_path / f"Tiny-ImageNet-C/{kind}/{severity}/n0000000{label}", 2, 64)
-    rows = tiny("--dataset", "tiny_imagenet", "--data-dir", tmp_path, "--shift", "published",
-                "--methods", "forde_identity", "--limit-train", 16)
-    assert rows["forde_identity", "tiny_imagenet"]["n"] == 20
+        write_images(tmp_path / f"TinyImageNet/corrupt/{kind}/{severity}/n0000000{label}", 2, 64)
+    rows = tiny(*run)
     assert rows["forde_identity", "tiny_imagenet_c_2of19_s5"]["n"] == 16
+    assert rows["forde_identity", "tiny_imagenet_c_2of19_snow_s5"]["n"] == 8
     assert rows["forde_identity", "tiny_imagenet_c_2of19"]["n"] == 80
 
 
@@ -1121,14 +1078,14 @@ def test_the_basis_is_numpys():
     assert (values >= 0).all() and (values.diff() <= 0).all()
 
 
-def test_sets_are_read_once(tiny, tmp_path, monkeypatch):
-    loaded, real = [], data.load
-    monkeypatch.setattr(data, "load", lambda name, split, *a, **k: (
-        loaded.append(split), real(name, split, *a, **k))[1])
-    for name in ("a", "b"):
-        tiny("--methods", "forde_pca", "--name", name)
-    assert loaded.count("train") == 2  # once per start
-    assert distance(weights(tmp_path / "forde/a"), weights(tmp_path / "forde/b")) == 0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_recipe_for_copying_on_gradients_in_float32(dtype):
+    X, g = torch.randn(40, 6).to(dtype), torch.randn(3, 5, 6)
+    A = forde.metric_root(*forde.pca(X.T @ X / 39))
+    R = forde.repulsion(forde.log_kernel(forde.unit_rows(g) @ A))
+    vectors, values, _ = np.linalg.svd(X.double().T.numpy() / 39 ** 0.5)
+    right = plain_repulsion(g.double(), torch.from_numpy(vectors * values))
+    assert R.dtype == torch.float32 and R.item() == pytest.approx(right.item(), rel=1e-4)
 
 
 def test_picture_has_error_bars_and_markers():
