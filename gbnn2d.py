@@ -272,11 +272,13 @@ def fit_mixture(x, k, generator, iterations=30, most=1_000_000):
     only the 16 nearest components count).
     """
     sample = x[torch.randperm(len(x), generator=generator)[:most]]
-    spread = sample.std(0)
+    # The ridge must be above the rounding errors of the moments, and those of float32 in x.
+    spread = torch.maximum(sample.std(0), 1e-6 * sample.abs().amax(0))
     spread = torch.where(spread > 0, spread, 1.0)
+    mean = sample.mean(0)
+    sample = sample - mean
     few = sample[:100_000]
     centre = few[kmeans_plus_plus(few / spread, k, generator)]         # [K, 2]
-    # Moments about zero are safe in float64: the ridge is far above their rounding errors.
     ridge = 1e-6 * spread.square().diag()
     k = len(centre)
     covariance = spread.square().diag() / k
@@ -288,6 +290,7 @@ def fit_mixture(x, k, generator, iterations=30, most=1_000_000):
             neighbours = nearest(sample, mixture.centre, 16)           # [n, J]
         mixture, log_likelihood = em_step(sample, neighbours, mixture, ridge)
         history.append(log_likelihood)
+    mixture = mixture._replace(centre=mixture.centre + mean)
     return select(mixture, mixture.proportion > 0), history
 
 
@@ -1232,7 +1235,7 @@ PRESETS = {
                    mc=20, ood=[]),
     # Your own network: a few careful epochs, or its last layer alone.
     "pretrained": dict(SMALL, width=1.0, epochs=5, stoch_epochs=2, final_epochs=2, batch_size=32,
-                       lr=0.01, augment=True, mc=10),
+                       lr=0.01, k0=256, augment=True, mc=10),
     "frozen": dict(epochs=30, stoch_epochs=20, final_epochs=20, lr_rho=5e-2, lr_final=0.03,
                    weight_decay=0.05, tau_w=1.0, k0=64, mc=20, augment=False),
 }

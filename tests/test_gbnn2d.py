@@ -81,8 +81,7 @@ def dense_log_joint(x, mixture):
 
 def test_sigma_of_rho_is_sigma():
     sigma = torch.logspace(-4, 0.8, 50).double()
-    rho = gbnn2d.inverse_softplus(sigma)
-    np.testing.assert_allclose(F.softplus(rho), sigma, rtol=1e-9)
+    np.testing.assert_allclose(F.softplus(gbnn2d.inverse_softplus(sigma)), sigma, rtol=1e-9)
     single = F.softplus(gbnn2d.inverse_softplus(sigma.float()))
     np.testing.assert_allclose(single, sigma, rtol=1e-3)
 
@@ -100,22 +99,15 @@ def test_outliers():
     assert gbnn2d.outlier_mask(mu[:50], gradient[:50], 9.0, 0.01).sum() == 1  # at least one
 
 
-def test_a_kl_is_that_of_the_gaussians():
-    mu = double(9)
-    sigma = torch.rand(9).double() + 0.1
-    prior_mu = double(9)
-    prior_sigma = torch.rand(9).double() + 0.1
-    wanted = kl_divergence(Normal(mu, sigma), Normal(prior_mu, prior_sigma))
-    found = gbnn2d.gaussian_kl(mu, sigma, prior_mu, prior_sigma)
-    np.testing.assert_allclose(found, wanted, rtol=1e-9)
-
-
 def test_the_last_kl_is_that_of_the_gaussians_from_where_they_began():
-    posterior = gbnn2d.SharedGaussians(tiny_weights(84))
-    assert posterior.kl() == 0
+    """The first KL, of the mean field from its prior: test_a_mean_field_starts_at_the_network."""
+    weights = tiny_weights(84)
+    posterior = gbnn2d.SharedGaussians(weights)
     start = posterior.weights()
+    assert posterior.kl() == 0 and all(map(torch.equal, start, weights))
     move_all(posterior)
     now = posterior.weights()
+    assert not any(map(torch.equal, (now.centre, now.factor), (start.centre, start.factor)))
     planes = [MultivariateNormal(w.centre, w.factor @ w.factor.mT) for w in (now, start)]
     outliers = [Normal(w.outlier_mu, w.outlier_sigma) for w in (now, start)]
     wanted = kl_divergence(*planes).sum() + kl_divergence(*outliers).sum()
@@ -129,18 +121,15 @@ def test_densities_and_second_components_are_those_of_the_gaussians():
     x = double(20, 2)
     mixture = random_mixture(7)
     joint = dense_log_joint(x, mixture)
-    every = everyone(x, mixture.centre, 7)
-    np.testing.assert_allclose(gbnn2d.log_joint(x, mixture, every), joint, rtol=1e-9)
-    np.testing.assert_allclose(gbnn2d.log_joint(x, mixture), joint, rtol=1e-9)
+    for k in (everyone(x, mixture.centre, 7), gbnn2d.ALL):
+        np.testing.assert_allclose(gbnn2d.log_joint(x, mixture, k), joint, rtol=1e-9)
     top, best = joint.topk(2)
     assert torch.equal(gbnn2d.assign(x, mixture), best[:, 0])
-    second, alpha = gbnn2d.second_components(x, mixture, best[:, 0])
-    assert torch.equal(second, best[:, 1])
-    np.testing.assert_allclose(alpha, top.softmax(1)[:, 0], rtol=1e-9)
     # A point may refer to a component that is not the best: then alpha is below one half.
-    first, alpha = gbnn2d.second_components(x, mixture, best[:, 1])
-    assert torch.equal(first, best[:, 0])
-    np.testing.assert_allclose(alpha, top.softmax(1)[:, 1], rtol=1e-9)
+    for own, other in ((0, 1), (1, 0)):
+        second, alpha = gbnn2d.second_components(x, mixture, best[:, own])
+        assert torch.equal(second, best[:, other])
+        np.testing.assert_allclose(alpha, top.softmax(1)[:, own], rtol=1e-9)
 
 
 def test_the_second_component_of_an_ellipse_point_can_be_far_away():
@@ -173,47 +162,20 @@ def test_the_nearest_centres_are_those_of_all_distances():
     assert gbnn2d.nearest(x, centre[:1], 5).tolist() == [[0]] * 30
 
 
-@pytest.mark.parametrize("steps", [1, 50])
-def test_em_is_scikit_learns(steps, monkeypatch):
-    monkeypatch.setattr(gbnn2d, "BLOCK", 170)  # several blocks, the last one smaller
-    x = cloud(600)
-    mixture = gbnn2d.Mixture(torch.ones(3).double() / 3, x[[0, 300, 500]] + 0.5,
-                             torch.eye(2).double().expand(3, 2, 2))
-    peer = GaussianMixture(3, reg_covar=1e-3, max_iter=steps, tol=0.0,
-                           weights_init=mixture.proportion, means_init=mixture.centre,
-                           precisions_init=torch.linalg.inv(mixture.covariance)).fit(x)
-    history = []
-    for _ in range(steps):
-        wanted = dense_log_joint(x, mixture).logsumexp(1).mean().item()
-        near = everyone(x, mixture.centre, 3)
-        mixture, likelihood = gbnn2d.em_step(x, near, mixture, 1e-3 * torch.eye(2))
-        history.append(likelihood)
-        assert likelihood == pytest.approx(wanted, rel=1e-9)
-    assert np.all(np.diff(history) > -1e-3)
-    np.testing.assert_allclose(mixture.proportion, peer.weights_, rtol=1e-7)
-    np.testing.assert_allclose(mixture.centre, peer.means_, rtol=1e-6, atol=1e-8)
-    np.testing.assert_allclose(mixture.covariance, peer.covariances_, rtol=1e-6)
-
-
-def test_em_of_the_nearest_of_forty_is_em_of_all(monkeypatch):
-    """Within 1e-3 nats a point, of points like weights; and no worse than scikit-learn's fit."""
-    mu = double(6000) * (1 + torch.rand(6000).double())
-    x = torch.stack([mu, 0.3 * (0.3 * double(6000)).exp() + 0.1 * mu.abs()], 1)
+def test_em_of_the_nearest_of_forty_is_em_of_all():
+    """Points like weights have as large a likelihood as by scikit-learn's fit, which has all."""
+    mu = double(2000) * (1 + torch.rand(2000).double())
+    x = torch.stack([mu, 0.3 * (0.3 * double(2000)).exp() + 0.1 * mu.abs()], 1)
     sparse, history = gbnn2d.fit_mixture(x, 40, seed_of(1))
     assert len(sparse.proportion) == 40
-    assert sparse.proportion.sum().item() == pytest.approx(1, abs=1e-12)
     likelihood = dense_log_joint(x, sparse).logsumexp(1).mean().item()
     assert likelihood == pytest.approx(history[-1], abs=5e-3) and likelihood > history[0] + 0.1
     peer = GaussianMixture(40, max_iter=30, tol=0.0, random_state=0).fit(x)
     assert likelihood > peer.score(x) - 0.02
-    monkeypatch.setattr(gbnn2d, "nearest", everyone)
-    dense, _ = gbnn2d.fit_mixture(x, 40, seed_of(1))
-    wanted = dense_log_joint(x, dense).logsumexp(1).mean().item()
-    assert likelihood == pytest.approx(wanted, abs=1e-3)
 
 
 def test_a_mixture_is_in_the_units_of_the_weights(monkeypatch):
-    """Also when it is fitted to a sample."""
+    """Also when it is fitted to a sample. Then points of it are encoded, in blocks."""
     scale = torch.tensor([1e-2, 1e-6]).double()
     shift = torch.tensor([0.2, 1e-3]).double()
     x = cloud(6000) * scale + shift  # a fixed ridge would swamp this
@@ -237,6 +199,8 @@ def test_a_mixture_is_in_the_units_of_the_weights(monkeypatch):
     assert torch.equal(weights.second, best[:, 1])
     np.testing.assert_allclose(weights.alpha, top.softmax(1)[:, 0], rtol=1e-5)
     np.testing.assert_allclose(weights.factor @ weights.factor.mT, mixture.covariance, rtol=1e-4)
+    label = label.index_fill(0, torch.arange(50, 6000, 50), 0)
+    common.digest(gbnn2d.SharedGaussians(gbnn2d.encode(x, label, mixture)))  # a single outlier
 
 
 def test_the_starts_of_em_spread():
@@ -253,19 +217,22 @@ def test_the_starts_of_em_spread():
     assert sorted(gbnn2d.kmeans_plus_plus(x, 9, generator).tolist()) == [0, 1, 2, 3]
 
 
-def test_points_on_a_line_have_a_mixture():
-    """mu alone varies where no weight has learned a sigma."""
-    x = torch.stack([double(500), torch.full((500,), 1e-3)], 1).double()
-    mixture, history = gbnn2d.fit_mixture(x, 5, seed_of(0))
-    assert mixture.covariance.isfinite().all() and math.isfinite(history[-1])
+@pytest.mark.parametrize("noise", [0.0, 1e-13, 1e-9, 1e-6])
+def test_points_on_a_line_have_a_mixture(noise):
+    """mu alone varies where no weight has learned a sigma; the draws of sigma stay close to it."""
+    x = torch.stack([double(500), 1e-3 + noise * double(500)], 1)
+    mixture, history = gbnn2d.fit_mixture(x, 5, seed_of(0), iterations=9)
     assert (torch.linalg.cholesky_ex(mixture.covariance).info == 0).all()
+    assert math.isfinite(history[-1]) and len(mixture.centre) == 5
+    assert mixture.covariance[:, 1, 1].sqrt().max() < 1.2 * max(noise, 1e-9)
+    np.testing.assert_allclose(mixture.proportion @ mixture.centre, x.mean(0), rtol=1e-9)
 
 
 # ---- Merging ------------------------------------------------------------------------------------
 
 
 def test_wasserstein_is_the_general_formula():
-    """By POT; the thresholds of merging are tried in test_copy_paste.py."""
+    """POT's; and W2 is exact for small, equal and singular covariances."""
     _, m, a = random_mixture(20)
     _, n, b = random_mixture(20)
     a = 100 * a
@@ -273,9 +240,8 @@ def test_wasserstein_is_the_general_formula():
     assert ((a @ b - b @ a).abs().amax((1, 2)) > 1e-3).all()  # they do not commute
     ours = gbnn2d.wasserstein(m, a, n, b)
     for k in range(20):
-        pair = [np.asarray(x[k]) for x in (m, n, a, b)]
-        peer = float(ot.gaussian.bures_wasserstein_distance(*pair))
-        assert ours[k].item() == pytest.approx(peer, rel=1e-9)
+        peer = ot.gaussian.bures_wasserstein_distance(*[np.asarray(x[k]) for x in (m, n, a, b)])
+        assert ours[k].item() == pytest.approx(float(peer), rel=1e-9)
     assert torch.equal(ours, gbnn2d.wasserstein(n, b, m, a))
     assert gbnn2d.wasserstein(m, a, m, a).max() < 1e-7
     np.testing.assert_allclose(gbnn2d.wasserstein(m, a, n, a), (m - n).norm(dim=1), rtol=1e-6)
@@ -329,12 +295,13 @@ def lenet_weights(n=44_190):
     return mu, 1e-3 * torch.randn(n).exp()
 
 
-def test_shared_weights_are_whole_and_repeatable():
+def test_shared_weights_are_whole_and_repeatable(monkeypatch):
     """Labels contiguous and each in use; outliers alike before and after merging; ellipse
     points are outside the ellipse of their component; components of few members dissolve."""
-    mu, sigma = lenet_weights(15_000)
+    monkeypatch.setattr(gbnn2d, "fit_mixture", QUICK)
+    mu, sigma = lenet_weights(9000)
     gradient = torch.rand(len(mu))
-    options = gbnn2d.CompressionOptions(k0=60, min_cluster=30, tau_d=3e-3)
+    options = gbnn2d.CompressionOptions(k0=40, min_cluster=30, tau_d=3e-3)
     one = gbnn2d.compress(mu, sigma, gradient, options, seed_of(1))
     other = gbnn2d.compress(mu, sigma, gradient, options, seed_of(1))
     points = torch.stack([mu, sigma], 1)
@@ -355,25 +322,14 @@ def test_shared_weights_are_whole_and_repeatable():
         assert (outside == is_ellipse_point).double().mean() > 0.9999 and is_ellipse_point.any()
         assert (label[weights.ellipse_point] != weights.second).all()
         assert ((weights.alpha >= 0.5) & (weights.alpha <= 1)).all()
-    assert 1 < len(one[1].centre) < len(one[0].centre) <= 60
-    assert one[2] == other[2] and (one[2]["tau_d"], one[2]["k0"]) == (3e-3, 60)
+    assert 1 < len(one[1].centre) < len(one[0].centre) <= 40
+    assert one[2] == other[2] and (one[2]["tau_d"], one[2]["k0"]) == (3e-3, 40)
     assert one[0].label[inliers].bincount().min() > 30
     assert (one[0].label[mu.abs() > 0.2] == -1).all() and (mu.abs() > 0.2).sum() == 5
 
 
-@pytest.mark.parametrize("least, label, kept", [
-    (0, [0, 0, 1, -1, 3], [0, 1, 2, 3]), (1, [0, 0, 1, -1, 3], [0, 1, 3]),
-    (2, [0, 0, -1, -1, -1], [0])])
-def test_components_of_few_members_are_left_out(least, label, kept):
-    mixture = gbnn2d.Mixture(torch.full((4,), 0.25), torch.arange(8.0).view(4, 2),
-                             torch.eye(2).repeat(4, 1, 1))
-    found, rest = gbnn2d.keep_components(torch.tensor([0, 0, 1, -1, 3]), mixture, least)
-    numbers = [kept.index(k) if k >= 0 else -1 for k in label]
-    assert found.tolist() == numbers and torch.equal(rest.centre, mixture.centre[kept])
-    assert rest.proportion.tolist() == pytest.approx([1 / len(kept)] * len(kept))
-
-
-def test_thresholds():
+def test_thresholds(monkeypatch):
+    monkeypatch.setattr(gbnn2d, "fit_mixture", QUICK)
     mu, sigma = lenet_weights(5000)
     gradient = torch.rand(5000)
 
@@ -385,9 +341,7 @@ def test_thresholds():
     assert all(torch.equal(a, b) for a, b in zip(same, merged)) and numbers["k0"] == 10
     everything = dict(tau_d=math.inf, tau_v=math.inf, grad_frac=0.0)
     _, single, _ = compress(**everything)
-    assert len(single.centre) == 1
-    draws = gbnn2d.SharedGaussians(single)()
-    assert draws.shape == (5000,) and draws.isfinite().all()
+    assert len(single.centre) == 1 and gbnn2d.SharedGaussians(single)().isfinite().all()
     assert 2 <= len(compress((mu > 0).float(), tau_g=0.5, **everything)[1].centre) <= 3
     before, _, numbers = compress(k0=200, min_cluster=2, tau_d="auto")
     median = sigma[before.label >= 0].median().item()
@@ -398,7 +352,8 @@ def test_thresholds():
     (dict(k0=6000), "too few for 6000 Gaussians"), (dict(tau_w=0.0), "only 0 of 5000 weights"),
     (dict(grad_frac=1.0), "only 0 of"), (dict(min_cluster=9999), "no Gaussian has more than 9999"),
     (None, "magnitude")])
-def test_too_few_weights_and_signed_gradients_are_errors_of_one_line(options, said):
+def test_too_few_weights_and_signed_gradients_are_errors_of_one_line(options, said, monkeypatch):
+    monkeypatch.setattr(gbnn2d, "fit_mixture", QUICK)
     mu, sigma = lenet_weights(5000)
     gradient = torch.rand(5000) if options else torch.randn(5000)
     options = gbnn2d.CompressionOptions(**{"k0": 10, **(options or {})})
@@ -406,47 +361,32 @@ def test_too_few_weights_and_signed_gradients_are_errors_of_one_line(options, sa
     assert said in refusal(gbnn2d.compress, *arguments, kind=ValueError)
 
 
-def test_a_component_for_each_weight_is_every_weight():
-    mu = torch.randn(300)
-    sigma = torch.rand(300) + 0.1
-    points = torch.stack([mu, sigma], 1).double()
-    mixture = gbnn2d.Mixture(torch.full((300,), 1 / 300).double(), points,
-                             1e-12 * torch.eye(2).double().repeat(300, 1, 1))
-    weights = gbnn2d.encode(points, gbnn2d.assign(points, mixture), mixture)
-    assert torch.equal(weights.label.long(), torch.arange(300)) and len(weights.ellipse_point) == 0
-    equal = gbnn2d.SharedGaussians(weights, equal=True)
-    torch.testing.assert_close(equal(), mu, rtol=1e-4, atol=1e-5)
-    posterior = gbnn2d.SharedGaussians(weights)
-    draws = torch.stack([posterior().detach() for _ in range(1000)])
-    np.testing.assert_allclose(draws.std(0) / sigma, 1, atol=0.1)
-
-
 @pytest.mark.parametrize("equal", [False, True])
 def test_moments_of_the_draws(equal):
     weights = tiny_weights(60)
     posterior = gbnn2d.SharedGaussians(weights, equal)
-    draws = torch.stack([posterior().detach() for _ in range(4000)])
+    draws = torch.stack([posterior().detach() for _ in range(1500)])
     covariance = weights.factor @ weights.factor.mT
     for k in range(3):
         c = weights.centre[k]
-        common_part = covariance[k, 0, 0].item()  # of the variance
-        variance = common_part
+        shared = covariance[k, 0, 0].item()  # part of the variance
+        variance = shared
         if not equal:
-            variance = common_part + c[1].item() ** 2 + covariance[k, 1, 1].item()
+            variance = shared + c[1].item() ** 2 + covariance[k, 1, 1].item()
         pair = draws[:, [12 + k, 15 + k]]  # two members of k
-        assert pair[:, 0].mean().item() == pytest.approx(c[0].item(), abs=0.06 * variance**0.5)
-        assert pair[:, 0].var().item() == pytest.approx(variance, rel=0.1)
+        assert pair[:, 0].mean().item() == pytest.approx(c[0].item(), abs=0.08 * variance**0.5)
+        assert pair[:, 0].var().item() == pytest.approx(variance, rel=0.12)
         correlation = pair.T.corrcoef()[0, 1].item()
-        assert correlation == pytest.approx(common_part / variance, abs=0.06)
+        assert correlation == pytest.approx(shared / variance, abs=0.06)
         assert (correlation > 0.9999) == equal
-    assert draws[:, 5].mean().item() == pytest.approx(-0.4, abs=2e-3)  # outliers: their own
+    assert draws[:, 5].mean().item() == pytest.approx(-0.4, abs=3e-3)  # outliers: their own
     assert draws[:, 5].std().item() == pytest.approx(0.02, rel=0.1)
     # An ellipse point is a mean of the draws of two components, independent but for eps.
     blended = 0.7 * weights.centre[2, 0] + 0.3 * weights.centre[0, 0]
-    assert draws[:, 2].mean().item() == pytest.approx(blended.item(), abs=8e-3)
+    assert draws[:, 2].mean().item() == pytest.approx(blended.item(), abs=1e-2)
     if equal:
         variance = 0.49 * covariance[2, 0, 0] + 0.09 * covariance[0, 0, 0]
-        assert draws[:, 2].var().item() == pytest.approx(variance.item(), rel=0.1)
+        assert draws[:, 2].var().item() == pytest.approx(variance.item(), rel=0.12)
 
 
 def test_gradients_reach_what_was_moved():
@@ -480,13 +420,12 @@ def test_the_published_counts(n, outliers, ellipse_points, k, percent):
     """Of ResNet-18 on ImageNet, CIFAR-100, CIFAR-10; then the bytes of a tiny one, by hand."""
     counts = [range(count) for count in (n, outliers, 0, 0, ellipse_points, 0, 0, k, 0)]
     report = gbnn2d.storage(gbnn2d.SharedWeights(*counts), 0)
-    assert report["gaussians"] == k and report["outliers"] == outliers
     assert 100 * report["bytes_vs_mean_field"] == pytest.approx(percent, abs=0.1)
-    assert report["bytes_vs_deterministic"] == 2 * report["bytes_vs_mean_field"]
     tiny = gbnn2d.storage(tiny_weights(84), 84)
-    assert tiny["bytes"] == 2 * 84 + 12 * 2 + 24 * 3 + 10 * 2 + 84
-    assert tiny["bytes_vs_deterministic"] == pytest.approx(368 / (84 * 4 + 84))
-    assert tiny["bytes_vs_mean_field"] == pytest.approx(368 / (84 * 8 + 84))
+    size = 2 * 84 + 12 * 2 + 24 * 3 + 10 * 2 + 84
+    assert tiny == {"weights": 84, "outliers": 2, "ellipse_points": 2, "gaussians": 3,
+                    "bytes": size, "bytes_vs_deterministic": size / (84 * 4 + 84),
+                    "bytes_vs_mean_field": size / (84 * 8 + 84)}
 
 
 # ---- Networks -----------------------------------------------------------------------------------
@@ -562,8 +501,8 @@ def test_bfloat16_does_not_round_the_draws():
 
 def test_a_mean_field_starts_at_the_network():
     net = tiny_net()
-    posterior = gbnn2d.MeanField(net, sigma_init=0.05)
-    field = gbnn2d.RandomNetwork(net, posterior).eval()
+    field = mean_field(net, sigma_init=0.05).eval()
+    posterior = field.posterior
     for layer, part in ((net[0], slice(0, 36)), (net[3], slice(36, 84))):
         rms = layer.weight.detach().square().mean().sqrt().expand(part.stop - part.start)
         np.testing.assert_allclose(posterior.sigma.detach()[part], 0.05 * rms, rtol=1e-4)
@@ -577,24 +516,6 @@ def test_a_mean_field_starts_at_the_network():
     assert trained == {"posterior.mu", "posterior.rho", "net.1.weight", "net.1.bias", "net.3.bias"}
 
 
-def test_shared_gaussians_begin_at_their_weights_and_move():
-    weights = tiny_weights(84)
-    posterior = gbnn2d.SharedGaussians(weights)
-    for tensor, start in zip(posterior.weights(), weights):
-        assert torch.equal(tensor, start)
-    move_all(posterior)
-    now = posterior.weights()
-    for k in range(3):
-        centre = weights.centre[k] + weights.factor[k] @ posterior.shift[k]
-        np.testing.assert_allclose(now.centre[k].detach(), centre.detach(), rtol=1e-9)
-        a, b, c = posterior.stretch[k].tolist()
-        moved = weights.factor[k] @ torch.tensor([[math.exp(a), 0], [b, math.exp(c)]]).double()
-        np.testing.assert_allclose(now.factor[k].detach(), moved, rtol=1e-6)
-    own = weights.outlier_mu + weights.outlier_sigma * posterior.outlier_shift
-    np.testing.assert_allclose(now.outlier_mu.detach(), own.detach(), rtol=1e-9)
-    assert (now.outlier_sigma > 0).all()
-
-
 def mean_field(net, **options):
     return gbnn2d.RandomNetwork(net, gbnn2d.MeanField(net, **options))
 
@@ -602,12 +523,10 @@ def mean_field(net, **options):
 def test_the_optimiser_has_a_group_for_each_learning_rate():
     """Not one for each parameter, which would rule out its fused step."""
     args = parse("--lr-mu", "1e-3", "--lr-rho", "1e-2", "--lr-final", "0.2")
-    groups = gbnn2d.make_optimiser(mean_field(tiny_net()), args).param_groups
-    sizes = {group["lr"]: len(group["params"]) for group in groups}
-    assert sizes == {1e-3: 4, 1e-2: 1}  # mu, the norm's two, a bias; rho
     shared = gbnn2d.RandomNetwork(tiny_net(), gbnn2d.SharedGaussians(tiny_weights(84)))
-    groups = gbnn2d.make_optimiser(shared, args).param_groups
-    assert {group["lr"]: len(group["params"]) for group in groups} == {1e-3: 3, 0.2: 4}
+    for module, wanted in ((mean_field(tiny_net()), {1e-3: 4, 1e-2: 1}), (shared, {1e-3: 3, 0.2: 4})):
+        groups = gbnn2d.make_optimiser(module, args).param_groups
+        assert {group["lr"]: len(group["params"]) for group in groups} == wanted
 
 
 # ---- Training and evaluation --------------------------------------------------------------------
@@ -649,8 +568,7 @@ def test_a_step_of_training_by_hand(tmp_path):
 
 
 def test_the_learning_rate_rises_then_falls():
-    assert gbnn2d.lr_factor(0.1, 0.2) == 0.5
-    assert gbnn2d.lr_factor(0.2, 0.2) == 1
+    assert gbnn2d.lr_factor(0.1, 0.2) == 0.5 and gbnn2d.lr_factor(0.2, 0.2) == 1
     assert gbnn2d.lr_factor(0.6, 0.2) == pytest.approx(0.5)
     assert gbnn2d.lr_factor(0.0, 0.0) == 1 and gbnn2d.lr_factor(1.0, 0.0) == 0
 
@@ -672,16 +590,14 @@ def test_the_gradient_is_the_mean_magnitude_of_batches():
 
 def test_a_prediction_and_its_metrics_by_hand(monkeypatch):
     """The same draws in each batch, the set is read once; means of probabilities and logits."""
-    net = tiny_net()
     test_set = tiny_set(700)
-    args = parse("--mc", "3")
     weights = tiny_weights(84)
     posterior = gbnn2d.SharedGaussians(weights._replace(factor=10 * weights.factor))
-    shared = gbnn2d.RandomNetwork(net, posterior)
+    shared = gbnn2d.RandomNetwork(tiny_net(), posterior)
     read = []
     epoch = data.Loader.epoch
     monkeypatch.setattr(data.Loader, "epoch", lambda *of: read.append(1) or epoch(*of))
-    p = gbnn2d.predict(shared, test_set, 5, args)
+    p = gbnn2d.predict(shared, test_set, 5, parse("--mc", "3"))
     assert len(read) == 1
     logits = []
     for sample in range(3):
@@ -695,29 +611,24 @@ def test_a_prediction_and_its_metrics_by_hand(monkeypatch):
     aleatoric = Categorical(logits=logits).entropy().mean(0)
     metrics = gbnn2d.prediction_metrics(p, labels)
     scores = gbnn2d.uncertainties(p)
-    np.testing.assert_allclose(p.logits, logits.mean(0), rtol=1e-4, atol=1e-4)
-    for found, wanted in ((p.log_probs.exp(), probs.mean(0)), (p.aleatoric, aleatoric),
-                          (scores["total"], total),
+    for found, wanted in ((p.logits, logits.mean(0)), (p.log_probs.exp(), probs.mean(0)),
+                          (p.aleatoric, aleatoric), (scores["total"], total),
                           (scores["epistemic"], total - aleatoric)):
-        np.testing.assert_allclose(found, wanted, atol=1e-4)
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
     assert metrics["nll"] == pytest.approx(log_loss(labels, probs.mean(0)), rel=1e-4)
-    of_logits = F.cross_entropy(logits.mean(0), labels).item()
-    assert metrics["nll_logits"] == pytest.approx(of_logits, rel=1e-4)
-    assert metrics["ece10_logits"] == pytest.approx(
-        common.ece(logits.mean(0).softmax(1), labels, bins=10), rel=1e-4)
+    of_logits = logits.mean(0).softmax(1)
+    assert metrics["nll_logits"] == pytest.approx(log_loss(labels, of_logits), rel=1e-4)
+    assert metrics["ece10_logits"] == pytest.approx(common.ece(of_logits, labels, bins=10), rel=1e-4)
     assert len({metrics[name] for name in ("ece15", "ece15_logits", "ece10", "ece10_logits")}) == 4
 
 
 def test_the_mode_of_sampled_labels_is_the_published_accuracy():
     """A label is drawn from the softmax of each draw; the mode is the smallest commonest one."""
-    torch.manual_seed(3)
     logits = torch.tensor([[2.0, 1.0, -1.0], [0.0, 0.1, 0.0]]).double().expand(40_000, 2, 3)
-    sampled = []
     for s in range(2):  # forty thousand draws as examples of one draw each
-        uniform = torch.rand(1, 40_000)
-        found = gbnn2d.mean_prediction(logits[:, s][None], uniform)["mode"]
-        sampled.append(found.bincount(minlength=3) / 40_000)
-    np.testing.assert_allclose(torch.stack(sampled), logits[0].softmax(1), atol=0.01)
+        found = gbnn2d.mean_prediction(logits[:, s][None], torch.rand(1, 40_000))["mode"]
+        shares = found.bincount(minlength=3) / 40_000
+        np.testing.assert_allclose(shares, logits[0, s].softmax(0), atol=0.01)
     uniform = torch.tensor([[0.1, 0.9], [0.7, 0.9], [0.71, 0.2], [0.999, 0.1]])
     mode = gbnn2d.mean_prediction(logits[:4], uniform)["mode"]  # 0, 0, 0, 2 and 2, 2, 0, 0
     assert mode.tolist() == [0, 0]
@@ -786,24 +697,27 @@ class WideBlock(nn.Module):
 
 def published_net(layout, classes=4):
     """A network with the names of the published one, of small width, in eval mode."""
-    if layout == "wrn":  # WRN-10
+    dim = 8 if layout == "wrn" else 16
+    if layout == "cifar":
+        stem = nn.Sequential(nn.Conv2d(3, 2, 3, 1, 1), nn.BatchNorm2d(2), nn.ReLU())
+        layers = {"conv1": stem}
+    elif layout == "imagenet":
+        layers = {"conv1": nn.Conv2d(3, 2, 7, 2, 3, bias=False), "bn1": nn.BatchNorm2d(2),
+                  "relu": nn.ReLU(), "maxpool": nn.MaxPool2d(3, 2, 1)}
+    else:  # WRN-10
         layers = {"conv1": nn.Conv2d(3, 16, 3, 1, 1, bias=False)}
         for number, c_in, c in ((1, 16, 2), (2, 2, 4), (3, 4, 8)):
             block = WideBlock(c_in, c, min(number, 2))
             layers[f"block{number}"] = nn.Sequential(OrderedDict(layer=nn.Sequential(block)))
         layers |= {"bn1": nn.BatchNorm2d(8), "relu": nn.ReLU()}
-    elif layout == "cifar":
-        layers = {"conv1": nn.Sequential(nn.Conv2d(3, 2, 3, 1, 1), nn.BatchNorm2d(2), nn.ReLU())}
-    else:
-        layers = {"conv1": nn.Conv2d(3, 2, 7, 2, 3, bias=False), "bn1": nn.BatchNorm2d(2),
-                  "relu": nn.ReLU(), "maxpool": nn.MaxPool2d(3, 2, 1)}
     for number, c_in, c in ((1, 2, 2), (2, 2, 4), (3, 4, 8), (4, 8, 16)):
-        if layout != "wrn":
-            make, name = CifarBlock, f"conv{number + 1}_x"
-            if layout == "imagenet":
-                make, name = imagenet_block, f"layer{number}"
-            layers[name] = nn.Sequential(make(c_in, c, min(number, 2)), make(c, c, 1))
-    dim = 8 if layout == "wrn" else 16
+        step = min(number, 2)
+        if layout == "cifar":
+            layers[f"conv{number + 1}_x"] = nn.Sequential(CifarBlock(c_in, c, step),
+                                                          CifarBlock(c, c, 1))
+        elif layout == "imagenet":
+            layers[f"layer{number}"] = nn.Sequential(imagenet_block(c_in, c, step),
+                                                     imagenet_block(c, c, 1))
     layers |= {"avg": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten(), "fc": nn.Linear(dim, classes)}
     net = nn.Sequential(OrderedDict(layers)).eval()
     for module in net.modules():
@@ -875,10 +789,9 @@ def test_a_published_file_gives_the_published_weights_and_logits(layout, side, t
     np.testing.assert_allclose(drawn, wanted, atol=1e-6)
     x = torch.randn(3, 3, side, side)
     with torch.no_grad():
-        offset = 0
-        for name, shape in gbnn2d.weight_shapes(net).items():
-            net.get_parameter(name).copy_(wanted[offset:offset + shape.numel()].view(shape))
-            offset += shape.numel()
+        sizes = [shape.numel() for shape in random.shapes.values()]
+        for parameter, part in zip(gbnn2d.weight_shapes(net), wanted.split(sizes)):
+            net.get_parameter(parameter).copy_(part.view_as(net.get_parameter(parameter)))
         wanted = net(x)
         found = torch.func.functional_call(random.net, random.split(drawn), (x,))
         assert random(x).isfinite().all() and not torch.equal(random(x), random(x))
@@ -959,14 +872,12 @@ def test_published_stages_start_ours(tmp_path):
         elif name != "fc.bias":
             state[name] = tensor
     state["fc.prior_bias_mu"] = state["fc.bias_mu"]
-    whole = {"epoch": 9, "state_dict": plain.state_dict(), "best_prec1": 70.0}
-    torch.save(whole, tmp_path / "stage0.pth")
-    torch.save({"epoch": 1, "net": state, "grad": {}}, tmp_path / "stage1.pth")
     with_biases.load_state_dict(plain.state_dict() | biases)
-    folder = own_folder(tmp_path)
-    argv = ["--dataset", folder, "-net", "wrn", "-b", "12", "--ood", "--mc", "1", "--k0", "4",
-            "--tau-w", "9", "--limit-steps", "1", "--final-epochs", "1", "--workers", "0",
-            "--no-plot", "--out-dir", str(tmp_path), *CPU]
+    torch.save({"epoch": 9, "state_dict": plain.state_dict()}, tmp_path / "stage0.pth")
+    torch.save({"epoch": 1, "net": state, "grad": {}}, tmp_path / "stage1.pth")
+    argv = ["--dataset", own_folder(tmp_path), *"-net wrn -b 12 --ood --mc 1 --k0 4 --tau-w 9 "
+            "--limit-steps 1 --final-epochs 1 --workers 0 --no-plot".split(),
+            "--out-dir", str(tmp_path), *CPU]
     x = torch.randn(2, 3, 32, 32)
     for stage, published in enumerate((plain, with_biases)):
         path = str(tmp_path / f"stage{stage}.pth")
@@ -985,10 +896,10 @@ def test_published_stages_start_ours(tmp_path):
     sigma = torch.log(0.0003 + rho.exp())
     assert (sigma < 0).any()  # a Gaussian all the same
     np.testing.assert_allclose(field.posterior.sigma.detach(), sigma.abs(), rtol=1e-3, atol=1e-7)
-    for more, said in ((["--model", "resnet18"], "--model wide_resnet"),
-                       (["--epochs", "1"], "--epochs has no effect"),
-                       (["--width", "2"], "--width has no effect")):
-        assert said in refusal(gbnn2d.main, [*argv, "--weights", path, *more])
+    for more, said in (("--model resnet18", "--model wide_resnet"),
+                       ("--epochs 1", "--epochs has no effect"),
+                       ("--width 2", "--width has no effect")):
+        assert said in refusal(gbnn2d.main, [*argv, "--weights", path, *more.split()])
     state.pop("block2.layer.0.conv1.weight_sigma")
     torch.save({"net": state}, path)
     assert "block2.layer.0.conv1.weight" in refusal(gbnn2d.main, [*argv, "--weights", path])
@@ -1034,8 +945,9 @@ def test_the_story_leaves_its_rows_and_files(story):
             "predictions.csv", *states} <= {path.name for path in root.iterdir()}
     results = json.loads((root / "results.json").read_text())
     assert results["rows"] == rows and list(found) == METHODS
-    for row in found.values():
+    for name, row in found.items():
         assert {"accuracy", "ece15", "brier", "nll_logits", "bytes", "ms"} <= set(row)
+        assert ("accuracy_mode" in row) == (name != "deterministic")  # one network has no mode
         assert row["n"] == 2000 and row["set"] == "glyphs"
     against = [row for row in rows if row.get("against") == "glyphs_letters"]
     assert ["auroc_total" in row for row in against] == [True] * 5
@@ -1045,10 +957,10 @@ def test_the_story_leaves_its_rows_and_files(story):
     for name in ("mean-field", "deterministic"):
         column = f"bytes_vs_{name.replace('-', '_')}"
         assert final[column] == pytest.approx(final["bytes"] / found[name]["bytes"])
-        assert column in results["columns"]
     size = (root / "seed1-compressed.pt").stat().st_size
     assert final["bytes"] < size == final["file_bytes"] < 1.1 * final["bytes"]
-    assert {"ellipse_points", "file_bytes"} <= set(results["columns"])
+    assert {"ellipse_points", "bytes", "file_bytes", "bytes_vs_mean_field",
+            "bytes_vs_deterministic"} <= {*results["columns"]}
     table = np.genfromtxt(root / "predictions.csv", delimiter=",", names=True)
     assert len(table) == 2000 and (table["aleatoric"] > table["epistemic"]).all()
     np.testing.assert_allclose(table["aleatoric"] + table["epistemic"], table["total"], rtol=1e-4)
@@ -1095,31 +1007,32 @@ def test_a_story_loaded_has_the_options_of_the_file(story, tmp_path, more):
     assert f"{more.split()[0]} has no effect with --load" in text and not list(tmp_path.iterdir())
 
 
-def test_a_story_loaded_needs_its_classes(story, tmp_path):
-    path = story[0] / "gbnn2d" / "run" / "seed1-compressed.pt"
-    grey = own_folder(tmp_path, side=28)
-    text = refusal(load, path, tmp_path, "--dataset", grey, "--image-size", "28")
-    assert "other classes or another image size, those of --dataset glyphs" in text
-
-
 def test_what_is_no_compressed_file_of_the_story_is_refused(story, tmp_path):
     source = story[0] / "gbnn2d" / "run" / "seed1-compressed.pt"
     whole = torch.load(source, weights_only=True)
     weights = whole["weights"]
     path = tmp_path / "other.pt"
-    wrong = [whole | {"format": "other"}, whole | {"weights": {}}, whole | {"rest": {}},
-             whole | {"weights": weights | {"label": weights["label"][:-1]}},
-             whole | {"weights": weights | {"label": weights["label"] + 40}},
-             whole | {"weights": weights | {"second": weights["second"] + 40}},
-             whole | {"rest": whole["rest"] | {"more": torch.zeros(1)}},
-             whole | {"options": whole["options"] | {"model": "resnet18"}}]
-    for state in wrong:
+
+    def with_weights(**changed):
+        return whole | {"weights": weights | changed}
+
+    wrong = [(whole | {"format": "other"}, "params_guide"), (whole | {"weights": {}}, "label"),
+             (whole | {"rest": {}}, "backbone.0.bias"),
+             (whole | {"classes": ["a", "b"]}, "those of --dataset glyphs"),
+             (with_weights(label=weights["label"][:-1]), "it has 44189 weights, lenet"),
+             (with_weights(label=weights["label"] + 40), "without a component"),
+             (with_weights(second=weights["second"] + 40), "index"),
+             (whole | {"rest": whole["rest"] | {"more": torch.zeros(1)}}, "more"),
+             (whole | {"options": whole["options"] | {"model": "resnet18"}}, "resnet18")]
+    for state, said in wrong:
         torch.save(state, path)
-        assert "other.pt" in refusal(load, path, tmp_path)
+        text = refusal(load, path, tmp_path)
+        assert "other.pt" in text and said in text
     content = source.read_bytes()
     for broken in (content[:-1000], content[:5000] + b"x" + content[5001:], b""):
         path.write_bytes(broken)
         assert "other.pt" in refusal(load, path, tmp_path)
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_the_last_stage_learns(tmp_path):
@@ -1199,7 +1112,7 @@ def test_options(tmp_path, more):
         at = argv.index("--lr-final")  # without effect
         del argv[at:at + 2]
     rows = run(argv)
-    assert all(math.isfinite(row["nll"]) for row in rows)
+    assert all(math.isfinite(row["nll"]) and "accuracy_mode" not in row for row in rows)
     assert len(rows) == (10 if "--runs" in more else 5)
     if "--predict" in more:  # of the first run; one draw has no epistemic part
         table = np.genfromtxt(tmp_path / "gbnn2d/run/predictions.csv", delimiter=",", names=True)
@@ -1231,7 +1144,7 @@ def test_misuse_is_one_line_before_anything_is_trained(tmp_path, argv, said):
 @pytest.mark.parametrize("argv", [
     "--lr 1e6 --epochs 1", "--lr 1e20", "--lr-mu 1e30", "--lr-rho 1e30", "--lr-final 1e20"])
 def test_divergence_is_one_line(tmp_path, argv):
-    text = refusal(gbnn2d.main, options(tmp_path, "--ood", "--limit-steps", "2", *argv.split()))
+    text = refusal(run, options(tmp_path, "--ood", "--limit-steps", "2", *argv.split()))
     assert "diverged" in text and "learning rate" in text
 
 
@@ -1244,41 +1157,37 @@ def test_a_replaced_image_is_noticed(tmp_path):
     assert "was made from other training images" in refusal(gbnn2d.main, argv)
 
 
-def run_my_network(folder, dim):
-    """What a user's own file does: `import gbnn2d`, one more entry of the table, launch."""
+@pytest.mark.parametrize("dim", [30, 31])
+def test_a_network_of_ones_own_is_one_entry(tmp_path, dim, monkeypatch):
     def build(args, shape):
         return [nn.Flatten(), nn.Linear(math.prod(shape), 30), nn.BatchNorm1d(30), nn.ReLU()], dim
 
-    gbnn2d.NETWORKS["mine"] = build
-    gbnn2d.fit_mixture = QUICK
-    common.launch(lambda: gbnn2d.main(options(folder, "--ood", "--model", "mine")))
-
-
-@pytest.mark.parametrize("dim", [30, 31])
-def test_a_network_of_ones_own_is_one_entry(tmp_path, dim):
-    child = Child(tmp_path, run_my_network, tmp_path, dim).wait()
+    monkeypatch.setitem(gbnn2d.NETWORKS, "mine", build)
+    argv = options(tmp_path, "--ood", "--model", "mine", "--epochs", "1", "--limit-steps", "1")
     if dim == 30:
-        assert child.status == 0, child.stderr
+        run(argv)
         assert (tmp_path / "gbnn2d/run/seed1-compressed.pt").exists()
     else:
-        assert child.status == 2 and "--model mine: its layers make" in child.stderr
+        assert "--model mine: its layers make" in refusal(run, argv)
         assert not (tmp_path / "gbnn2d").exists()
 
 
-def test_pretrained_networks(tmp_path):
+def test_pretrained_networks(tmp_path, capsys):
     """A state dict with other classes is fine-tuned whole, or its head alone is random (--freeze).
     """
     net = torchvision.models.shufflenet_v2_x0_5(weights=None, num_classes=6)
     path = tmp_path / "net.pt"
     torch.save(net.state_dict(), path)
     argv = ["--dataset", own_folder(tmp_path), "--model", "torchvision/shufflenet_v2_x0_5",
-            "--weights", str(path), "--image-size", "32", "--ood", "--mc", "2", "--epochs", "1",
-            "--workers", "0", "--tau-w", "9", "--stoch-epochs", "1", "--final-epochs", "1",
-            "--no-plot", "--out-dir", str(tmp_path), *CPU]
+            "--weights", str(path), *"--image-size 32 --ood --mc 2 --epochs 1 --workers 0 --tau-w 9 "
+            "--stoch-epochs 1 --final-epochs 1 --no-plot".split(), "--out-dir", str(tmp_path), *CPU]
     rows = by_method(run([*argv, "--limit-steps", "1", "-b", "8", "--name", "whole"]))
     assert list(rows) == METHODS and rows["final"]["weights"] == 337_936
+    assert "bytes" not in capsys.readouterr().out.split("run directory")[0]
     rows = by_method(run([*argv, "--freeze", "--name", "head"]))
     assert list(rows) == METHODS and rows["final"]["weights"] == 4 * 1024
+    assert rows["deterministic"]["bytes"] == 4 * (4 * 1024 + 4)
+    assert "bytes: of the head alone" in capsys.readouterr().out
     for name in ("whole", "head"):
         path = tmp_path / "gbnn2d" / name / "seed1-compressed.pt"
         [row] = run(["--load", path, *argv[:2], "--mc", 2, "--out-dir", tmp_path, "--ood", *CPU])
