@@ -459,12 +459,11 @@ def concat(name, first, second):
     parts = [first, second]
     if first.images.dtype != second.images.dtype:
         parts = [replace(part, images=_to_unit(part.images)) for part in parts]
-    images = torch.cat([part.images for part in parts])
-    labels = torch.cat([first.labels, second.labels])
-    label_probs = torch.cat([_label_probs(part) for part in parts])
     first_groups = _groups(first)
     second_groups = _groups(second) + first_groups.max() + 1
-    return replace(first, name=name, images=images, labels=labels, label_probs=label_probs,
+    return replace(first, name=name, images=torch.cat([part.images for part in parts]),
+                   labels=torch.cat([first.labels, second.labels]),
+                   label_probs=torch.cat([_label_probs(part) for part in parts]),
                    groups=torch.cat([first_groups, second_groups]), files=())
 
 
@@ -898,9 +897,8 @@ def _class_folders(name, root, classes, preparation, place=""):
         if not images:
             raise UserError(f"{root / folder}: no images ({' '.join(SUFFIXES)}) in it; put the "
                             "images of this class there")
-        for image in images:
-            files.append(f"{folder}/{image}")
-            labels.append(label)
+        files += [f"{folder}/{image}" for image in images]
+        labels += [label for _ in images]
     return _streamed(name, root, files, labels, classes, preparation)
 
 
@@ -1296,7 +1294,7 @@ def ood_sets(names, like, data_dir="data", *, required=False):
 def _other_set(name, like, data_dir):
     """The test part of a set of the kind of `like`, prepared and normalised like it."""
     if name.endswith(".npz"):
-        return common.on_each_machine(_features_like, name, like)
+        return feature_set(name, like, labelled=False)
     if isinstance(like, TextSet):
         return load_text(name, "test", data_dir, like=like)
     if isinstance(like, MoleculeSet):
@@ -1461,36 +1459,32 @@ def _read_labels(path, labels, n, classes):
 
 
 @_together
-def feature_set(path, like=None):
+def feature_set(path, like=None, *, labelled=True):
     """The Features of an .npz file as an ImageSet [N, D, 1, 1], which the Loader standardises.
 
     Mean and std are those of each feature in the file (std 1 where it is constant), or those of
-    the feature set `like`, to whose classes all labels must belong.
+    the feature set `like`, to whose classes all labels belong; unless `labelled`, they are -1 where
+    they do not, or are absent.
     """
+    name = set_name(str(path))
     if like is not None:
-        dataset = _features_like(path, like)
-        if (dataset.labels < 0).any():
-            raise UserError(f"{path}: 'labels' must be [{len(dataset)}] classes of {like.name}")
-        return dataset
+        if not isinstance(like, ImageSet) or not like.is_features:
+            raise UserError(f"{path}: features cannot be compared with {like.name}, which has none")
+        features = read_features(path, like.shape[0], classes=like.classes)
+        labels = features.labels.where(features.labels < like.num_classes, -1)
+        if labelled and (labels < 0).any():
+            raise UserError(f"{path}: 'labels' must be [{len(labels)}] classes of {like.name}")
+        return replace(like, name=name, images=features.values[:, :, None, None], labels=labels,
+                       files=features.files)
     features = read_features(path, labelled=True)
     values = features.values.double()
     std, mean = torch.std_mean(values, 0, correction=0)
     low, high = values.aminmax(dim=0)
     # Of a constant, the computed std may be a rounding error.
     std[(low == high) | (std == 0)] = 1
-    return ImageSet(set_name(str(path)), features.values[:, :, None, None], features.labels,
+    return ImageSet(name, features.values[:, :, None, None], features.labels,
                     int(features.labels.max()) + 1, tuple(mean.tolist()), tuple(std.tolist()),
                     classes=features.classes, files=features.files)
-
-
-def _features_like(path, like):
-    """The features of a file, normalised like the feature set `like`; unknown labels are -1."""
-    if not isinstance(like, ImageSet) or not like.is_features:
-        raise UserError(f"{path}: features cannot be compared with {like.name}, which has none")
-    features = read_features(path, like.shape[0], classes=like.classes)
-    labels = features.labels.where(features.labels < like.num_classes, -1)
-    return replace(like, name=set_name(str(path)), images=features.values[:, :, None, None],
-                   labels=labels, files=features.files)
 
 
 # ---- Batches ------------------------------------------------------------------------------
@@ -1677,40 +1671,37 @@ class SequenceLoader(_Batches):
 
     def _batches(self, epoch):
         order = self._order(_loader_generator(self.seed, epoch))
-        if isinstance(self.dataset, TextSet):
-            return self._texts(order)
-        return self._molecules(order)
-
-    def _texts(self, order):
-        lengths = self.dataset.lengths
-        if not self.shuffle:
-            order = lengths.argsort(stable=True)
+        is_text = isinstance(self.dataset, TextSet)
+        if is_text and not self.shuffle:
+            order = self.dataset.lengths.argsort(stable=True)
         for batch in order.split(self.batch_size):
             rows = self._piece(batch)
-            part = self.dataset.select(rows)
-            is_token = torch.arange(int(lengths[batch].max())) < part.lengths[:, None]
-            tokens = torch.zeros(is_token.shape, dtype=torch.int64)    # [b, L]
-            tokens[is_token] = part.tokens.long()
-            tokens = tokens.to(self.device, non_blocking=True)
+            if is_text:
+                longest = int(self.dataset.lengths[batch].max())
+                make = partial(TextBatch, self._tokens(rows, longest))
+            else:
+                make = partial(MoleculeBatch, self._molecules(rows))
             rows = rows.to(self.device, non_blocking=True)
-            yield TextBatch(tokens, self.labels[rows], rows, len(batch))
+            yield make(self.labels[rows], rows, len(batch))
 
-    def _molecules(self, order):
-        for batch in order.split(self.batch_size):
-            rows = self._piece(batch)
-            part = self.dataset.select(rows)
-            molecule = torch.arange(len(rows)).repeat_interleave(part.sizes)
-            # Edges count atoms within their molecule; in the graph these follow each other.
-            first_atom = part.sizes.cumsum(0) - part.sizes             # [b]
-            shift = first_atom.repeat_interleave(self.counts[rows])    # [e]
-            edges = entries_of(rows, self.counts)                      # [e]
-            sources = self.sources[edges] + shift
-            targets = self.targets[edges] + shift
-            columns = (part.numbers, part.positions.float(), molecule, sources, targets)
-            on_device = [column.to(self.device, non_blocking=True) for column in columns]
-            rows = rows.to(self.device, non_blocking=True)
-            yield MoleculeBatch(Molecules(*on_device, len(rows)), self.labels[rows], rows,
-                                len(batch))
+    def _tokens(self, rows, longest):
+        part = self.dataset.select(rows)
+        is_token = torch.arange(longest) < part.lengths[:, None]
+        tokens = torch.zeros(is_token.shape, dtype=torch.int64)        # [b, L]
+        tokens[is_token] = part.tokens.long()
+        return tokens.to(self.device, non_blocking=True)
+
+    def _molecules(self, rows):
+        part = self.dataset.select(rows)
+        molecule = torch.arange(len(rows)).repeat_interleave(part.sizes)
+        # Edges count atoms within their molecule; in the graph these follow each other.
+        first_atom = part.sizes.cumsum(0) - part.sizes                 # [b]
+        shift = first_atom.repeat_interleave(self.counts[rows])        # [e]
+        edges = entries_of(rows, self.counts)                          # [e]
+        columns = (part.numbers, part.positions.float(), molecule, self.sources[edges] + shift,
+                   self.targets[edges] + shift)
+        on_device = [column.to(self.device, non_blocking=True) for column in columns]
+        return Molecules(*on_device, len(rows))
 
 
 def find_edges(dataset, cutoff=5.0):
@@ -1838,15 +1829,15 @@ def pretrained_network(model, weights, num_classes, shape, image_size=None, *, i
     return backbone, _fit_head(head, num_classes, model, is_trained)
 
 
-# What training code puts around a state dict: keys of a checkpoint, and prefixes of all names.
+# What training code puts around a state dict: a key of a checkpoint, and prefixes of all names.
 STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "net")
-PREFIXES = ("module.", "model.", "net.", "backbone.", "_orig_mod.")
+PREFIXES = re.compile(r"((module|model|net|backbone|_orig_mod)\.)*")
 
 
 def read_state_dict(path):
     """The state dict {name: tensor} in a file of torch.save, on the CPU.
 
-    It may lie under one of STATE_DICT_KEYS, and all its names may have PREFIXES, also several.
+    It may lie under one of STATE_DICT_KEYS, and all its names may begin with PREFIXES.
     """
     state = common.load_tensors(path)
     for key in STATE_DICT_KEYS:
@@ -1858,20 +1849,11 @@ def read_state_dict(path):
                             "torch.save(net.state_dict(), FILE)")
     if not state or not common.all_finite(state):
         raise UserError(f"{path}: the state dict is empty, or a weight is not finite")
-    prefix = _common_prefix(state)
-    while prefix is not None:
+    prefixes = PREFIXES.match(os.path.commonprefix(list(state)))[0]
+    for prefix in prefixes.split(".")[:-1]:
         # This also renames the versions of the layers, which MNASNet needs.
-        consume_prefix_in_state_dict_if_present(state, prefix)
-        prefix = _common_prefix(state)
+        consume_prefix_in_state_dict_if_present(state, f"{prefix}.")
     return state
-
-
-def _common_prefix(names):
-    """The one of PREFIXES with which all names begin, or None."""
-    for prefix in PREFIXES:
-        if all(name.startswith(prefix) for name in names):
-            return prefix
-    return None
 
 
 def _download_weights(name):
@@ -1902,10 +1884,9 @@ def _load_weights(net, state, model, weights):
     missing = [key for key in expected if key not in state and "num_batches" not in key]
     left_over = [key for key in state if key not in expected]
     problem = ""
-    if missing:
-        problem += f"{len(missing)} missing ({', '.join(missing[:3])}); "
-    if left_over:
-        problem += f"{len(left_over)} left over ({', '.join(left_over[:3])}); "
+    for what, names in (("missing", missing), ("left over", left_over)):
+        if names:
+            problem += f"{len(names)} {what} ({', '.join(names[:3])}); "
     try:
         # With such names, PyTorch's own message would be long.
         if not problem:
@@ -1933,8 +1914,7 @@ def _switch_off_auxiliary(net):
 def _last_linear_layer(net):
     """The name of the last linear layer of a network, or None."""
     names = [name for name, layer in net.named_modules() if isinstance(layer, nn.Linear)]
-    name = names[-1] if names else None
-    return name
+    return names[-1] if names else None
 
 
 USUAL_ADVICE = "use another --model or --image-size"
@@ -2027,15 +2007,12 @@ def frozen_features(sets, args):
                                          sets.train.num_classes, sets.train.shape, args.image_size)
     backbone = backbone.to(args.device, memory_format=torch.channels_last)
     train = with_features(backbone, sets.train, args)
-    others = {}
-    for name in ("val", "test", "predict"):
-        dataset = getattr(sets, name)
-        if dataset is not None:
-            others[name] = with_features(backbone, dataset, args, like=train)
-    ood = {}
-    for name, dataset in sets.ood.items():
-        ood[name] = with_features(backbone, dataset, args, like=train)
-    return sets._replace(train=train, ood=ood, **others)
+
+    def computed(dataset):
+        return None if dataset is None else with_features(backbone, dataset, args, like=train)
+
+    ood = {name: computed(dataset) for name, dataset in sets.ood.items()}
+    return Sets(train, computed(sets.val), computed(sets.test), ood, computed(sets.predict))
 
 
 @torch.no_grad()
@@ -2162,9 +2139,7 @@ def _blends(name, n, generator, training):
         u = torch.rand(len(rows), generator=generator)
         images = _print(ink, generator)
     labels = torch.where(u < weight[rows, 0], first[rows], second[rows])
-    probs = torch.zeros(n, num_classes)
-    probs.scatter_(1, first[:, None], weight)
-    probs.scatter_(1, second[:, None], 1 - weight)
+    probs = weight * F.one_hot(first, num_classes) + (1 - weight) * F.one_hot(second, num_classes)
     dataset = _grey_set(name, images[rows], labels)
     return replace(dataset, label_probs=probs[rows], groups=rows)
 
@@ -2270,8 +2245,8 @@ def _read_sentences(name, split, folder):
     if name != "sst2":
         return _embedded_texts(name, split)
     if sst2_has_test_labels(folder.parent):
-        file = {"train": "train.tsv", "val": "dev.tsv", "test": "test.tsv"}[split]
-        return _read_tsv(folder / file)
+        file = "dev" if split == "val" else split
+        return _read_tsv(folder / f"{file}.tsv")
     if split == "test":
         return _read_tsv(folder / "dev.tsv")
     sentences, labels = _read_tsv(folder / "train.tsv")
@@ -2607,6 +2582,7 @@ FIGURES = ("quarterly revenue, annual results, a dividend, its tax rate, a bond 
            "spending, second half sales, operating costs").split(", ")
 CONTEXTS = (", as markets open, ahead of the central bank meeting, after the annual meeting, "
             "in line with forecasts").split(", ")
+TEXT_ROWS = {"train": (0, 6000), "val": (6000, 6500), "test": (6500, 7500)}
 TIMES = ", on monday, on friday, this quarter, for the fiscal year, analysts say".split(", ")
 
 
@@ -2619,8 +2595,8 @@ def _embedded_texts(name, split):
     while len(label_of) < 7500:
         sentence, label = make(generator)
         label_of[" ".join(sentence.split())] = label
-    rows = {"train": slice(6000), "val": slice(6000, 6500), "test": slice(6500, 7500)}[split]
-    return list(label_of)[rows], torch.tensor(list(label_of.values())[rows])
+    start, end = TEXT_ROWS[split]
+    return list(label_of)[start:end], torch.tensor(list(label_of.values())[start:end])
 
 
 def _review(generator):
