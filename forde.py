@@ -274,7 +274,9 @@ class SameConv2d(Conv2d):
 
 def by_channel(values, x):
     """values [C] in the shape that broadcasts over x [B, C] or [B, C, H, W]."""
-    return values.view([-1] + [1] * (x.ndim - 2))
+    shape = [1 for _ in x.shape]
+    shape[1] = -1
+    return values.view(shape)
 
 
 def sum_by_channel(x):
