@@ -1,6 +1,6 @@
-"""The Method section of each script, cut out and run alone under the script's own imports: no
-common, no data, no process group. What a reader would copy is checked on inputs of its own against
-brute force in float64."""
+"""The Method section of each script, cut out and run alone under the imports that its first comment
+names: no common, no data, no process group. What a reader would copy is checked on inputs of its
+own against brute force in float64, and the recipes of the README run as printed."""
 
 import ast
 import builtins
@@ -23,11 +23,14 @@ OURS = ("common", "data", *SCRIPTS)
 
 
 def paste(script):
-    """(namespace with the script's imports, but for ours, and its Method section; its code)."""
+    """(namespace with the imports that the first comment names, and the Method section; code)."""
     text = (REPO / f"{script}.py").read_text()
+    section = re.search(r"^# ---- Method -+\n(.*?)^# ---- ", text, re.M | re.S)[1]
+    named = re.search(r"it needs (.*?)\.\n", section.replace("\n# ", " "), re.S)[1]
     imports = [n for n in ast.parse(text).body if isinstance(n, (ast.Import, ast.ImportFrom))
-               and {getattr(n, "module", ""), n.names[0].name}.isdisjoint(OURS)]
-    section = re.search(r"^# ---- Method -+\n(.*?)^# ---- Training -+\n", text, re.M | re.S)[1]
+               and (getattr(n, "module", None) or n.names[0].name).split(".")[0]
+               in re.findall(r"\w+", named)]
+    assert imports and not {name.name for n in imports for name in n.names} & {*OURS}
     module, code = types.ModuleType(f"{script}_method"), compile(section, script, "exec")
     exec(compile(ast.Module(imports, []), "imports", "exec"), vars(module))
     exec(code, vars(module))
@@ -36,11 +39,11 @@ def paste(script):
 
 @pytest.fixture
 def method(request, monkeypatch):
-    """The pasted section of the script that the test's name begins with."""
+    """The pasted section of the script that the test's name, or its parameter, says."""
     for name in OURS:
         monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
     torch.manual_seed(0)
-    return paste(next(s for s in SCRIPTS if request.node.name.startswith(f"test_{s}")))[0]
+    return paste(next(s for s in SCRIPTS if s in request.node.name))[0]
 
 
 def double(*shape):
@@ -81,45 +84,36 @@ def test_ddu_density(method):
     close(scores["gmm_entropy"], Categorical(logits=joint).entropy())
 
 
-def inputs_of(script, method):
-    """What the README's table says that its code of a script is called with: {name: value}."""
-    if script == "ddu":
-        return {"z": double(60, 4), "z_new": double(7, 4), "y": torch.arange(60) % 3, "K": 3}
-    if script == "forde":
-        net = torch.nn.Linear(6, 3).double()
-        x, y = double(5, 6), torch.arange(5) % 3
-        g, logits = torch.empty(2, 5, 6).double(), torch.empty(2, 5, 3).double()
-        for member in range(2):
-            logits[member], g[member] = method.input_gradient(net, x, y)
-        return {"logits": logits, "g": g, "y": y, "B": 5, "X": double(40, 6), "N": 40}
-    if script == "gbnn2d":
-        net = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.ReLU(), torch.nn.Linear(60, 3))
-        trained = method.MeanField(net)
-        mu = trained.mu.detach()
-        return {"net": net, "mu": mu, "sigma": trained.sigma.detach(), "g": torch.rand(len(mu)),
-                "generator": torch.Generator().manual_seed(0)}
-    if script == "proxy_distill":
-        return {"z": double(5, 7), "z_members": double(3, 5, 7)}
-    theta = method.flat_head(torch.nn.Linear(4, 3)).detach()
-    return {"w": torch.randn(6, 15), "z1": torch.randn(9, 15), "z2": torch.randn(9, 6),
-            "theta": theta, "x": torch.randn(50, 4), "y": torch.arange(50) % 3, "delta": 1.0}
+# What the recipes of the README leave behind, by script: the name and shape of a result.
+RECIPES = {"ddu": ("is_unknown", (8,)), "forde": ("logits", (4, 32, 10)), "gbnn2d": ("logits", (50, 10)),
+           "proxy_distill": ("uncertainty", (32,)), "swag_laplace_ensembles": ("probs", (90, 10))}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_readmes_calls_run(script):
-    table = (REPO / "README.md").read_text().split("## Copying a method")[1].split("\n## ")[0]
-    rows = re.search(rf"^\| `{script}.py`.*\n(\| \|.*\n)*", table, re.M)[0]
-    module, _ = paste(script)
-    names = {**vars(module), **inputs_of(script, module)}
-    calls = [code for row in rows.splitlines() for code in re.findall("`([^`]+)`", row.split("|")[2])]
-    assert calls
-    for code in sorted(calls, key=lambda code: not code.startswith("A =")):
-        exec(f"value = {code}" if not code.startswith("A =") else code, names)
-    if script == "gbnn2d":
-        first, second = (names["value"](torch.randn(2, 40)) for _ in range(2))
-        assert first.shape == (2, 3) and not torch.equal(first, second)
-    elif script != "proxy_distill":
-        assert names["value"].isfinite().all()
+def test_the_readmes_recipe_runs_as_printed(script, method):
+    """On its own inputs in float32, each statement once, and with gradients where it has some."""
+    section = (REPO / "README.md").read_text().split("## Copying a method")[1].split("\n## ")[0]
+    block = re.search(r"```python\n(.*?)```", section, re.S)[1]
+    recipe = re.search(rf"^# {script}\.py: .*?(?=^# \w+\.py: |\Z)", block, re.M | re.S)[0]
+    names = vars(method)
+    torch.manual_seed(0)
+    exec(recipe, names)
+    name, shape = RECIPES[script]
+    results = names[name]
+    if script == "proxy_distill":
+        assert {"total", "aleatoric", "epistemic"} <= results.keys()
+        results = torch.stack([*results.values()])
+        shape = (len(results), *shape)
+        assert names["z"].grad.abs().max() > 0
+    assert results.shape == shape and results.double().isfinite().all()
+    if script == "ddu":
+        assert results.sum() > 4  # three times as far away
+    elif script == "forde":
+        assert all(p.grad.abs().max() > 0 for net in names["nets"] for p in [*net.parameters()][:-1])
+    elif script == "gbnn2d":
+        assert names["weights"].centre.isfinite().all() and names["gradient"].max() > 0
+    elif script == "swag_laplace_ensembles":
+        assert torch.allclose(results.sum(1), torch.ones(90), atol=1e-4)
 
 
 @pytest.mark.parametrize("m", [2, 4, 5])
@@ -148,6 +142,7 @@ def test_gbnn2d_mixture_is_that_of_plain_em(method):
     x = torch.cat([double(150, 2) * t + u for t, u in ((.3, 0), (1., 2), (.1, -2))])
     x *= torch.tensor([1.0, 0.01])
     start, _ = method.fit_mixture(x, 4, torch.Generator().manual_seed(0), iterations=0)
+    method.BLOCK = 170  # several blocks, the last one smaller
     ours, history = method.fit_mixture(x, 4, torch.Generator().manual_seed(0), iterations=8)
     weight, centre, covariance = start
     ridge = 1e-6 * x.var(0).diag()
@@ -222,29 +217,19 @@ def test_gbnn2d_merges_the_closest_pair_until_none_is_close(method, tau, tau_g, 
         assert torch.equal(tensor, old)  # the arguments stay
 
 
-def test_gbnn2d_imports_are_those_of_its_comment():
-    """And a stranger's network compresses its weights with nothing else."""
-    text = (REPO / "gbnn2d.py").read_text()
-    section = re.search(r"^# ---- Method -+\n(.*?)^# ---- ", text, re.M | re.S)[1]
-    named = re.findall(r"\w+", re.search(r"it needs those of (.*?)\.\n", section)[1])
-    imports = [n for n in ast.parse(text).body if isinstance(n, (ast.Import, ast.ImportFrom))
-               and (getattr(n, "module", None) or n.names[0].name).split(".")[0] in named]
-    module = types.ModuleType("pasted")
-    exec(compile(ast.Module(imports, []), "imports", "exec"), vars(module))
-    exec(section, vars(module))
-    torch.manual_seed(0)
+def test_gbnn2d_compresses_a_network_of_ones_own(method):
     net = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.ReLU(), torch.nn.Linear(50, 3))
-    field = module.MeanField(net)
-    options = module.CompressionOptions(k0=12, tau_w=1.0)
-    before, after, _ = module.compress(field.mu.detach(), field.sigma.detach(), torch.rand(2150),
+    field = method.MeanField(net)
+    options = method.CompressionOptions(k0=12, tau_w=1.0)
+    before, after, _ = method.compress(field.mu.detach(), field.sigma.detach(), torch.rand(2150),
                                        options, torch.Generator())
-    shared = module.RandomNetwork(net, module.SharedGaussians(after))
+    shared = method.RandomNetwork(net, method.SharedGaussians(after))
     x = torch.randn(6, 40)
     assert shared(x).shape == (6, 3) and not torch.equal(shared(x), shared(x))
     torch.nn.functional.cross_entropy(shared(x), torch.arange(6) % 3).backward()
     posterior = shared.posterior
     assert posterior.shift.grad.abs().max() > 0 and posterior.kl() == 0
-    assert module.storage(before, 0)["gaussians"] >= module.storage(after, 0)["gaussians"] > 1
+    assert method.storage(before, 0)["gaussians"] >= method.storage(after, 0)["gaussians"] > 1
 
 
 @pytest.mark.parametrize("t", [0.0, 0.7])
@@ -310,22 +295,21 @@ def test_swag_laplace_ensembles_laplace(method):
         close(root.T @ root, torch.linalg.inv(wanted + 0.2 * torch.eye(15)), rtol=1e-7)
 
 
-def test_swag_laplace_ensembles_imports_are_those_of_its_comment():
-    text = (REPO / "swag_laplace_ensembles.py").read_text()
-    section = re.search(r"^# ---- Method -+\n(.*?)^# ---- Training -+\n", text, re.M | re.S)[1]
-    listed = re.findall(r"^#   ((?:import|from) .*)$", section, re.M)
-    module = types.ModuleType("pasted")
-    exec("\n".join(listed) + "\n" + section, vars(module))
+def test_swag_laplace_ensembles_mixtures_and_flows(method):
     samples = double(5, 7, 3).log_softmax(-1)
-    (mixture,) = module.running_mixtures(iter(samples), [5])
+    running = method.RunningMixture()
+    for sample in samples:
+        running.add(sample)
+    mixture = running.mixture()
     close(mixture.log_probs, samples.exp().mean(0).log())
+    close(mixture.entropy, Categorical(logits=samples).entropy().mean(0))
     flow = [double(2, 4, 15), double(2, 4), double(2, 4)]
-    last = module.LastLayer(double(6, 4), torch.arange(6) % 3)
+    last = method.LastLayer(double(6, 4), torch.arange(6) % 3)
     theta = double(15)
-    spectrum = module.full_spectrum(theta, last)
-    losses = module.negative_elbo(flow, theta, spectrum, 1.0, torch.ones(2), double(1, 15), last, 6)
+    spectrum = method.full_spectrum(theta, last)
+    losses = method.negative_elbo(flow, theta, spectrum, 1.0, torch.ones(2), double(1, 15), last, 6)
     assert losses.shape == (2,) and losses.isfinite().all()
-    assert module.member_combinations(30, 2)[0] == [5, 11]
+    assert method.member_combinations(30, 2)[0] == [5, 11]
 
 
 def test_the_gpu_script_runs_on_the_cpu(tmp_path):
