@@ -496,20 +496,6 @@ def test_molecule_batches(size, cutoff, shuffle):
     assert len(loader) == len(batches)
 
 
-def test_edges_of_a_molecule_do_not_depend_on_the_others():
-    dataset = load_molecules("clusters", "test").select(slice(100))
-    sources, targets, counts = data.find_edges(dataset, 2.0)
-    first = 0
-    for row in range(100):
-        alone = data.find_edges(dataset.select([row]), 2.0)
-        last = first + int(counts[row])
-        assert torch.equal(alone[0], sources[first:last])
-        assert torch.equal(alone[1], targets[first:last])
-        assert alone[2].tolist() == [counts[row]]
-        first = last
-    assert first == len(sources) > 100
-
-
 CROPPED = partial(Loader, augment="crop_flip")
 
 
@@ -592,11 +578,6 @@ def test_embedded_molecules(name, low, high, want):
         one = test.select([row])
         energy = brute_energy(one.numbers.tolist(), one.positions.tolist())
         assert one.labels.item() == pytest.approx(energy, abs=1e-8)
-    atoms = train.references[train.numbers].split(train.sizes.tolist())
-    free = torch.stack([own.sum() for own in atoms])
-    bound = (train.labels - free) / train.sizes  # the part that there is to learn
-    assert -16 < bound.min() and bound.max() < 2
-    assert bound.std() > 0.5
 
 
 @pytest.mark.parametrize("name, want, share", [
@@ -605,36 +586,8 @@ def test_embedded_texts(name, want, share):
     sets = [load_text(name, split) for split in ("train", "val", "test")]
     assert [len(own) for own in sets] == [6000, 500, 1000]
     assert len({text for own in sets for text in words_of(own)}) == 7500
+    assert not any((own.tokens == sets[0].vocab.index("[UNK]")).any() for own in sets)
     for own in sets:
         assert own.labels.double().mean() == pytest.approx(share, abs=0.05)
-        assert own.num_classes == 2
+        assert own.vocab == load_text("reviews", "test").vocab
     assert digest(torch.cat([sets[2].tokens.long(), sets[2].lengths])) == want
-
-
-def test_length_and_unknown_words_do_not_give_ood_sentences_away():
-    reviews = load_text("reviews", "train")
-    finance = load_text("reviews_finance", "test", like=reviews)
-    assert load_text("reviews_finance", "test").vocab == reviews.vocab
-    unknown = reviews.vocab.index("[UNK]")
-    for own in (reviews, finance):
-        assert not (own.tokens == unknown).any()
-        assert not any(reviews.vocab[i].startswith("##") for i in own.tokens.unique())
-    shorter = (reviews.lengths.double() < finance.lengths.double().median()).double().mean()
-    assert 0.3 < shorter < 0.7
-
-
-def test_sentiment_needs_more_than_the_words():
-    """Counts of words classify reviews better than chance, but negations and joins decide."""
-    train = load_text("reviews", "train")
-    test = load_text("reviews", "test", like=train)
-
-    def counts(dataset):
-        rows = torch.arange(len(dataset)).repeat_interleave(dataset.lengths)
-        found = torch.zeros(len(dataset), len(dataset.vocab), dtype=torch.float64)
-        return found.index_put_((rows, dataset.tokens.long()), torch.ones(()).double(),
-                                accumulate=True)
-
-    signs = train.labels.double() * 2 - 1
-    weights = torch.linalg.lstsq(counts(train), signs, driver="gelsd").solution
-    accuracy = ((counts(test) @ weights > 0) == (test.labels == 1)).double().mean()
-    assert 0.6 < accuracy < 0.9
