@@ -127,10 +127,17 @@ def flops_of(net, x, training=True):
     return counter.get_total_flops() / len(x)
 
 
+def last_row(run):
+    """The history of the only checkpoint of a run, in its last epoch."""
+    [history] = run.histories.values()
+    return history[-1]
+
+
 def bench_ddu(bench):
     """Training of WRN-28-10 with spectral norm, as the paper's, with and without --amp bf16; with
     CIFAR-10 a whole short run."""
-    steps, width = bench.size(150, 1), bench.size(1.0, 0.05)
+    steps = bench.size(150, 1)
+    width = bench.size(1.0, 0.05)
     net_argv = ["--dataset", "cifar10", "--width", width, "--batch-size", bench.size(128, 8)]
     train_set = bench.images("train", bench.size(50_000, 16))
     plain = ddu.make_network(bench.options(ddu, *net_argv, "--no-sn"), 10, train_set.shape)
@@ -139,17 +146,21 @@ def bench_ddu(bench):
         args = bench.options(ddu, *net_argv, "--amp", amp, "--epochs", 2, "--limit-steps", steps,
                              "--lr", 0.01)
         bench.forget_memory()
-        net, run = ddu.make_network(args, 10, train_set.shape), common.Run(args, "gpu", amp)
+        net = ddu.make_network(args, 10, train_set.shape)
+        run = common.Run(args, "gpu", f"ddu-{amp}")
         ddu.train(net, train_set, args, 1, run, "network")
+        images = min(steps * args.batch_size, len(train_set))
         bench.add(f"WRN-28-{10 * width:g} training, spectral norm, amp {amp}",
-                  run.history[-1]["examples_per_s"], "images/s", flops)
+                  images / last_row(run)["seconds"], "images/s", flops)
     if bench.asked.data_dir:
-        there = [name for name, file in (("cifar100", "cifar-100-python"),
-                                         ("svhn", "test_32x32.mat"))
-                 if any(Path(bench.asked.data_dir).rglob(file))]
+        present = [name for name, file in (("cifar100", "cifar-100-python"),
+                                           ("svhn", "test_32x32.mat"))
+                   if any(Path(bench.asked.data_dir).rglob(file))]
         argv = [*net_argv, "--amp", "bf16", "--epochs", bench.size(8, 1), "--schedule", "one_cycle",
                 "--data-dir", bench.asked.data_dir, "--device", bench.device.type, "--out-dir",
-                bench.folder, "--no-plot", "--ood", *there, *bench.size([], ["--limit-steps", 1])]
+                bench.folder, "--no-plot", "--ood", *present]
+        if bench.asked.tiny:
+            argv += ["--limit-steps", 1]
         seconds, rows = bench.seconds(lambda: ddu.main([*map(str, argv)]))
         metrics = ("accuracy", "nll", "ece15", "auroc_density", "auroc_entropy")
         for row, key in itertools.product(rows, metrics):
@@ -160,11 +171,13 @@ def bench_ddu(bench):
 
 def bench_forde(bench):
     """An epoch of FoRDE-PCA with ten ResNet-18, and of its deep ensemble."""
-    members, steps = bench.size(10, 2), bench.size(40, 1)
+    members = bench.size(10, 2)
+    steps = bench.size(40, 1)
     train_set = bench.images("train", bench.size(50_000, 16))
     argv = ["--dataset", "cifar10", "--members", members, "--width", bench.size(1.0, 0.05), "--lr",
             0.01, "--batch-size", bench.size(128, 8), "--epochs", 2, "--limit-steps", steps]
-    basis, dim = None, math.prod(train_set.shape)
+    basis = None
+    dim = math.prod(train_set.shape)
     if bench.asked.tiny:  # a basis of 3072 dimensions takes the CPU minutes
         basis = {"eigenvectors": torch.eye(dim), "eigenvalues": torch.ones(dim)}
     for method, amp in itertools.product(("deep_ensemble", "forde_pca"), ("off", "bf16")):
@@ -172,21 +185,19 @@ def bench_forde(bench):
             bench.forget_memory()
             try:
                 args = bench.options(forde, *argv, "--amp", amp, "--chunk", chunk)
-                args = forde.with_method(args, method)
-                run = common.Run(args, "forde", f"{method}-{amp}-{chunk}")
+                run = common.Run(args, "gpu", f"forde-{method}-{amp}-{chunk}")
                 if method == "forde_pca" and basis is None:
-                    seconds, basis = bench.seconds(
-                        lambda: forde.principal_components(train_set, args))
+                    seconds, basis = bench.seconds(lambda: forde.compute_basis(train_set, args))
                     bench.add(f"basis of {dim} dimensions", seconds, "s")
                 nets = forde.make_ensemble(args, 1, 10, train_set.shape)
-                metric = forde.metric_of(basis, args)
-                forde.train(nets, train_set, metric, args, 1, run, "nets")
+                metric = forde.metric_of(basis, method, args)
+                forde.train(nets, train_set, metric, method, args, 1, run)
                 break
             except torch.OutOfMemoryError:
                 nets = None
         whole = len(train_set) // args.batch_size / steps
         bench.add(f"{method}, {members} ResNet-18, {chunk} at once, amp {amp}",
-                  run.history[-1]["seconds"] * whole, "s an epoch")
+                  last_row(run)["seconds"] * whole, "s an epoch")
 
 
 def bench_proxy_distill(bench):
@@ -196,25 +207,25 @@ def bench_proxy_distill(bench):
     dataset = bench.images("train", bench.size(4096, 8), side, classes)
     dataset = dataclasses.replace(dataset, images=dataset.images.to(bench.device))
     batch = bench.size(256, 4)
+    steps = bench.size(16, 1)
     for amp in ("off", "bf16"):
         args = bench.options(
             proxy_distill, "--dataset", "imagenet", "--model", bench.size("resnet50", "resnet18"),
             "--width", bench.size(1.0, 0.05), "--amp", amp, "--member-epochs", 2, "--batch-size",
-            batch, "--limit-steps", bench.size(16, 1), "--lr", 0.01)
+            batch, "--limit-steps", steps, "--lr", 0.01)
         net = proxy_distill.make_network(args, classes, dataset.shape)
         x = torch.randn(4, *dataset.shape, device=bench.device)
         training_flops = flops_of(net, x)
         evaluation_flops = flops_of(net, x, training=False)
         bench.forget_memory()
-        run = common.Run(args, "gpu", f"resnet50-{amp}")
+        run = common.Run(args, "gpu", f"proxy-{amp}")
         net = proxy_distill.train_member(dataset, args, run, 1)
         bench.add(f"{args.model} training, batch {batch}, amp {amp}",
-                  run.history[-1]["examples_per_s"], "images/s", training_flops)
+                  steps * batch / last_row(run)["seconds"], "images/s", training_flops)
         bench.forget_memory()
-        networks = proxy_distill.Networks([net], {})
 
         def evaluate():
-            return proxy_distill.score(networks, dataset, args)
+            return proxy_distill.collect_logits({"member": net}, dataset, args)
 
         seconds = min(bench.seconds(evaluate)[0] for _ in range(2))
         bench.add(f"{args.model} evaluation, amp {amp}", len(dataset) / seconds, "images/s",
@@ -229,31 +240,31 @@ def bench_swag(bench):
     for amp in ("off", "bf16"):
         args = bench.options(sle, *argv, "--amp", amp)
         bench.forget_memory()
-        net = sle.make_network(args, own, 0.0).eval()
-        mean = sle.get_vector(net)
+        net = sle.make_network(args, own).eval()
+        mean = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
         rank = bench.size(25, 3)
         if amp == "off":
-            noise = common.seeded_noise((rank, len(mean)), bench.device, 1)
-            moments = sle.swag_moments(mean + 1e-3 * noise)
+            moments = sle.swag_moments(
+                mean + 1e-3 * torch.randn(rank, len(mean), device=bench.device))
 
             def draw():
-                noise = common.seeded_noise((8, len(mean)), bench.device, 2)
-                return sle.swag_samples(*moments, noise,
-                                        common.seeded_noise((8, rank), bench.device, 3))
+                noise = torch.randn(8, len(mean), device=bench.device)
+                return sle.swag_samples(*moments, noise, torch.randn(8, rank, device=bench.device))
 
             seconds = min(bench.seconds(draw)[0] for _ in range(3)) / 8
             bench.add(f"SWAG draw of {len(mean):,} weights, rank {rank}", 1e3 * seconds, "ms")
-        sets = data.Sets(own, own, own, {}, None)
-        study = sle.Study(args, None, sets, sle.make_parts(sets, args), None, None, False)
+        study = sle.Study(args, None, data.Sets(own, own, own, {}, None), {})
 
         def evaluate():
-            return sle.predict_networks(study, [net], "test", [1])
+            return sle.summarise(study, sle.network_samples(study, [net], "test"), [1])
 
         seconds = min(bench.seconds(evaluate)[0] for _ in range(2))
         bench.add(f"evaluation of a sample on {len(own):,} images, amp {amp}", seconds, "s")
 
     # WRN-16-4 on CIFAR-100, the paper's largest matrix.
-    n, dim, classes = bench.size(48_000, 20), bench.size(256, 4), bench.size(100, 3)
+    n = bench.size(48_000, 20)
+    dim = bench.size(256, 4)
+    classes = bench.size(100, 3)
     head = torch.nn.Linear(dim, classes).to(bench.device)
     theta = sle.flat_head(head).detach()
     last = sle.LastLayer(torch.randn(n, dim, device=bench.device).relu(), None)
@@ -269,15 +280,16 @@ def bench_gbnn2d(bench):
     k = bench.size(6000, 16)
     mu, sigma = like_weights(n).T.contiguous()
     gradient = torch.rand(n)
-    sharing = gbnn2d.SharingOptions(k0=k, min_cluster=bench.size(20, 2))
+    own = gbnn2d.CompressionOptions(k0=k, min_cluster=bench.size(20, 2))
     generator = torch.Generator().manual_seed(0)
     seconds, (_, merged, _) = bench.seconds(
-        lambda: gbnn2d.share_weights(mu, sigma, gradient, sharing, generator))
+        lambda: gbnn2d.compress(mu, sigma, gradient, own, generator))
     bench.add(f"mixture of {n:,} weights, K0 = {k}, merged to {len(merged.centre)}", seconds, "s")
 
     batch = bench.size(128, 4)
     args = bench.options(gbnn2d, "--dataset", "cifar100", "--width", bench.size(1, 0.05))
-    shared = shared_network(gbnn2d.make_network(args, 100, (3, 32, 32))).eval()
+    net = gbnn2d.make_network(args, 100, (3, 32, 32)).cpu()
+    shared = shared_network(net).to(bench.device).eval()
     images = torch.randn(batch, 3, 32, 32, device=bench.device)
     step = gbnn2d_step(shared, images.contiguous(memory_format=torch.channels_last),
                        torch.arange(batch, device=bench.device) % 100, args)
@@ -285,8 +297,8 @@ def bench_gbnn2d(bench):
     step()  # warm up
     steps = bench.size(30, 2)
     seconds, _ = bench.seconds(lambda: [step() for _ in range(steps)])
-    bench.add(f"training of ResNet-18's {len(shared.label):,} shared weights, batch {batch}",
-              steps * batch / seconds, "images/s")
+    bench.add(f"training of ResNet-18's {len(shared.posterior.label):,} shared weights, "
+              f"batch {batch}", steps * batch / seconds, "images/s")
 
 
 def run_tests(bench):
