@@ -38,10 +38,10 @@ Differences from the published code (github.com/yandex-research/proxy-dirichlet-
     (there, AdamW without); the step schedule has no milestone before the second epoch.
   - Images are resized in proportion, those of ImageNet-C not at all. --published-evaluation
     resizes both sides to 256, as there, but by Pillow with antialiasing (there, OpenCV). On equal
-    logits, metrics then agree (ece10 has their bins), but for the ensemble's RMI, the proxy's and MIMO's.
+    logits, metrics then agree (ece10 has their bins), but for those of the ensemble's RMI, of its
+    proxy and of MIMO.
   - --amp is bfloat16 (there, float16). Ties share a rank in PRR (there, the order of rows). Means
-    over corruptions are new. The last epoch counts (there, the last, or the best on validation
-    images).
+    over corruptions are new. The last epoch counts (there, also the best on validation images).
 Not here: the paper's machine translation and speech recognition.
 """
 
@@ -128,10 +128,11 @@ def forward_kl_loss(logits, ensemble):
 def dirichlet_likelihood_loss(logits, ensemble, offset=1.0):
     """EnD2: -(1/M) sum_m ln Dir(p_m; alpha) [B], with alpha = exp(z) + offset.
 
-    Training collapsed in all trials with offset 1: with 1000 classes (numbers) and with ten (MNIST),
-    by Adam and by SGD with --lr 0.1 to 0.001, accuracy stayed near chance; EnD learnt by both. The
-    unlikely classes together outweigh the likely one in the gradient, by a factor that grows with
-    their number. They pull all logits down to where exp(z), and so the gradient, vanishes.
+    Training collapsed in all trials with offset 1: for 1000 classes (numbers) and for ten (MNIST),
+    by Adam and by SGD (--lr 0.1 to 0.001), accuracy stayed near chance. (By SGD, EnD learnt at
+    0.1; the reverse KL did at 0.02, and diverged at 0.1.) The unlikely classes together outweigh
+    the likely one in the gradient, by a factor that grows with their number: they pull all logits
+    down to where exp(z), and so the gradient, vanishes.
     """
     alpha = logits.double().exp() + offset                             # [B, K]
     log_norm = torch.lgamma(alpha).sum(-1) - torch.lgamma(alpha.sum(-1))
@@ -427,14 +428,6 @@ def convnet(args, shape):
     return layers, c_in * (height // 8) * (width // 8)
 
 
-def resnet18(args, shape):
-    return resnet(args, shape, basic_block, expansion=1, depths=(2, 2, 2, 2))
-
-
-def resnet50(args, shape):
-    return resnet(args, shape, bottleneck_block, expansion=4, depths=(3, 4, 6, 3))
-
-
 def resnet(args, shape, block, expansion, depths):
     """A ResNet; images of more than 64 pixels per side get the stem for ImageNet."""
     width = max(1, round(64 * args.width))  # channels of the stem, doubled in every stage
@@ -460,7 +453,11 @@ def resnet(args, shape, block, expansion, depths):
 
 
 # Your own network is one more entry, such a function by its name; it may also return a classifier.
-NETWORKS = {"convnet": convnet, "resnet18": resnet18, "resnet50": resnet50}
+NETWORKS = {
+    "convnet": convnet,
+    "resnet18": partial(resnet, block=basic_block, expansion=1, depths=(2, 2, 2, 2)),
+    "resnet50": partial(resnet, block=bottleneck_block, expansion=4, depths=(3, 4, 6, 3)),
+}
 
 
 def make_network(args, num_classes, shape):
@@ -886,12 +883,13 @@ def score(logits, classes=None):
             restricted = all_outputs({name: z[..., classes] for name, z in block.items()})
         for key, outputs in full.items():
             columns = columns_of(restricted[key].log_probs, outputs, logits.labels[rows])
-            for name, values in columns.items():
-                parts.setdefault(key, {}).setdefault(name, []).append(values)
-    scored = {}
-    for key, columns in parts.items():
-        scored[key] = {name: torch.cat(blocks) for name, blocks in columns.items()}
-    return scored
+            parts.setdefault(key, []).append(columns)
+    return {key: join_columns(blocks) for key, blocks in parts.items()}
+
+
+def join_columns(blocks):
+    """The columns {name: [N]} of all rows, from those of blocks of them."""
+    return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
 
 def prediction_metrics(columns):
@@ -919,12 +917,9 @@ def published_calibration(confidence, correct):
 
 def rejection_metrics(title, columns):
     """The prediction rejection ratio of each uncertainty, {"<title>_<uncertainty>": ratio}."""
-    metrics = {}
-    for name in MEASURES:
-        if name in columns:
-            ratio = common.prediction_rejection_ratio(columns[name], columns["correct"])
-            metrics[f"{title}_{name}"] = ratio
-    return metrics
+    ratio = common.prediction_rejection_ratio
+    return {f"{title}_{name}": ratio(columns[name], columns["correct"])
+            for name in MEASURES if name in columns}
 
 
 def detection_metrics(inside, outside):
@@ -940,10 +935,8 @@ def detection_metrics(inside, outside):
 
 def rank_correlations(student, ensemble, proxy):
     """Spearman correlations of uncertainties: was the ensemble's distribution distilled?"""
-    pairs = {}
-    for name in MEASURES[1:]:
-        if name in student and name in ensemble:
-            pairs[name] = (student[name], ensemble[name])
+    pairs = {name: (student[name], ensemble[name]) for name in MEASURES[1:]
+             if name in student and name in ensemble}
     log_precision = student.get("log_precision")
     if log_precision is None:
         log_precision = -student["energy"]  # EnD is not Dirichlet, but has a sum of exp(z), too
@@ -1015,7 +1008,7 @@ def labelled_rows(name, scored, test_name, test_scored, seed):
     pairs = pair_rows(test_name, test_scored, name, scored, seed)
     for key, columns in scored.items():
         # published code ("_with_val"): rejection among the images of both sets
-        both = {name: torch.cat([test_scored[key][name], columns[name]]) for name in columns}
+        both = join_columns([test_scored[key], columns])
         pairs[key] |= rejection_metrics("prr_both", both)
     return list(rows.values()) + list(pairs.values())
 
@@ -1040,9 +1033,7 @@ def ood_rows(dataset, scored, classes, test_set, test_scored, seed):
 
 def shift_rows(rows_of_sets, corruptions):
     """All rows of {(kind, severity): rows}, then their means over kinds and over severities."""
-    rows = []
-    for found in rows_of_sets.values():
-        rows += found
+    rows = list(itertools.chain.from_iterable(rows_of_sets.values()))
     groups = [corruptions.kinds]
     # Published tables average 15 kinds where there are more.
     standard = [kind for kind in corruptions.kinds if kind in data.CIFAR_C_KINDS[:15]]
@@ -1141,7 +1132,7 @@ PRESETS = {
     "pretrained": dict(width=1.0, members=3, epochs=10, member_epochs=10, batch_size=32, lr=0.16,
                        opt="sgd", schedule="cosine", weight_decay=5e-4, augment=True,
                        shift="none"),
-    "frozen": dict(members=5, epochs=30, member_epochs=30, lr=0.08, weight_decay=5e-3,
+    "frozen": dict(members=5, epochs=30, member_epochs=30, lr=0.08, weight_decay=0.015,
                    augment=False),
 }
 # These say which networks a study has and how they are evaluated, but not how a member is trained.
@@ -1379,6 +1370,10 @@ def read_files(like, args):
     networks = {}
     for number, path in enumerate(args.ensemble_paths):
         networks[f"member{number}"], _ = read_network(path, "member", like, args)
+    digests = [common.digest(net) for net in networks.values()]
+    if len(set(digests)) < len(digests):
+        raise UserError("--ensemble-paths: two of the files hold the same network; an ensemble "
+                        "has different ones")
     if args.student_path:
         net, name = read_network(args.student_path, "student", like, args)
         if name is None:

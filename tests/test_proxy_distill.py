@@ -244,7 +244,6 @@ def test_the_proxy_is_scored_with_the_number_of_classes():
     out = pd.proxy_outputs(ensemble)
     np.testing.assert_allclose(out.measures["epkl"], 2 * ensemble.rmi, rtol=1e-5)
     np.testing.assert_allclose(out.log_precision.exp(), 999 / (2 * ensemble.rmi), rtol=1e-5)
-    assert torch.equal(out.log_probs, ensemble.log_probs)
 
 
 def test_a_student_is_the_dirichlet_whose_mean_it_predicts():
@@ -256,13 +255,11 @@ def test_a_student_is_the_dirichlet_whose_mean_it_predicts():
     assert plain.log_precision is None and "energy" not in out.measures
     np.testing.assert_allclose(out.log_precision.exp(), z.exp().sum(-1), rtol=1e-12)
     np.testing.assert_allclose(-plain.measures["energy"], z.exp().sum(-1).log(), rtol=1e-12)
+    p = softmax(z, -1)
     for own in (out, plain):
         np.testing.assert_allclose(own.log_probs, log_softmax(z.numpy(), -1), rtol=1e-12)
-        p = softmax(z, -1)
         np.testing.assert_allclose(own.measures["total"], stats.entropy(p, axis=-1), rtol=1e-9)
-        one_minus_max = own.measures["one_minus_max"]
-        np.testing.assert_allclose(one_minus_max, 1 - p.max(-1), rtol=1e-9, atol=1e-15)
-    np.testing.assert_allclose(out.measures["epkl"], 7 / z.exp().sum(-1), rtol=1e-12)
+    np.testing.assert_allclose(plain.measures["one_minus_max"], 1 - p.max(-1), atol=1e-15)
     # exp overflows at 709; out-of-distribution inputs of large nets reach it
     z = torch.tensor([[800.0, 0.0, -5.0], [2000.0, 1999.0, 0.0], [-900.0, -800.0, -999.0]])
     for out in (pd.softmax_outputs(z), pd.student_outputs(z)):
@@ -1002,6 +999,7 @@ def test_files_say_what_they_are(small, tmp_path, capsys):
     for argv, said in (
             (["--student-path", member], "a member, not a student; members are given with --ens"),
             (["--student-path", mimo], "is a mimo, not a student"),
+            (["--ensemble-paths", member, bare, member, "--losses"], "hold the same network"),
             (["--ensemble-paths", member, student, "--losses"], "is a student_rkl_proxy, not a"),
             (["--ensemble-paths", member, lightning, "--losses"], "is a student_proxy, not a m")):
         assert said in refusal(pd.main, given(files, *argv))
@@ -1160,27 +1158,22 @@ def test_the_published_evaluation_squeezes_all_images_but_those_of_training(imag
     ("--image-size 7", "8 x 8 pixels"), ("--freeze", "without --model torchvision"),
     ("--model torchvision/resnet18 --weights none", "--width has no effect"),
     ("--published-evaluation", "for --dataset imagenet"),
-    ("--image-size 8 --batch-size 36 --model resnet18", "--batch-size")])
+    ("--image-size 8 --batch-size 36 --model resnet18", "--batch-size"),
+    ("files --ensemble-paths no.pt no2.pt", "no.pt cannot be read"),
+    ("files --ensemble-paths {file} {file} --runs 2", "--runs"),
+    ("files --ensemble-paths {file}", "at least 2"),
+    ("files --ensemble-paths {file} {file}", "is damaged"),
+    ("files --losses --model-offset 0.5", "--model-offset has no effect without --losses"),
+    ("files --losses --target-offset 0.5", "--target-offset has no effect without --losses"),
+    ("files --student-path {file}", "is damaged")])
 def test_misuse_is_one_line(small, tmp_path, argv, said):
+    """Of files, without the options of training; before anything is trained or made."""
     file = tmp_path / "file"
     file.write_text("no network")
-    assert said in refusal(pd.main, small("run " + argv.format(file=file)))
-    assert not (tmp_path / "proxy_distill").exists()
-
-
-@pytest.mark.parametrize("argv, said", [
-    ("--ensemble-paths no.pt no2.pt", "no.pt cannot be read"),
-    ("--ensemble-paths {file} {file} --runs 2", "--runs"),
-    ("--ensemble-paths {file}", "at least 2"),
-    ("--ensemble-paths {file} {file}", "is damaged"),
-    ("--student-path {file}", "is damaged"),
-    ("--losses --model-offset 0.5", "--model-offset has no effect without --losses"),
-    ("--losses --target-offset 0.5", "--target-offset has no effect without --losses"),
-    ("--student-path {file} --losses proxy", "--losses has no effect")])
-def test_misuse_of_files_is_one_line(small, tmp_path, argv, said):
-    file = tmp_path / "file"
-    file.write_text("no network")
-    options = given(small(), *argv.format(file=file).split(), without=FILES)
+    words = argv.format(file=file).split()
+    options = small() + words
+    if words[0] == "files":
+        options = given(small(), *words[1:], without=FILES)
     assert said in refusal(pd.main, options)
     assert not (tmp_path / "proxy_distill").exists()
 
