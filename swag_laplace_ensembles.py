@@ -17,7 +17,7 @@ Usage:
   python swag_laplace_ensembles.py                        # dirty_glyphs, offline, two CPU cores
   torchrun --nproc_per_node 8 swag_laplace_ensembles.py --dataset cifar10   # the paper's WRN-16-4
   python swag_laplace_ensembles.py --dataset cifar10 --map-paths FILE.pt ...  # published networks
-  python swag_laplace_ensembles.py --members 1 --seed 3 --name apart   # one member, on any machine;
+  python swag_laplace_ensembles.py --members 1 --seed 3 --name apart  # one member, on any machine;
       its files apart/seed3-* go into the directory of a study, which then trains the others
 
 Expected (more in tests/RESULTS.md): to be measured.
@@ -139,7 +139,7 @@ def head_outputs(theta, last):
 
 
 def energy_outputs(z, last):
-    """Mean and variance [S, N, 2] of the energies of molecules, from z [S, A, 2] of their atoms."""
+    """Mean and variance [S, N, 2] of energies of molecules, from z [S, A, 2] of their atoms."""
     variance = (F.softplus(z[..., 1]) + 1e-8).square()
     atoms = torch.stack([z[..., 0], variance], -1)                             # [S, A, 2]
     sums = sum_by(last.molecule, atoms.transpose(0, 1), len(last.offset))      # [N, S, 2]
@@ -205,7 +205,7 @@ def diagonal_spectrum(theta, last):
 
 
 def full_spectrum(theta, last):
-    """The generalised Gauss-Newton matrix H of the cross entropy, a sum over examples (not a mean).
+    """The generalised Gauss-Newton matrix H of the cross entropy, a sum over examples, no mean.
 
         H = sum_n L_n (x) x~_n x~_n^T,   L_n = diag p_n - p_n p_n^T,   x~ = (x, 1)
           = (V (x) I) H' (V (x) I)^T,    H' = sum_n V^T L_n V (x) x~_n x~_n^T
@@ -363,7 +363,8 @@ def negative_elbo(flow, theta, spectrum, base_precision, prior_precision, noise,
     log_det_precision = (spectrum.values + base_precision).log().sum().to(t)
     log_base = 0.5 * (log_det_precision - noise.square().sum(-1) - p * log_2pi)
     log_q = log_base - log_det_flow
-    log_prior = 0.5 * (p * (prior_precision.log() - log_2pi) - prior_precision * t.square().sum(-1))
+    squared_distance = prior_precision * t.square().sum(-1)
+    log_prior = 0.5 * (p * (prior_precision.log() - log_2pi) - squared_distance)
     log_likelihood = log_density(head_outputs(t, last), last.labels, last.energies).sum(1)
     return log_q - log_prior - n / len(last.labels) * log_likelihood
 
@@ -783,7 +784,7 @@ PUBLISHED_NAMES = {
 }
 # FRN's constant epsilon, and what is a function of the rest; what is not trained.
 UNUSED = re.compile(r"\.eps$|radial_basis|prediction_finalizer")
-BUFFERS = re.compile(r"\.running_|\.num_batches|radial_basis|head\.head\.(mean|std|atom_refs|pred)")
+BUFFERS = re.compile(r"\.running_|\.num_batches|radial_basis|head\.head\.[^r]")
 
 
 def published_tensors(file):
@@ -871,7 +872,7 @@ class Study:
         self.seeds = sorted(seed for title, seed in published if title == "map")  # of the members
         if not args.map_paths:
             self.seeds = list(range(args.seed, args.seed + args.members * args.runs))
-        self.energies = args.dataset in data.MOLECULES  # whether energies are predicted, or classes
+        self.energies = args.dataset in data.MOLECULES  # or classes are predicted
         # The training set, shuffled. published code: MAP alone sees augmented images
         shuffled = partial(make_loader, sets.train, args, args.batch_size, shuffle=True,
                            limit_steps=args.limit_steps)
@@ -937,8 +938,8 @@ def network_samples(study, networks, part):
 def summarise(study, samples, counts):
     """What samples predict for a set, in its order, from an iterable of (rows, outputs).
 
-    For classes "log_probs_<n>" [N, C] and "entropy_<n>" [N], the Mixture of the first n samples for
-    each n of `counts`; for energies "samples" [N, S, 2], mean and variance of every sample. {}
+    For classes "log_probs_<n>" [N, C] and "entropy_<n>" [N], the Mixture of the first n samples
+    for each n of `counts`; for energies "samples" [N, S, 2], mean and variance of every sample. {}
     except on the main process.
     """
     predictions = {}
@@ -1071,8 +1072,9 @@ class Member:
         self.net = net
         self.digest = common.digest(net)
         self.theta = flat_head(net.head).detach()                      # [P]
-        self.passes = {}     # {part: Pass}
-        self.gathered = {}   # {part: LastLayer}; on the main process
+        self.passes = {}        # {part: Pass}
+        self.gathered = {}      # {part: LastLayer}; on the main process
+        self.sgd_rates = set()  # at which SWAG's SGD is complete
 
     def keep(self, name, compute, **made_from):
         """The values seed<seed>-<name>: read if they were made from the same, or else computed."""
@@ -1087,7 +1089,7 @@ class Member:
         return self.passes[part]
 
     def fit(self, fit, *arguments):
-        """fit(member, train, val, *arguments) on the main process, with the LastLayers of the sets.
+        """fit(member, train, val, *arguments) on the main process, with LastLayers of the sets.
 
         All processes compute the features, and get the result.
         """
@@ -1233,7 +1235,7 @@ def choose_sgd_rate(member, title):
 
 
 def score_sgd_rate(member, rate):
-    """{"lpds": {method: validation LPD}} of SWA and SWAG at a learning rate, if they are finite."""
+    """{"lpds": {method: validation LPD}} of SWA and SWAG at a learning rate, if finite."""
     study = member.study
     samples = study.args.val_samples
     try:
@@ -1249,7 +1251,9 @@ def score_sgd_rate(member, rate):
 
 def sgd_iterates(member, rate):
     """The iterates [R, P] at a learning rate; SGD runs first, if it has not."""
-    train_sgd(member, rate)
+    if rate not in member.sgd_rates:
+        train_sgd(member, rate)
+        member.sgd_rates.add(rate)
     iterates = []
     for r in range(1, member.args.swag_epochs + 1):
         path = member.study.run.dir / f"seed{member.seed}-swag-lr{rate:g}-{r}.pt"
@@ -1284,7 +1288,7 @@ def train_sgd(member, rate):
 
 
 def delete_iterates(member, rates, lpds):
-    """Of these rates, keep the iterates of the best of SWA and SWAG: all take about 1 TB (paper)."""
+    """Of these rates, keep the iterates of the best of SWA and SWAG: all take 1 TB (paper)."""
     best = [max(of_rates, key=of_rates.get) for of_rates in lpds.values() if of_rates]
     for rate in rates:
         name = f"seed{member.seed}-swag-lr{rate:g}"
@@ -1446,7 +1450,7 @@ def fit_flow(member, train, val, laplace, layers):
 
 
 def train_flows(member, train, base_precision, layers):
-    """Minimise the negative ELBOs of all prior precisions at once, with the same noise and batches.
+    """Minimise the negative ELBOs of all prior precisions, with the same noise and batches.
 
     Returns the centres [G, T, P], and a and b [G, T], of the G flows.
     """
@@ -1552,7 +1556,8 @@ def find_posterior(member, title):
         if file is not None:
             return kind(member, partial(published_iterates, member.net, file), file=file.identity)
         rate = choose_sgd_rate(member, title)
-        return kind(member, partial(sgd_iterates, member, rate), rate=rate, epochs=args.swag_epochs)
+        find = partial(sgd_iterates, member, rate)
+        return kind(member, find, rate=rate, epochs=args.swag_epochs)
     if file is not None:
         draw = partial(common.on_main, draw_published, member, file)
         return HeadPosterior(member, title, draw, file=file.identity)
@@ -1579,8 +1584,8 @@ def keep_predictions(member, posterior, title, part):
 
     def compute():
         if not common.on_main(lambda: study.run.writable):
-            raise UserError(f"{study.run.dir} is read-only, and lacks predictions; evaluate a copy "
-                            "of it")
+            raise UserError(f"{study.run.dir} is read-only, and lacks predictions; evaluate a "
+                            "copy of it")
         once = 0.0
         if posterior.shares_pass:
             once = member.forward(part).seconds
@@ -1815,8 +1820,8 @@ def print_differences(differences):
         lines = tables.setdefault(d.metric, {})
         line = lines.setdefault(d.method, {f"{d.metric} minus DE": d.method} | empty)
         line[f"K={d.k}"] = f"{d.mean:+.4f} ± {d.interval:.4f}"
-    common.print_on_main("\ndifference to DE of the same members: mean ± 1.96 standard errors over "
-                         "the test examples")
+    common.print_on_main("\ndifference to DE of the same members: mean ± 1.96 standard errors "
+                         "over the test examples")
     for lines in tables.values():
         common.print_on_main("\n" + common.format_table(list(lines.values())))
 
@@ -1873,8 +1878,8 @@ def plot_differences(differences, run):
 # ---- Options ------------------------------------------------------------------------------------
 
 # published learning rates of SWAG, for images and texts, and for molecules
-SWAG_LRS = [0.1, 0.05, 0.04, 0.03, 0.02, 0.01, 9e-3, 8e-3, 7e-3, 6e-3, 5e-3, 4e-3, 3e-3, 2e-3, 1e-3,
-            9e-4, 8e-4, 7e-4, 6e-4, 5e-4, 1e-4]
+SWAG_LRS = [0.1, 0.05, 0.04, 0.03, 0.02, 0.01, 9e-3, 8e-3, 7e-3, 6e-3, 5e-3, 4e-3, 3e-3, 2e-3,
+            1e-3, 9e-4, 8e-4, 7e-4, 6e-4, 5e-4, 1e-4]
 MOLECULE_LRS = [1e-6, 5e-7, 4e-7, 3e-7, 2e-7, 1e-7, 9e-8, 8e-8, 7e-8, 6e-8, 5e-8, 4e-8, 3e-8, 2e-8,
                 1e-8, 9e-9, 8e-9, 7e-9, 6e-9, 5e-9, 4e-9, 3e-9, 2e-9, 1e-9, 9e-10, 8e-10, 7e-10,
                 6e-10, 5e-10, 1e-10]
@@ -1965,7 +1970,8 @@ def parse_args(argv=None):
         help="samples of an ensemble, S // K of each of its members (paper: 200); several numbers "
         "give rows for each")
     add("--ood", nargs="*", default=[], metavar="NAME",
-        help="out-of-distribution sets; a+b is the union of two, folder:PATH a folder of images")
+        help="out-of-distribution sets; a+b is the union of two, folder:PATH a folder of images, "
+        "nonsense images of no class")
     add("--limit-test", type=at_least(1), metavar="N",
         help="number of examples of each set that is evaluated")
     add("--map-paths", nargs="+", default=[], metavar="FILE",
@@ -2158,15 +2164,13 @@ def check_network(train_set, published, args):
         outputs, features = net.train()(batch[0])
         net.head(features)
         data_loss(outputs, batch.labels, args.dataset in data.MOLECULES)
-        for file in published.values():
-            if file.title == "map":
-                load_published(net, file)
-    except UserError:
-        raise
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"--model {args.model} fails on {smallest} example(s) of {train_set.name}: "
                         f"{common.one_line(error)}; use another --model, --image-size or "
                         "--batch-size") from None
+    for file in published.values():
+        if file.title == "map":
+            load_published(net, file)
     if "mcdo" in args.methods and not any(isinstance(m, nn.Dropout) for m in net.modules()):
         raise UserError(f"--model {args.model} has no dropout; leave mcdo out of --methods")
     # The matrix of the last layer, its eigenvectors and copies of both, in float64.
