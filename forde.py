@@ -13,7 +13,7 @@ ensembles", ICLR 2024, arXiv:2306.02775. Algorithm 1, for M members on the same 
 
 Usage:
   python forde.py                                          # glyphs, three methods, two CPU cores
-  torchrun --nproc_per_node 8 forde.py --dataset cifar100  # the paper's row: 10 members, 300 epochs
+  torchrun --nproc_per_node 8 forde.py --dataset cifar100  # the paper's: 10 members, 300 epochs
   python forde.py --dataset folder:images --model torchvision/resnet18  # your images and network
   python forde.py --dataset features --features train.npz test.npz      # your own features
 
@@ -59,7 +59,8 @@ from common import UserError, at_least, between
 # it needs math, torch and torch.nn.functional as F.
 #
 # M members, B examples, K classes, D input dimensions. The repulsion of Algorithm 1 is
-#   repulsion(log_kernel(unit_rows(g) @ A)), with input gradients g [M, B, D] and A of `metric_root`
+#   repulsion(log_kernel(unit_rows(g) @ A))
+# with input gradients g [M, B, D] and A of `metric_root`.
 
 
 def input_gradient(net, x, y, grad_of="logit"):
@@ -130,7 +131,7 @@ def squared_distances(s):
 
 
 def log_kernel(s):
-    """log k_ijb = -|s_ib - s_jb|^2 / h_jb [M, M, B] of s [M, B, D], M > 1; s_jb, h_jb are constant.
+    """log k_ijb = -|s_ib - s_jb|^2 / h_jb [M, M, B] of s [M, B, D], M > 1, constant s_jb, h_jb.
 
     paper: equation (17), in the published code's form, h_jb = med_i |s_ib - s_jb|^2 / ln M + 1e-12
     """
@@ -202,7 +203,7 @@ def data_loss(logits, labels):
 # ---- Model --------------------------------------------------------------------------------------
 # FoRDE trains through the gradient by the input, so every layer must be differentiable twice.
 # PyTorch's are, but of convolutions the second derivative is slow, and of batch norm and ReLU it
-# takes many small operations. `make_network` gives these layers, in any network, the classes below.
+# takes many small operations. `make_network` gives these layers of any network the classes below.
 
 
 class Convolution(torch.autograd.Function):
@@ -212,8 +213,8 @@ class Convolution(torch.autograd.Function):
     the image. Here this gradient is a transposed convolution, and is differentiated as one.
 
     Only for gradients by inputs: in a backward pass with create_graph (which autograd shows by
-    torch.is_grad_enabled()), the gradient by the weight is not computed, but None. To differentiate
-    gradients by weights twice, use nn.Conv2d.
+    torch.is_grad_enabled()), the gradient by the weight is not computed, but None. To
+    differentiate gradients by weights, use nn.Conv2d.
     """
 
     @staticmethod
@@ -1004,8 +1005,8 @@ def evaluate_shift(nets, shift, test_set, args, key):
         distance = np.mean(distances)
         found = common.on_main(severity_rows, outputs, distance, shift.name, severity, key)
         row = found[0]
-        common.print_on_main(f"{row['method']}-seed{row['seed']}: {row['set']}, {row['n']} images: "
-                             f"accuracy {row['accuracy']:.4f}, NLL {row['nll']:.4f}")
+        common.print_on_main(f"{row['method']}-seed{row['seed']}: {row['set']}, {row['n']} images"
+                             f": accuracy {row['accuracy']:.4f}, NLL {row['nll']:.4f}")
         pooled.append(row)
         rows += found
     mean = {**key, "set": shift.name, "n": sum(row["n"] for row in pooled)}
@@ -1161,8 +1162,8 @@ def parse_args(argv=None):
     add("--members", "-m", type=at_least(1), default=10,
         help="number of ensemble members M (paper: 10)")
     add("--alpha", type=between(0, 1), default=0.4,
-        help="metric of forde_tuned, from 0 (identity) to 1 (PCA) (paper: 0.4 on CIFAR-100, 0.2 on "
-        "CIFAR-10)")
+        help="metric of forde_tuned, from 0 (identity) to 1 (PCA) (paper: 0.4 on CIFAR-100, 0.2 "
+        "on CIFAR-10)")
     add("--basis", metavar="FILE",
         help="principal components of the same training images, basis-*.pt of another run")
     add("--grad-of", choices=["logit", "logprob"], default="logit",
@@ -1340,8 +1341,8 @@ def stratified_split(labels, val_fraction=0.1, seed=88):
 def hold_out_as_published(sets, args):
     """The sets with the validation set of --published-split."""
     if sets.val is not None or getattr(sets.train, "groups", None) is not None:
-        raise UserError(f"--published-split: {sets.train.name} has a validation set of its own, or "
-                        "images that occur several times; remove this option")
+        raise UserError(f"--published-split: {sets.train.name} has a validation set of its own, "
+                        "or images that occur several times; remove this option")
     train, val = stratified_split(sets.train.labels, args.val_fraction)
     val_set = sets.train.select(val)
     data.check_sizes(val_set)
@@ -1394,8 +1395,8 @@ def check_basis(train_set, args):
     """Refuse, before training, a basis of other images, or one that exceeds the memory."""
     if args.basis:
         if read_basis(train_set, args) is None:
-            raise UserError(f"--basis {args.basis} was not made from these training images; give a "
-                            "file basis-*.pt of a run with the same ones, or remove this option")
+            raise UserError(f"--basis {args.basis} was not made from these training images; give "
+                            "a file basis-*.pt of a run with the same ones, or remove this option")
         return
     dim = math.prod(train_set.shape)
     needed = 5 * 8 * dim**2  # in float64, with the workspace of eigh
@@ -1441,7 +1442,7 @@ def load_basis(train_set, args, run):
 
 
 def metric_of(basis, method, args):
-    """A of `metric_root` on the device; None for the identity, and for methods without a metric."""
+    """A of `metric_root` on the device; None for the identity and methods without a metric."""
     alpha = {"forde_pca": 1.0, "forde_tuned": args.alpha}.get(method, 0.0)
     if basis is None or alpha == 0:
         return None
