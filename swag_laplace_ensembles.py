@@ -27,14 +27,14 @@ Differences from the published code ("there"):
     size. It recomputes the statistics of batch norm for every sample; there, they stay.
   - The first S // K samples of a member serve all its ensembles; there, each draws anew. Equal
     ensembles count once, and K = 1 gives each member once.
-  - The 21 precisions of LLLA share noise and an eigendecomposition, whose root of the covariance is
-    symmetric (there, fresh noise, Cholesky's root); the 15 of LA-NF share noise and batches (there,
-    fresh). A sample of LA-NF is one network for the whole set (there, for each batch).
+  - The 21 precisions of LLLA share noise and an eigendecomposition, whose root of the covariance
+    is symmetric (there, fresh noise, Cholesky's root); the 15 of LA-NF share noise and batches
+    (there, fresh). A sample of LA-NF is one network for the whole set (there, for each batch).
   - One sample of MC dropout has dropout, too. No early stopping, which only affects WRN-28-10.
-  - AUPR (in) and FPR at 95 % TPR take the test set as positive (there, the OOD set); areas are sums
-    of steps (there, trapezoids), bins of the ECE are closed on the right (there, left).
-  - Word pieces are made from the training sentences, unless --vocab gives BERT's. Without labels in
-    SST-2's test.tsv (GLUE), dev.tsv is the test set, and 2,000 rows of train.tsv validate.
+  - AUPR (in) and FPR at 95 % TPR take the test set as positive (there, the OOD set); areas are
+    sums of steps (there, trapezoids), bins of the ECE are closed on the right (there, left).
+  - Word pieces are made from the training sentences, unless --vocab gives BERT's. Without labels
+    in SST-2's test.tsv (GLUE), dev.tsv is the test set, and 2,000 rows of train.tsv validate.
   - Images that are copies with other labels stay together when validation images are taken.
   - Not here: IVON; SGD's iterates as samples; marginal likelihood, probit, bridge and GLM
     predictions of LLLA; planar flows; a squared error in MAP's loss; corrupted images, Yahoo

@@ -862,7 +862,8 @@ def published_study(tmp_path, save):
     theta = torch.cat([p["head.fc.weight"].flatten(), p["head.fc.bias"]])
     root = torch.randn(270, 270)
     h = root @ root.T
-    llla = {"model": dict(p), "mean": theta, "llla": {"H": h, "prior_precision": torch.tensor([3.0])}}
+    laplace = {"H": h, "prior_precision": torch.tensor([3.0])}
+    llla = {"model": dict(p), "mean": theta, "llla": laplace}
     flow = {}
     for layer, (name, size) in itertools.product(
             range(2), (("x0", 270), ("alpha_prime", 1), ("beta_prime", 1))):
@@ -1683,22 +1684,16 @@ def test_what_depends_on_other_options(monkeypatch, capsys):
 @pytest.mark.parametrize("argv, said", [
     (["--dataset", "clusters", "--target", "homo"], "--target has no effect on clusters"),
     (["--dataset", "reviews", "--vocab", "x"], "--vocab has no effect on reviews"),
-    (["--dataset", "reviews", "--augment"], "--augment has no effect on reviews"),
-    (["--dataset", "reviews", "--num-val", "5"], "--num-val has no effect on reviews"),
     (["--dataset", "sst2", "--image-size", "5"], "--image-size has no effect on sst2"),
     (["--dataset", "clusters", "--structure", "diag"], "--structure has no effect on molecules"),
     (["--methods", "map", "--samples", "9"], "--samples has no effect without --methods swag or"),
     (["--methods", "llla", "--flow-layers", "3"], "without --methods la_nf"),
     (["--dataset", "reviews", "--model", "painn"], "--model painn"),
     (["--dataset", "reviews", "--model", "torchvision/resnet18"], "choose one of bert_256_2"),
-    (["--model", "nosuch"], "--model nosuch: choose one of wrn_10_4"),
     (["--freeze"], "--freeze has no effect without --model torchvision/NAME"),
     (["--model", "torchvision/resnet18", "--width", "2"], "--width has no effect with"),
-    (["--dataset", "qm9", "--target", "nosuch"], "target 'nosuch' is unknown"),
-    (["--model"], "expected one argument"),
     (["--members", "2", "--ensembles", "3"], "--ensembles 3: must not exceed --members 2"),
     (["--samples", "2", "--members", "3", "--ensembles", "3"], "at least one for each member"),
-    (["--swag-epochs", "1"], "at least 2"),
     (["--num-val", "100000"], "--num-val 100000"),
     (["--dataset", "clusters", "--limit-train", "1"], "--limit-train: 1: must be a whole number"),
     (["--limit-train", "2"], "raise --limit-train"),
