@@ -524,7 +524,8 @@ def test_the_optimiser_has_a_group_for_each_learning_rate():
     """Not one for each parameter, which would rule out its fused step."""
     args = parse("--lr-mu", "1e-3", "--lr-rho", "1e-2", "--lr-final", "0.2")
     shared = gbnn2d.RandomNetwork(tiny_net(), gbnn2d.SharedGaussians(tiny_weights(84)))
-    for module, wanted in ((mean_field(tiny_net()), {1e-3: 4, 1e-2: 1}), (shared, {1e-3: 3, 0.2: 4})):
+    field = mean_field(tiny_net())
+    for module, wanted in ((field, {1e-3: 4, 1e-2: 1}), (shared, {1e-3: 3, 0.2: 4})):
         groups = gbnn2d.make_optimiser(module, args).param_groups
         assert {group["lr"]: len(group["params"]) for group in groups} == wanted
 
@@ -618,7 +619,8 @@ def test_a_prediction_and_its_metrics_by_hand(monkeypatch):
     assert metrics["nll"] == pytest.approx(log_loss(labels, probs.mean(0)), rel=1e-4)
     of_logits = logits.mean(0).softmax(1)
     assert metrics["nll_logits"] == pytest.approx(log_loss(labels, of_logits), rel=1e-4)
-    assert metrics["ece10_logits"] == pytest.approx(common.ece(of_logits, labels, bins=10), rel=1e-4)
+    wanted = common.ece(of_logits, labels, bins=10)
+    assert metrics["ece10_logits"] == pytest.approx(wanted, rel=1e-4)
     assert len({metrics[name] for name in ("ece15", "ece15_logits", "ece10", "ece10_logits")}) == 4
 
 
@@ -1179,8 +1181,9 @@ def test_pretrained_networks(tmp_path, capsys):
     path = tmp_path / "net.pt"
     torch.save(net.state_dict(), path)
     argv = ["--dataset", own_folder(tmp_path), "--model", "torchvision/shufflenet_v2_x0_5",
-            "--weights", str(path), *"--image-size 32 --ood --mc 2 --epochs 1 --workers 0 --tau-w 9 "
-            "--stoch-epochs 1 --final-epochs 1 --no-plot".split(), "--out-dir", str(tmp_path), *CPU]
+            "--weights", str(path), "--out-dir", str(tmp_path), *CPU,
+            *"--image-size 32 --ood --mc 2 --epochs 1 --workers 0 --tau-w 9 --k0 64".split(),
+            *"--stoch-epochs 1 --final-epochs 1 --no-plot".split()]
     rows = by_method(run([*argv, "--limit-steps", "1", "-b", "8", "--name", "whole"]))
     assert list(rows) == METHODS and rows["final"]["weights"] == 337_936
     assert "bytes" not in capsys.readouterr().out.split("run directory")[0]
