@@ -1300,7 +1300,9 @@ def pooled_text(values, independent=True):
     is_count = isinstance(found[0], int) and len(set(found)) == 1
     if isinstance(found[0], (int, float)) and not is_count:
         mean = float(np.mean(found))
-        digits = ".4f" if abs(mean) < 1000 else ".5g"
+        digits = ".5g"
+        if abs(mean) < 1000:
+            digits = ".4f" if abs(mean) < 10 else ".1f"
         text = format(mean, digits)
         if len(found) > 1 and independent:
             text += f" ± {standard_error(found):{digits}}"

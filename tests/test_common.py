@@ -1083,8 +1083,9 @@ def test_a_mean_says_of_how_many_values_it_is_made():
     for values, text in [
             ([1.5, 2.5, None], "2.0000 ± 0.5000 (2 of 3)"), ([None, 1.5], "1.5000 (1 of 2)"),
             ([None, None], None), ([0.25], "0.2500"), ([7, 7, 7], "7"), ([0, 0], "0"),
-            ([7, 8], "7.5000 ± 0.5000"), ([7, None], "7 (1 of 2)"), (["a", "b", "a"], "a or b"),
-            (["flat", None], "flat (1 of 2)"), ([1e6, 3e6], "2e+06 ± 1e+06")]:
+            ([7, 8], "7.5000 ± 0.5000"), ([91.0, 92.0], "91.5 ± 0.5"), ([7, None], "7 (1 of 2)"),
+            (["a", "b", "a"], "a or b"), (["flat", None], "flat (1 of 2)"),
+            ([1e6, 3e6], "2e+06 ± 1e+06")]:
         assert common.pooled_text(values) == text
 
 
