@@ -663,7 +663,8 @@ def _read(name, split, data_dir, image_size, preparation):
         return _own_folder(name, split, preparation or _usual_preparation(FOLDER, image_size))
     if name not in DATASETS and Path(name).is_dir():
         raise UserError(f"{name} is a folder; write folder:{name}")
-    _choose_from("dataset", name, DATASETS)
+    others = ("nonsense",) if split == "ood" else ()
+    _choose_from("dataset", name, DATASETS + others)
     source = SOURCES[name]
     preparation = preparation or _usual_preparation(source, image_size)
     if name == "tiny_imagenet":
@@ -695,8 +696,7 @@ def _part(pool, name, split, seed, val_fraction):
     if name.startswith("folder:"):
         train, val = class_split(pool.labels, seed, val_fraction)
     else:
-        groups = getattr(pool, "groups", None)
-        train, val = train_val_split(len(pool), seed, val_fraction, groups)
+        train, val = train_val_split(len(pool), seed, val_fraction, _groups(pool))
     if len(val) == 0 and split == "val":
         raise UserError(f"{name}: {val_fraction:g} of {len(pool)} training examples is no "
                         "validation example; take a larger share or add examples")

@@ -1005,7 +1005,7 @@ def test_ood_sets(tmp_path, capsys):
     assert all("http" in line for line in out)
     for name in ("svhn", "tiny_imagenet", "folder:/nowhere"):
         refuses("not found", data.ood_sets, [name], train, tmp_path, required=True)
-    refuses("'swhn' is unknown", data.ood_sets, ["swhn"], train)
+    refuses("'swhn' is unknown; .*folder:PATH, nonsense", data.ood_sets, ["swhn"], train)
     assert not data.ood_sets(["glyphs"], train)
     assert capsys.readouterr().out.startswith(
         "skipped: OOD set glyphs: another set of this run is called glyphs")
@@ -1056,35 +1056,32 @@ def test_nonsense_is_prepared_like_the_training_set(tmp_path):
         assert found.labels.unique().tolist() == [-1]
         assert torch.equal(data.ood_sets(["nonsense"], train)["nonsense"].images, found.images)
         batch = next(Loader(found, 70).epoch()).images
-        white = batch[found.files.index("white-0")]
-        black = batch[found.files.index("black-0")]
-        for channel, (mean, std) in enumerate(zip(train.mean, train.std)):
-            assert white[channel].unique().tolist() == pytest.approx([(1 - mean) / std], rel=1e-5)
-            assert black[channel].unique().tolist() == pytest.approx([-mean / std], rel=1e-5)
-    refuses("nonsense are images, but z has features", data.predict_set, "nonsense",
-            replace(toy(9, (5, 1, 1), mean=(0,) * 5, std=(1,) * 5), name="z"))
+        for name, pixel in (("white-0", 1), ("black-0", 0)):
+            seen = batch[found.files.index(name)].flatten(1).unique(dim=1)[:, 0]
+            want = (pixel - torch.tensor(train.mean)) / torch.tensor(train.std)
+            torch.testing.assert_close(seen, want)
+    refuses("nonsense are images, but toy has features", data.predict_set, "nonsense",
+            toy(9, (3, 1, 1)))
     refuses("'nonsense' is unknown", load, "nonsense", "train")
 
 
 def test_kinds_of_nonsense():
     found = data.nonsense(toy(9, (3, 60, 60)))
     images = dict(zip(found.files, found.images.double()))
-    assert list(images) == sorted(images) and len(images) == 70
+    assert list(images) == sorted(images)
     assert len({image.numpy().tobytes() for image in images.values()}) == 70
     assert images["black-9"].unique().tolist() == [23]
     assert images["white-9"].unique().tolist() == [232]
-    board = images["checkerboard-1"]  # 3 squares a side
-    stripes = images["stripes-1"]
-    for row, column in ((0, 0), (19, 39), (20, 20), (59, 40)):
-        assert (board[:, row, column] == 255 * ((row // 20 + column // 20) % 2)).all()
-        assert (stripes[:, row, column] == 255 * (row // 20 % 2)).all()
+    for row, column in ((0, 0), (19, 39), (20, 20), (59, 40)):  # 3 squares or stripes a side
+        square = 255 * ((row // 20 + column // 20) % 2)
+        assert (images["checkerboard-1"][:, row, column] == square).all()
+        assert (images["stripes-1"][:, row, column] == 255 * (row // 20 % 2)).all()
     gradient = images["gradient-0"][0]  # brighter towards the right
     assert (gradient == gradient[0]).all() and (gradient[0].diff() > 0).all()
-    assert images["uniform_noise-0"].mean() == pytest.approx(127.5, abs=3)
-    assert images["uniform_noise-0"].std() == pytest.approx(255 / 12**0.5, abs=2)
-    noise = images["gaussian_noise-0"]
-    assert noise.mean() == pytest.approx(127.5, abs=3) and noise.std() == pytest.approx(61, abs=2)
-    assert noise.flatten(1).corrcoef()[0, 1].abs() < 0.1
+    for kind, std in (("uniform_noise-0", 255 / 12**0.5), ("gaussian_noise-0", 61)):
+        assert images[kind].mean() == pytest.approx(127.5, abs=3)
+        assert images[kind].std() == pytest.approx(std, abs=2)
+        assert images[kind].flatten(1).corrcoef()[0, 1].abs() < 0.1
 
 
 # ---- Several processes ---------------------------------------------------------------------
@@ -1325,4 +1322,5 @@ def test_dirty_glyphs_are_clean_ones_and_blends():
 def test_presets_name_sets_that_exist(name):
     known = {*data.SOURCES, *data.EMBEDDED, *data.TEXTS, *data.MOLECULES}
     for preset in importlib.import_module(name).PRESETS.values():
-        assert set(preset.get("ood", [])) <= known
+        for ood in preset.get("ood", []):
+            assert set(ood.split("+")) <= known
