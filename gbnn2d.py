@@ -1235,7 +1235,7 @@ PRESETS = {
                    mc=20, ood=[]),
     # Your own network: a few careful epochs, or its last layer alone.
     "pretrained": dict(SMALL, width=1.0, epochs=5, stoch_epochs=2, final_epochs=2, batch_size=32,
-                       lr=0.01, k0=256, augment=True, mc=10),
+                       lr=0.01, k0=6000, augment=True, mc=10),
     "frozen": dict(epochs=30, stoch_epochs=20, final_epochs=20, lr_rho=5e-2, lr_final=0.03,
                    weight_decay=0.05, tau_w=1.0, k0=64, mc=20, augment=False),
 }
