@@ -1463,13 +1463,14 @@ def feature_set(path, like=None, *, labelled=True):
     """The Features of an .npz file as an ImageSet [N, D, 1, 1], which the Loader standardises.
 
     Mean and std are those of each feature in the file (std 1 where it is constant), or those of
-    the feature set `like`, to whose classes all labels belong; unless `labelled`, they are -1 where
-    they do not, or are absent.
+    the feature set `like`, to whose classes all labels belong; unless `labelled`, those that do
+    not, or are absent, are -1.
     """
     name = set_name(str(path))
     if like is not None:
         if not isinstance(like, ImageSet) or not like.is_features:
-            raise UserError(f"{path}: features cannot be compared with {like.name}, which has none")
+            raise UserError(f"{path}: features cannot be compared with {like.name}, which has "
+                            "none")
         features = read_features(path, like.shape[0], classes=like.classes)
         labels = features.labels.where(features.labels < like.num_classes, -1)
         if labelled and (labels < 0).any():
