@@ -837,7 +837,8 @@ def add_run_options(parser):
         help="show the options, with the defaults of the chosen data set")
     add("--runs", type=at_least(1), default=1,
         help="number of repetitions with other seeds, for mean and standard error")
-    add("--predict", metavar="SET", help="write predictions.csv for a data set or folder:PATH")
+    add("--predict", metavar="SET", help="write predictions.csv for a data set, "
+        "folder:PATH or nonsense (patterns and noise)")
     add("--data-dir", default="data", help="data directory; missing sets are downloaded to it")
     add("--out-dir", default="runs", help="results are written to OUT_DIR/<script>/<name>/")
     add("--name", help="name of the run directory, otherwise made from the options; --eval --name "

@@ -1276,7 +1276,8 @@ def parse_args(argv=None):
     add("--augment", action=flag, default=False,
         help="use random crops and flips (published code: only for CIFAR)")
     add("--ood", "--ood_dataset", nargs="*", metavar="NAME", default=["svhn"],
-        help="out-of-distribution sets; folder:PATH is a folder of images")
+        help="out-of-distribution sets; folder:PATH is a folder of images, nonsense are patterns "
+        "and noise")
     add("--shrinkage", action=flag, default=False,
         help="shrink the covariances (Ledoit and Wolf), for few examples per class")
     add("--density-quantile", type=between(0, 1), default=0.01,
@@ -1338,6 +1339,9 @@ def check_options(args):
     if (pretrained or args.model == "lenet") and (args.sn or args.mod) and not args.load:
         raise UserError(f"--model {args.model} has neither spectral normalisation nor -mod; "
                         "add --no-sn --no-mod")
+    if pretrained and args.active_learning:
+        raise UserError("--active-learning trains networks from scratch: choose another --model than "
+                        f"{args.model}")
     if args.load and args.model not in PUBLISHED_LAYERS:
         raise UserError(f"--load: choose --model {', '.join(PUBLISHED_LAYERS)}")
 

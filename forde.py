@@ -1189,7 +1189,8 @@ def parse_args(argv=None):
     add("--features", nargs=2, metavar="NPZ", help="training and test file of --dataset features, "
         "with 'features' [N, D] and 'labels' [N]; --ood and --predict then take such files, too")
     add("--ood", nargs="*", metavar="NAME", default=[],
-        help="out-of-distribution sets; folder:PATH is a folder of images")
+        help="out-of-distribution sets; folder:PATH is a folder of images, nonsense are patterns "
+        "and noise")
     add("--shift", choices=["none", "computed", "published"], default="published",
         help="corrupted test sets: computed here, or published files such as CIFAR-10-C")
     add("--shift-examples", type=at_least(0), metavar="N", default=0,

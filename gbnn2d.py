@@ -1303,7 +1303,8 @@ def parse_args(argv=None):
     add("--mc", type=at_least(1), default=30,
         help="number of draws of the weights in a prediction (published: 30 to 60)")
     add("--ood", nargs="*", metavar="NAME", default=["svhn"],
-        help="out-of-distribution sets; folder:PATH is a folder of images")
+        help="out-of-distribution sets; folder:PATH is a folder of images, nonsense are patterns "
+        "and noise")
     add("--load", metavar="FILE", help="evaluate a compressed network on its data set: a file "
         "seedN-compressed.pt of a run directory, or 2DGBNNs.pth of the published code")
     args = parser.parse(argv)

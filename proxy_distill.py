@@ -1182,7 +1182,8 @@ def parse_args(argv=None):
     add("--student-path", metavar="FILE",
         help="evaluate a trained student, student_*.pt or a Lightning checkpoint")
     add("--ood", nargs="*", default=[], metavar="NAME",
-        help="out-of-distribution sets; folder:PATH is a folder of images")
+        help="out-of-distribution sets; folder:PATH is a folder of images, nonsense are patterns "
+        "and noise")
     add("--shift", choices=["none", "computed", "published"], default="none",
         help="also evaluate the test set under corruptions: computed ones, or the published files "
         "of CIFAR-10-C, CIFAR-100-C, TinyImageNet-C and ImageNet-C")
