@@ -1415,6 +1415,7 @@ MISUSE = {
     f"{LEARN_FAST} --max-training-samples 10": "samples 10",
     f"{LEARN_FAST} --max-training-samples 9001": "9001",
     "--dataset dirty_glyphs --ood folder:x/glyphs_ambiguous": "rename the set",
+    "--active-learning random --model torchvision/resnet18": "from scratch",
     "--active-learning no_name": "no_name", "--coeff 0": "--coeff", "--ensemble 0": "--ensemble",
     "--dataset tiny_imagenet --model lenet --no-sn --no-mod": "--model lenet fails on images"}
 # Words of the published commands are answered with ours.
