@@ -982,7 +982,8 @@ def digest(net):
     """A hexadecimal digest of the weights and buffers of a network."""
     content = hashlib.sha256()
     for tensor in net.state_dict().values():
-        content.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+        flat = tensor.cpu().flatten().clone(memory_format=torch.contiguous_format)
+        content.update(flat.view(torch.uint8).numpy())
     return content.hexdigest()
 
 
@@ -1048,7 +1049,7 @@ class Run:
     def _lock(self):
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.dir / ".lock", "a")  # locked while this object exists
+            self.lock = open(self.dir / ".lock", "a")  # locked until `report` closes it
             if fcntl:
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             patterns = RUN_FILES if self.args.fresh else RUN_FILES[:1]
@@ -1189,6 +1190,7 @@ class Run:
             print(f"\n{text}\n", flush=True)
             if self.writable:
                 print(f"results, pictures and log files are in {self.dir}", flush=True)
+                self.lock.close()
 
         on_main(store)
         return rows

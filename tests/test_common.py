@@ -577,6 +577,8 @@ def test_a_digest_changes_with_every_weight_and_buffer():
         tensor.view(-1)[-1] += 1
         digests.add(common.digest(net))
     assert len(digests) == 1 + len(net.state_dict())
+    net[0].weight = nn.Parameter(torch.ones(3, 2)[:1, :1].T)  # one number, of stride 2
+    assert common.digest(net) not in digests
 
 
 # ---- Runs ---------------------------------------------------------------------------------------

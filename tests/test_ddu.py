@@ -3,7 +3,6 @@ time, Gaussians by NumPy, SciPy and scikit-learn; and its runs end to end."""
 
 import copy
 import csv
-import gc
 import math
 import os
 import re
@@ -863,7 +862,6 @@ def story(few_rows, tmp_path_factory):
     out = tmp_path_factory.mktemp("story")
     options = ["--out-dir", str(out), "--width", "0.1", "--epochs", "4", "-b", "64", *CPU]
     rows = ddu.main(options)
-    gc.collect()  # matplotlib keeps frames, and with them the lock of the directory
     return options, out / "ddu" / "dirty_glyphs-resnet18-sn3-w0.1-seed1", rows
 
 
@@ -1273,7 +1271,6 @@ def test_active_learning_resumes_and_does_not_reuse_other_options(few, tmp_path,
     options = [*few, "density", "random", "--runs", "2"]
     folder = tmp_path / "runs" / "ddu" / "run"
     rows = ddu.main([*options, "--plot"])
-    gc.collect()  # matplotlib keeps frames, and with them the lock of the directory
     results = strict_json(folder / "results.json")
     assert results["sizes"] == [8, 10, 12] and results["rows"] == rows and len(rows) == 4
     labelled = []

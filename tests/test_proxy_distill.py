@@ -1,7 +1,6 @@
 """proxy_distill.py against textbook forms, mpmath and brute force; its files; its runs."""
 
 import csv
-import gc
 import itertools
 import json
 import math
@@ -730,7 +729,6 @@ def test_the_whole_study_and_its_evaluation(small, images, tmp_path, capsys, mon
     options = small(f"run --losses {' '.join(pd.LOSSES)} --shift computed --shift-examples 4 "
                     f"{MIMO} --predict folder:{images}/own/test --plot")
     rows = pd.main(options)
-    gc.collect()  # a picture leaves frames behind, and with them the lock of the Run
     root = tmp_path / "proxy_distill/run"
     said, table = capsys.readouterr().out.split("\n\n", 1)
     # Of students, which see no labels, the log tells what shows a collapse.
@@ -773,7 +771,6 @@ def test_the_whole_study_and_its_evaluation(small, images, tmp_path, capsys, mon
     odd = f"folder:{images}/imagenet-o/n02"  # files in no folder of a class: no labels
     for more in (["--eval", "--predict", odd], []):
         again = pd.main(options + more)
-        gc.collect()
         assert same_rows(again, rows, rel=1e-3, abs=1e-4)
     assert kept == checkpoints(root)
     # The predictions are those of the last student, and beside them the ensemble's.
