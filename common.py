@@ -1454,15 +1454,17 @@ def draw_histories(histories):
         for row in history:
             names |= row
     metrics = [name for name in names if name not in ("epoch", "seconds", "lr")]
-    figure, _ = make_figure(1, len(metrics), figsize=(4 * len(metrics), 3))
+    height = 3 + len(histories) / 15  # with the legend
+    figure, _ = make_figure(1, len(metrics), figsize=(4 * len(metrics), height))
     for panel, metric in zip(figure.axes, metrics):
         panel.set_prop_cycle(color=colours(len(histories)))
         for name, history in histories.items():
             epochs = [row["epoch"] for row in history]
             panel.plot(epochs, [row.get(metric) for row in history], ".-", label=name)
         panel.set(xlabel="epoch", title=metric)
-    if len(histories) <= len(COLOURS):
-        figure.axes[0].legend(frameon=False)
+        panel.ticklabel_format(useOffset=False)
+    lines, names = panel.get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 

@@ -32,6 +32,7 @@ from conftest import (CPU, REPO, SCRIPTS, Child, assert_same_checkpoints, free_p
 from PIL import Image
 from scipy.stats import entropy, sem
 from torch import nn
+from torchvision import models
 
 import common
 from common import UserError
@@ -1336,7 +1337,8 @@ def test_the_commands_of_the_pages_and_the_docstring_parse(name, tmp_path, monke
 
 def test_the_files_of_the_pages_commands_exist():
     for line in page_commands("README.md") + page_commands("tests/RESULTS.md"):
-        for script in re.findall(r"(?:python|torchrun)\b.*?([\w/]+\.py)\b", line.split("#")[0]):
+        command = line.split("#")[0]
+        for script in re.findall(r"(?:python|torchrun)\b.*?(?<![$\w])([\w/]+\.py)\b", command):
             assert script == "mine.py" or (REPO / script).exists(), line
     for file in ("README.md", "tests/RESULTS.md"):
         text = (REPO / file).read_text()
@@ -1346,7 +1348,7 @@ def test_the_files_of_the_pages_commands_exist():
 
 def test_the_front_door_is_short():
     lines = (REPO / "README.md").read_text().splitlines()
-    assert len(lines) <= 140 and max(map(len, lines)) <= 200
+    assert len(lines) <= 180 and max(map(len, lines)) <= 120
 
 
 def write_images(folder):
@@ -1358,27 +1360,47 @@ def write_images(folder):
 
 
 def test_the_readmes_example_of_own_data_runs(tmp_path):
-    """As it stands there, with ddu.py, common.py and data.py beside it."""
+    """With ddu.py, common.py and data.py beside it, small images and one epoch."""
     for part in ("images/train/cat", "images/train/dog", "images/test/cat", "images/test/dog",
                  "new_images"):
         write_images(tmp_path / part)
     for file in ("ddu.py", "common.py", "data.py"):
         shutil.copy(REPO / file, tmp_path)
+    # The weights of ImageNet, as if they had been downloaded: random ones here.
+    name = Path(models.ResNet18_Weights.DEFAULT.url).name
+    weights = tmp_path / "torch/hub/checkpoints" / name
+    weights.parent.mkdir(parents=True)
+    torch.save(models.resnet18().state_dict(), weights)
     [example] = [block for block in blocks() if "new_images" in block]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1",
+    assert example.count("torchvision/resnet18") == 2
+    example = example.replace("folder:images", "folder:images --epochs 1 --no-plot")
+    example = example.replace("resnet18", "resnet18 --image-size 32")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_HOME": str(tmp_path / "torch"),
                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-euc", example], cwd=tmp_path, env=environment,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    [file] = tmp_path.glob("runs/ddu/images-*/predictions.csv")
-    header, *lines = file.read_text().splitlines()
+    header, *lines = (tmp_path / "runs/ddu/tuned/predictions.csv").read_text().splitlines()
     assert len(lines) == 10
-    readme = (REPO / "README.md").read_text()
-    assert all(f"`{column}`" in readme for column in header.split(","))
+    [explained] = [block for block in blocks() if "density_percentile" in block]
+    names = [line.split()[0] for line in explained.splitlines()]
+    assert header.split(",") == ["file"] + names
+
+
+def test_the_readmes_comparison_of_scripts_parses(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    [example] = [block for block in blocks() if "$script" in block]
+    [shared] = re.findall(r'OPTIONS="(.*)"', example)
+    [scripts] = re.findall(r"for script in (.*?);", example)
+    commands = [f"{script} {shared} --freeze" for script in scripts.split()]
+    [own] = re.findall(r"python forde.py \$OPTIONS (.*?)#", example)
+    for command in commands + [f"forde {shared} {own}"]:
+        name, *words = command.split()
+        assert importlib.import_module(name).parse_args(words).name == "images"
 
 
 def test_the_readmes_network_of_ones_own_runs(tmp_path):
-    [code] = blocks(language="python")
+    [code] = [block for block in blocks(language="python") if "common.launch" in block]
     (tmp_path / "mine.py").write_text(code)
     command = [sys.executable, "mine.py", "--model", "mine", "--dataset", "glyphs", "--epochs", "1",
                "--limit-train", "300", "--ood", "--no-plot"]
