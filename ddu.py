@@ -18,7 +18,9 @@ Usage:
   python ddu.py --dataset folder:images --model torchvision/resnet18   # your images and network
   python ddu.py --features train.npz --score test.npz ood.npz          # your own features
 
-Expected (more in tests/RESULTS.md): to be measured.
+Expected (more in tests/RESULTS.md): `python ddu.py --runs 3`: AUROC of letters against digits and
+  blends of digits 0.966 +- 0.005 by the density, 0.721 +- 0.017 by the softmax entropy; of blends
+  against digits 0.914 +- 0.007 and 0.995 +- 0.001 (mean +- standard error, n = 3).
 
 Differences from the published code (github.com/omegafragger/DDU, commit f597744), "there":
   - -sn and -mod are on by default (there, off). Milestones scale with --epochs (there, 150 and
