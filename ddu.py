@@ -1167,6 +1167,9 @@ def label_step_by_step(acquisition, pool, sizes, seed, args, run):
 
 def run_active_learning(args):
     """--active-learning: compare acquisition functions on one pool and first set of labels."""
+    if args.model.startswith("torchvision/"):
+        raise UserError("--active-learning trains networks from scratch: choose another --model than "
+                        f"{args.model}")
     pool = active_learning_pool(args)
     check_network(pool.images, args)
     # Here the options of the evaluation, too, change what is labelled.
@@ -1341,9 +1344,6 @@ def check_options(args):
     if (pretrained or args.model == "lenet") and (args.sn or args.mod) and not args.load:
         raise UserError(f"--model {args.model} has neither spectral normalisation nor -mod; "
                         "add --no-sn --no-mod")
-    if pretrained and args.active_learning:
-        raise UserError("--active-learning trains networks from scratch: choose another --model than "
-                        f"{args.model}")
     if args.load and args.model not in PUBLISHED_LAYERS:
         raise UserError(f"--load: choose --model {', '.join(PUBLISHED_LAYERS)}")
 
