@@ -96,15 +96,6 @@ def plain_conv(x, weight, stride=1):
     return F.conv2d(out, weight, None, stride)
 
 
-def plain_norm(h, weight, bias):
-    def each(t):
-        return t[:, None, None]
-
-    mean = h.mean((0, 2, 3))
-    var = h.square().mean((0, 2, 3)) - mean.square()
-    return each(weight) * (h - each(mean)) / each(var + 1e-5).sqrt() + each(bias)
-
-
 def plain_network(net, x):
     """The logits of a residual network in training mode, from its parameters by name."""
     backbone, head = net
@@ -117,7 +108,7 @@ def plain_network(net, x):
         return plain_conv(h, p[f"{at}.weight"], stride)
 
     def norm(h, at):
-        return plain_norm(h, p[f"{at}.weight"], p[f"{at}.bias"])
+        return F.batch_norm(h, None, None, p[f"{at}.weight"], p[f"{at}.bias"], True)
 
     x = conv(x, 0)
     if basic:
@@ -139,7 +130,7 @@ def plain_network(net, x):
     return x.mean((2, 3)) @ head.weight.T + head.bias
 
 
-@pytest.mark.parametrize("model", ["resnet9", "preact_resnet18", "wrn_16_4"])
+@pytest.mark.parametrize("model", ["resnet9", "preact_resnet18"])
 def test_networks_are_those_written_out_to_their_second_derivatives(model):
     [net] = ensemble(options(model=model, members=1))
     batch = make_batch()
@@ -150,25 +141,12 @@ def test_networks_are_those_written_out_to_their_second_derivatives(model):
                                      materialize_grads=True, allow_unused=True)
         results.append((logits, g, second))
     assert all(relative(own, right) < 1e-9 for own, right in zip(*results))
-    with torch.no_grad():
-        constant = forde.input_gradient(net, batch.images, batch.labels)
-    for own, live in zip(constant, results[0]):
-        assert torch.equal(own, live) and live.requires_grad and not own.requires_grad
 
 
 def eased(layer):
     """The layer in float64, as `make_network` leaves it."""
     forde.ease_second_derivatives(nn.Sequential(layer))
     return layer.double()
-
-
-@pytest.mark.parametrize("size", [(8, 8), (7, 10), (1, 2)])
-@pytest.mark.parametrize("stride", [1, 2])
-def test_same_padding_is_xlas(stride, size):
-    x = double(2, 2, *size)
-    for layer in (forde.SameConv2d(2, 3, stride), nn.Conv2d(2, 3, 1, stride, bias=False)):
-        own = eased(layer)
-        assert relative(own(x), plain_conv(x, own.weight, stride)) < 1e-13
 
 
 def derivatives(forward, x, parameters):
@@ -202,15 +180,13 @@ def test_eased_layers_differentiate_as_torchs_do(make, size):
     assert_same_derivatives(make(), double(2, 2, *size))
 
 
-@pytest.mark.parametrize("weights", ["random", "one is zero"])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("shape", [(5, 3), (5, 3, 4, 6)])
-def test_batch_norm_differentiates_as_torchs_does(shape, training, weights):
+def test_batch_norm_differentiates_as_torchs_does(shape, training):
     norm = nn.BatchNorm1d(3) if len(shape) == 2 else nn.BatchNorm2d(3)
     for values in (norm.weight, norm.bias, norm.running_mean):
         values.data.normal_()
-    if weights == "one is zero":
-        norm.weight.data[1] = 0
+    norm.weight.data[1] = 0
     assert_same_derivatives(norm.train(training), 2 * double(*shape) + 1)
 
 
@@ -224,30 +200,6 @@ def test_layers_without_an_eased_form_are_left_alone():
         eased(nn.BatchNorm1d(2))(double(1, 2))
 
 
-def norm_of_a_share(shapes):
-    """Derivatives of batch norm in this process: of its rows of x, added up over the processes."""
-    common.start("cpu")
-    found = []
-    for shape in shapes:
-        torch.manual_seed(0)
-        norm = eased(nn.BatchNorm2d(3) if len(shape) == 4 else nn.BatchNorm1d(3))
-        norm.weight.data.normal_()
-        x = double(*shape).tensor_split(common.world_size())[common.rank()]
-        y, by_x, *sums, g, of_g, by_w, by_b = derivatives(norm, x, list(norm.parameters()))
-        found += [torch.cat(common.gather_objects(t.detach())) for t in (y, by_x, g, of_g)]
-        found += [common.all_reduce(t.clone()) for t in (*sums, by_w, by_b)]
-        found += [norm.running_mean, norm.running_var]
-    return found
-
-
-def test_batch_norm_of_two_processes_is_that_of_one(ranks):
-    """Second derivatives, too; the processes have three and two examples."""
-    shapes = [(5, 3, 4, 6), (5, 3)]
-    one = norm_of_a_share(shapes)
-    for own in ranks(norm_of_a_share, shapes):
-        assert all(relative(a, b) < 1e-12 for a, b in zip(own, one, strict=True))
-
-
 @pytest.mark.parametrize("layer", [forde.SameConv2d(2, 2), nn.BatchNorm2d(2)])
 def test_no_wrong_second_derivative_by_weights(layer):
     layer = eased(layer)
@@ -257,8 +209,8 @@ def test_no_wrong_second_derivative_by_weights(layer):
 
 
 @pytest.mark.parametrize("model, classes, side, parameters, tensors", [
-    ("resnet18", 10, 32, 11_173_962, 62), ("resnet18", 100, 32, 11_220_132, 62),
-    ("preact_resnet18", 200, 64, 11_269_640, 56), ("wrn_16_4", 10, 32, 2_748_890, 44)])
+    ("resnet18", 100, 32, 11_220_132, 62), ("preact_resnet18", 200, 64, 11_269_640, 56),
+    ("wrn_16_4", 10, 32, 2_748_890, 44)])
 def test_parameter_counts(model, classes, side, parameters, tensors):
     net = forde.make_network(options(model=model, width=1.0), classes, (3, side, side))
     sizes = [p.numel() for p in net.parameters()]
@@ -287,43 +239,24 @@ def test_mlp_and_the_published_initialisation():
             assert (p == name.endswith("weight")).all(), name
 
 
-class Once(torch.autograd.Function):
-    """The identity, which has a first derivative, and no second one."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        return grad
-
-
-class OnceDifferentiable(nn.Module):
-    def forward(self, x):
-        return Once.apply(x)
-
-
 def test_a_network_of_ones_own_keeps_its_weights(tiny, tmp_path, monkeypatch):
     """Heads are drawn anew: members that start equal would stay equal. Layers that cannot be
     differentiated twice are refused before training."""
-    def build(args, shape, more=()):
+    def build(args, shape, first=nn.Identity):
         layer = nn.Linear(math.prod(shape), 9)
         nn.init.constant_(layer.weight, 0.01)
-        return [nn.Flatten(), layer, nn.Softplus(), nn.Dropout(0.1), *more], 9
+        return [first(2), nn.Flatten(), layer, nn.Softplus(), nn.Dropout(0.1)], 9
 
     monkeypatch.setitem(forde.NETWORKS, "mine", build)
-    monkeypatch.setitem(forde.NETWORKS, "once", partial(build, more=[OnceDifferentiable()]))
+    monkeypatch.setitem(forde.NETWORKS, "once", partial(build, first=nn.CrossMapLRN2d))
     nets = forde.make_ensemble(options(model="mine"), 1, CLASSES, (3, SIDE, SIDE))
-    heads = [net[1].weight for net in nets]
-    assert all((net[0][1].weight == 0.01).all() for net in nets)
-    assert not any(torch.equal(a, b) for a, b in itertools.combinations(heads, 2))
-    run = ["--methods", "forde_pca", "--limit-steps", 1, "--model"]
+    assert all((net[0][2].weight == 0.01).all() for net in nets)
+    assert not any(torch.equal(a[1].weight, b[1].weight)
+                   for a, b in itertools.combinations(nets, 2))
+    run = ["--methods", "forde_pca", "--model"]
     assert "differentiated twice" in refusal(tiny, *run, "once")
     assert "must be trained" in refusal(tiny, *run, "mine", "--epochs", 0)
     assert not [*tmp_path.glob("forde/*")]
-    assert tiny(*run, "mine")["forde_pca", "glyphs"]["disagreement"] > 0
 
 
 def test_a_pretrained_network_keeps_its_weights(tiny, tmp_path):
@@ -381,8 +314,8 @@ def gradient_of(function, g):
 
 
 @pytest.mark.parametrize("eps, spread", [(1e-24, 1.0), (0.5, 1.0), (1e-24, 1e-5)])
-@pytest.mark.parametrize("members", [2, 3, 4])
-@pytest.mark.parametrize("kept", [None, 5, 12])
+@pytest.mark.parametrize("members", [2, 3])
+@pytest.mark.parametrize("kept", [None, 5])
 def test_repulsion_is_the_loops(kept, members, eps, spread):
     """At the small spread the floor of the bandwidth counts; the lengths of gradients never do."""
     a, g = None if kept is None else double(12, kept), particles(members, spread=spread)
@@ -396,9 +329,8 @@ def test_repulsion_is_the_loops(kept, members, eps, spread):
         assert again == pytest.approx(value, rel=1e-9) and relative(scaled * scales, grad) < 1e-9
 
 
-@pytest.mark.parametrize("length", [0.0, 1.0])
-@pytest.mark.parametrize("members", [2, 3, 10])
-def test_equal_or_zero_members_are_at_the_maximum_without_a_force(members, length):
+@pytest.mark.parametrize("length, members", [(0.0, 2), (1.0, 10)])
+def test_equal_or_zero_members_are_at_the_maximum_without_a_force(length, members):
     """Those that are nearly equal keep the digits of their distances."""
     value, grad = gradient_of(repulsion, length * particles(1).repeat(members, 1, 1))
     assert value == pytest.approx(members * math.log(members) / 4, rel=1e-12)
@@ -421,7 +353,7 @@ def test_rows_without_length_are_constants_and_change_no_other(length):
         assert relative(grad, torch.where(dead, 0, right_grad)) < 1e-9
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.4, 1.0])
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
 def test_metric_is_a_root_of_the_inverse_covariance(alpha):
     vectors, values = random_basis(7)
     u, lam = vectors.numpy(), np.diag(values)
@@ -438,7 +370,7 @@ def plain_rbf(points):
     return sum(torch.log(sum(torch.exp(-v / h) for v in row)) for row in d)
 
 
-@pytest.mark.parametrize("members", [2, 3, 4, 5])
+@pytest.mark.parametrize("members", [2, 5])
 def test_rbf_repulsion_is_the_loops(members):
     """The gradient is autograd's, with a constant second argument and bandwidth."""
     right, right_grad = gradient_of(plain_rbf, double(members, 7))
@@ -494,9 +426,9 @@ class Case:
         return out, [p.grad.clone() for p in self.nets.parameters()]
 
 
-@pytest.mark.parametrize("chunk", [0, 1, 2])
+@pytest.mark.parametrize("chunk", [0, 2])
 @pytest.mark.parametrize("changes", [
-    dict(), dict(alpha=0.0), dict(alpha=0.4), dict(grad_of="logprob", repulsion_coef=2.5),
+    dict(alpha=0.4), dict(grad_of="logprob", repulsion_coef=2.5),
     dict(method="function_rde", repulsion_coef=0.7), dict(method="lit", repulsion_coef=0.7),
     dict(alpha=0.0, model="mlp", width=1.0)], ids=str)
 def test_a_step_is_that_of_the_loops(changes, chunk):
@@ -512,8 +444,6 @@ def test_a_step_is_that_of_the_loops(changes, chunk):
     (total, R, logits), without = this.step(chunk, "deep_ensemble")
     assert total.item() / BATCH == pytest.approx(loss.item(), rel=1e-12) and R == 0
     assert relative(without, alone) < 1e-9 and logits.shape[:2] == (this.args.members, BATCH)
-    forces = [[a - b for a, b in zip(both, alone)] for both in (grads, right)]
-    assert relative(*forces) < 1e-8
 
 
 def test_chunks_draw_the_dropout_masks_of_their_first_pass():
@@ -546,18 +476,6 @@ def test_published_initialisation_starts_at_the_maximum_without_a_force(chunk):
     assert all(torch.equal(a, b) for a, b in zip(grads, this.step(chunk, "deep_ensemble")[1]))
 
 
-def test_bf16_gives_finite_float32_gradients_near_the_right_ones():
-    this = Case(alpha=0.0, members=3, amp="bf16")
-    this.nets, this.batch = this.nets.float(), make_batch(this.batch.images.float())
-    (_, value, logits), grads = this.step()
-    this.args.amp = "off"
-    (_, exact, _), right = this.step()
-    assert logits.dtype == value.dtype == torch.float32
-    assert all(g.dtype == torch.float32 and g.isfinite().all() for g in grads)
-    assert value != exact and value.item() == pytest.approx(exact.item(), rel=0.05)
-    assert 0 < relative(grads, right) < 0.3
-
-
 def test_weight_repulsion_is_the_loops_over_n():
     args = options(repulsion_coef=0.7)
     nets = ensemble(args)
@@ -575,16 +493,13 @@ def test_learning_rate_table():
     for epoch, lr in table.items():
         for step in (0, 1, 389):  # constant within an epoch
             assert forde.learning_rate(390 * epoch + step, 390, options()) == pytest.approx(lr)
-    short = options(schedule="one_cycle", epochs=10)
-    cycle = [forde.learning_rate(step, 10, short) for step in range(100)]
-    assert max(cycle) == cycle[20] == pytest.approx(0.1)
-    assert [cycle[0], cycle[-1]] == pytest.approx([0.1 / 21, 0.1 / 80])
 
 
 # ---- Runs ---------------------------------------------------------------------------------------
 
 TINY = ("--model resnet9 --width 0.02 --members 3 --limit-train 76 -b 16 --epochs 2 --no-plot "
         "--device cpu --workers 0 --shift none --ood").split()
+MLP = ["--model", "mlp", "--hidden", 30]
 
 
 def keep_few(patch):
@@ -668,9 +583,22 @@ def test_the_story(story):
     # each of them, their mean
     assert len(rows) == 2 * (3 + 2) * (3 + 5 * (1 + 3) + 1)
     names = {path.name for path in folder.iterdir()}
-    assert {"shift.png", "results.csv", "training.png", "predictions.csv",
-            *(f"{m}-seed{s}.pt" for m in methods for s in (1, 2))} <= names
+    assert {"results.csv", *(f"{m}-seed{s}.pt" for m in methods for s in (1, 2))} <= names
     assert len([*folder.glob("basis-*.pt")]) == 2  # the seeds' validation sets differ
+    for name in ("shift.png", "training.png"):
+        pixels = np.asarray(Image.open(folder / name).convert("L"))
+        assert len(pixels) > 200 and 0.5 < (pixels > 250).mean() < 0.99
+    with open(folder / "predictions.csv") as file:  # a deep ensemble's columns come last
+        header, *lines = csv.reader(file)
+    assert len(lines) == 100 and header[1:3] == ["predicted", "confidence"]
+    assert header[6] == "predicted_forde_identity" and header[-1] == "epistemic_deep_ensemble"
+    by = {(row["method"], row["seed"], row["set"], row.get("against")): row for row in rows}
+    pairs = [key for key in by if key[0] == "forde_pca - deep_ensemble"]
+    assert len(pairs) == 2 * 24
+    for key in pairs:
+        own, base = by["forde_pca", *key[1:]], by["deep_ensemble", *key[1:]]
+        for metric in set(forde.COLUMNS) & own.keys():
+            assert by[key][metric] == pytest.approx(own[metric] - base[metric])
     for method in methods:
         own = [row for row in rows if row["method"] == method and row["seed"] == 1]
         pooled = [row for row in own if "severity" in row and "kind" not in row]
@@ -705,18 +633,6 @@ def test_the_story(story):
         assert relative(state[f"0.0.2.running_{name}"], value / (1 - 0.9 ** steps)) < 1e-5
 
 
-def test_the_storys_differences_are_paired(story):
-    _, rows, *_ = story
-    by = {(row["method"], row["seed"], row["set"], row.get("against")): row for row in rows}
-    pairs = [key for key in by if key[0] == "forde_pca - deep_ensemble"]
-    assert len(pairs) == 2 * 24
-    for key in pairs:
-        own, base = by["forde_pca", *key[1:]], by["deep_ensemble", *key[1:]]
-        for metric in set(forde.COLUMNS) & own.keys():
-            assert by[key][metric] == pytest.approx(own[metric] - base[metric])
-        assert "member_accuracy" not in by[key] and by[key]["n"] == own["n"]
-
-
 def plain_metrics(p, y):
     """Metrics of member probabilities p [M, N, K], float64."""
     mean, classes = p.mean(0), np.arange(p.shape[2])
@@ -740,26 +656,15 @@ def assert_metrics(row, p, y, tolerance):
         assert row[key] == expected, key
 
 
-@pytest.mark.parametrize("members, skill", [(1, 1.0), (3, 1.0), (4, -3.0), (2, 40.0)])
-def test_predictive_metrics(members, skill):
-    y, z = torch.randint(5, (60,)), 2 * double(members, 60, 5)
-    z[:, range(60), y] += skill
-    values = forde.predictive_metrics(z.log_softmax(2), y)
-    assert_metrics(values, z.softmax(2).numpy(), y.numpy(), 1e-9)
-
-
 def test_temperature_is_fitted_on_the_validation_set():
     y = torch.arange(200) % 5
-    outputs = [(3 * double(2, 200, 5)).log_softmax(2) for _ in range(2)]
-    sets = [forde.Outputs(log_probs, y, 0.1) for log_probs in outputs]
-    rows = forde.clean_rows("test", data.Sets(None, *sets, {}, None), 0.5,
-                            {"method": "lit", "seed": 1})
-    val, test = (log_probs.exp().mean(0).log() for log_probs in outputs)
-    temperature = common.fit_temperature(val, y)
-    assert rows[0]["temperature"] == pytest.approx(temperature, rel=1e-6)
-    scaled = F.cross_entropy(test / temperature, y).item()
-    assert rows[0]["nll_scaled"] == pytest.approx(scaled, rel=1e-6)
-    assert (rows[1]["set"], rows[1]["n"]) == ("val", 200)
+    val, test = (forde.Outputs((3 * double(2, 200, 5)).log_softmax(2), y, 0.1) for _ in range(2))
+    row, *_ = forde.clean_rows("test", data.Sets(None, val, test, {}, None), 0.5,
+                               {"method": "lit", "seed": 1})
+    temperature = common.fit_temperature(val.log_probs.exp().mean(0).log(), y)
+    assert row["temperature"] == pytest.approx(temperature, rel=1e-6)
+    scaled = F.cross_entropy(test.log_probs.exp().mean(0).log() / temperature, y).item()
+    assert row["nll_scaled"] == pytest.approx(scaled, rel=1e-6)
 
 
 def test_the_storys_evaluation_is_that_of_the_saved_members(story):
@@ -769,19 +674,15 @@ def test_the_storys_evaluation_is_that_of_the_saved_members(story):
     nets.load_state_dict(weights(out, "forde_pca", 2))
     test = data.load("glyphs", "test", limit=100)
     letters = data.match(data.load("glyphs_letters", "test", limit=100), test)
-    third = [data.corrupted(data.evenly(test, 5), kind, 3) for kind in [*data.CORRUPTIONS][:3]]
 
-    def unit(*sets):
-        images = torch.cat([s.images for s in sets]).double() / 255
-        return (images - test.mean[0]) / test.std[0]
+    def unit(own):
+        return (own.images.double() / 255 - test.mean[0]) / test.std[0]
 
     with torch.no_grad():
-        p, q, shifted = (torch.stack([net(x).softmax(1) for net in nets]).numpy() for x in (
-            unit(test), unit(letters), unit(*third)))
+        p, q = (torch.stack([net(unit(own)).softmax(1) for net in nets]).numpy()
+                for own in (test, letters))
     own = [row for row in rows if (row["method"], row["seed"]) == ("forde_pca", 2)]
     assert_metrics(own[0], p, test.labels.numpy(), 1e-5)
-    [row] = [row for row in own if row["set"] == "glyphs_c_s3"]
-    assert_metrics(row, shifted, torch.cat([s.labels for s in third]).numpy(), 1e-5)
     uncertainty = np.concatenate([entropy(r.mean(0), axis=1) - entropy(r, axis=2).mean(0)
                                   for r in (p, q)])
     auroc = roc_auc_score(np.repeat([0, 1], 100), uncertainty)
@@ -794,32 +695,12 @@ def test_the_storys_evaluation_is_that_of_the_saved_members(story):
         1 - F.cosine_similarity(*g).mean().item(), abs=1e-5)
 
 
-def test_predictions_of_several_methods_are_side_by_side(tiny, tmp_path):
-    """Of the first seed; a deep ensemble's columns come last, whatever the order of methods."""
-    run = ["--predict", "glyphs_letters", "--epochs", 1, "--limit-steps", 2, "--name", "a"]
-    tables = []
-    for more in (["--runs", 2, "--methods", "deep_ensemble", "lit"], ["--eval", "--methods", "lit"]):
-        tiny(*run, *more)
-        with open(tmp_path / "forde/a/predictions.csv") as file:
-            tables.append([*csv.DictReader(file)])
-    both, alone = tables
-    kinds = ["predicted", "confidence", "total", "aleatoric", "epistemic"]
-    assert [*both[0]] == ["index", *kinds, *(f"{kind}_deep_ensemble" for kind in kinds)]
-    assert len(both) == len(alone) == 100 and [*alone[0]] == ["index", *kinds]
-    assert all(row[kind] == other[kind] for row, other in zip(both, alone) for kind in kinds)
-
-
 def test_every_method_and_one_that_was_killed(tiny, tmp_path, monkeypatch):
     """Killed in the second step of the second method's second epoch: the same weights, bit for bit.
     All methods repel but the deep ensemble, and no two end alike."""
     every = ["--methods", *forde.METHODS, "--augment", "--val-fraction", 0.01, "--published-split",
-             "--limit-steps", 2]
-    calls, pca, load = [], forde.pca, data.load  # the latter has few test images
-    monkeypatch.setattr(forde, "pca", lambda moments: (calls.append("pca"), pca(moments))[1])
-    monkeypatch.setattr(data, "load", lambda name, split, *rest, **more: (
-        calls.append(split), load(name, split, *rest, **more))[1])
+             "--limit-steps", 2, *MLP]
     calm, real, steps = tiny(*every, "--name", "calm"), forde.learning_rate, []
-    assert sorted(calls) == ["pca", "test", "train"]  # each once, for all methods
 
     def killed(step, *rest):
         steps.append(step)
@@ -833,7 +714,6 @@ def test_every_method_and_one_that_was_killed(tiny, tmp_path, monkeypatch):
             tiny(*every, "--name", "again")
     assert steps[-1] == 3
     assert without_times(tiny(*every, "--name", "again")) == without_times(calm)
-    assert calls.count("pca") == 2  # the basis was kept
     folder = tmp_path / "forde"
     states = {m: weights(folder / "calm", m) for m in forde.METHODS}
     for method, state in states.items():
@@ -844,6 +724,9 @@ def test_every_method_and_one_that_was_killed(tiny, tmp_path, monkeypatch):
     # the prior of weight-RDE is divided by the number of examples
     R = 75 * history(folder / "calm", "weight_rde")[-1]["repulsion"]
     assert 3 * 0.2 < R < 3 * math.log(3)
+    for alpha, method in enumerate(("forde_identity", "forde_pca")):
+        tiny(*every, "--methods", "forde_tuned", "--alpha", alpha, "--name", f"{alpha}")
+        assert distance(weights(folder / f"{alpha}"), states[method]) < 1e-4
 
 
 def test_logged_repulsion_is_the_mean_of_the_steps_that_repel(tiny, tmp_path, monkeypatch):
@@ -857,7 +740,7 @@ def test_logged_repulsion_is_the_mean_of_the_steps_that_repel(tiny, tmp_path, mo
 
     monkeypatch.setattr(forde, "ensemble_step", watched)
     tiny("--epochs", 1, "--methods", "lit", "forde_identity", "--repulse-every", 3,
-         "--repulsion-coef", 5)
+         "--repulsion-coef", 5, *MLP)
     assert len(seen) == 2 * 4 and seen[4][1] == pytest.approx(3 * math.log(3) / 16)
     for method in ("lit", "forde_identity"):
         [row] = history(next(tmp_path.glob("forde/*")), method)
@@ -866,55 +749,29 @@ def test_logged_repulsion_is_the_mean_of_the_steps_that_repel(tiny, tmp_path, mo
 
 
 def test_one_basis_serves_all_seeds_and_other_runs(tiny, tmp_path, monkeypatch):
-    tiny("--methods", "forde_pca", "--val-fraction", 0, "--runs", 2, "--name", "a", "--epochs", 1)
+    run = ["--methods", "forde_pca", "--val-fraction", 0, "--limit-steps", 1, "--epochs", 1, *MLP]
+    tiny(*run, "--runs", 2, "--name", "a")
     [basis] = tmp_path.glob("forde/a/basis-*.pt")
     assert torch.load(basis, weights_only=True)["eigenvectors"].dtype == torch.float32
     monkeypatch.setattr(forde, "pca", lambda *_: pytest.fail("computed again"))
-    run = ["--methods", "forde_pca", "--val-fraction", 0, "--epochs", 1, "--basis", basis]
-    tiny(*run, "--name", "b")
+    tiny(*run, "--basis", basis, "--name", "b")
     for name in ("made_from", "net"):
         a, b = (torch.load(tmp_path / f"forde/{k}/forde_pca-seed1.pt", weights_only=True)[name]
                 for k in "ab")
         assert a == b if name == "made_from" else distance(a, b) == 0
-    for other in (["--limit-train", 50], ["--val-fraction", 0.5]):
-        text = refusal(tiny, *run, *other, "--name", "c")
-        assert "was not made from these training images" in text
+    text = refusal(tiny, *run, "--basis", basis, "--limit-train", 50, "--name", "c")
+    assert "was not made from these training images" in text
     assert not (tmp_path / "forde/c").exists() and not [*tmp_path.glob("forde/b/basis*")]
 
 
-def test_a_refused_start_leaves_nothing_that_the_next_command_meets(tiny, tmp_path, monkeypatch):
-    """The basis does not fit in memory, the network fails: another command may use the name."""
-    with monkeypatch.context() as patch:
-        patch.setattr(common, "device_memory", lambda device: 1e6)
-        with pytest.raises(UserError, match="basis of 784 inputs"):
-            tiny("--methods", "deep_ensemble", "forde_pca", "--name", "a")
-    with pytest.raises(UserError, match="cannot be differentiated|fails on"):
-        tiny("--methods", "forde_pca", "--name", "a", "--model", "mlp", "-b", 1)
+def test_a_basis_that_no_memory_holds_is_refused_first(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "device_memory", lambda device: 1e6)
+    assert "basis of 784 inputs" in refusal(tiny, "--methods", "deep_ensemble", "forde_pca")
     assert not [*tmp_path.glob("forde/*")]
-    tiny("--methods", "forde_identity", "--name", "a", "--epochs", 1)
-
-
-def test_options_that_are_another_method(tiny, tmp_path, monkeypatch):
-    in_float64(forde, monkeypatch.setattr)
-    some = ["--methods", "deep_ensemble", "forde_pca", "forde_identity", "weight_rde"]
-    runs = {"all": some, "chunks": [*some, "--chunk", 1],
-            "one": ["--methods", "forde_tuned", "--alpha", 1],
-            "zero": ["--methods", "forde_tuned", "--alpha", 0],
-            "rarely": ["--methods", "forde_identity", "--repulse-every", 100],
-            "weakly": ["--methods", "weight_rde", "--repulsion-coef", 0]}
-    for name, more in runs.items():
-        tiny("--name", name, "--epochs", 1, "--limit-steps", 3, *more)
-    # The first step is from a head of zeros, where nothing repels.
-    same = [("rarely", "forde_identity", "deep_ensemble"), ("one", "forde_tuned", "forde_pca"),
-            ("zero", "forde_tuned", "forde_identity"), ("weakly", "weight_rde", "deep_ensemble"),
-            *(("chunks", method, method) for method in some[1:])]
-    for name, method, other in same:
-        a, b = weights(tmp_path / f"forde/{name}", method), weights(tmp_path / "forde/all", other)
-        assert distance(a, b) < 1e-5, (name, method)
 
 
 def test_augmentation_is_of_training_alone(tiny, tmp_path):
-    run = ["--methods", "deep_ensemble", "--epochs", 1, "--limit-steps", 2, "--name"]
+    run = [*MLP, "--methods", "deep_ensemble", "--epochs", 1, "--limit-steps", 2, "--name"]
     rows = tiny(*run, "a", "--augment")
     assert without_times(tiny(*run, "a", "--no-augment", "--eval")) == without_times(rows)
     tiny(*run, "b", "--no-augment")
@@ -923,8 +780,9 @@ def test_augmentation_is_of_training_alone(tiny, tmp_path):
         tiny(*run, "c", "--lr", 1e38, "--limit-steps", 1)
 
 
-SPREAD = ["--augment --methods forde_pca forde_identity weight_rde function_rde lit",
-          "--chunk 1 --grad-of logprob --methods forde_tuned"]
+SPREAD = ["--members 2 --augment --methods forde_pca",
+          "--model mlp --hidden 30 --methods weight_rde function_rde lit",
+          "--model mlp --hidden 30 --chunk 1 --grad-of logprob --methods forde_tuned"]
 
 
 def few_in_float64(folder):
@@ -944,21 +802,10 @@ def test_two_processes_equal_one(ranks, tmp_path):
         for path in one.glob("*_*-seed1.pt"):
             a, b = (torch.load(p, weights_only=True)["net"] for p in (path, other / path.name))
             assert distance(b, a) < 1e-10, path.name
-        environment = json.loads((other / "results.json").read_text())["environment"]
-        assert environment["processes"] == 2
+        assert json.loads((other / "results.json").read_text())["environment"]["processes"] == 2
         for row, again in zip(rows, two[k], strict=True):
             assert row.keys() == again.keys()
             assert all(again[k] == pytest.approx(v, abs=1e-6) for k, v in row.items() if k != "ms")
-
-
-def test_more_processes_than_examples_is_refused(monkeypatch):
-    monkeypatch.setattr(common, "world_size", lambda: 30)
-    monkeypatch.setattr(common, "broadcast", lambda value: value)
-    monkeypatch.setattr(common, "gather_objects", lambda value: [value])
-    args = forde.parse_args([*TINY, "-b", "30", "--shift", "computed", "--shift-examples", "20"])
-    sets = forde.load_sets(args, 1)
-    with pytest.raises(UserError, match=r"20 example\(s\) cannot be distributed over 30 "):
-        forde.find_shift(sets.test, args)
 
 
 # ---- Features, toy, own data --------------------------------------------------------------------
@@ -989,67 +836,17 @@ def test_features_and_their_ood_set_of_other_classes(tiny, features, tmp_path):
 
 
 def test_the_toy(tiny, tmp_path):
-    short = "--model mlp --members 3 --epochs 1 -b 200 --width 1 --lr 0.02 --plot".split()
+    short = "--model mlp --members 2 --epochs 1 -b 200 --width 1 --lr 0.02 --plot".split()
     rows = tiny("--dataset", "toy_classification", *short,
                 without=["--ood", "--limit-train", "76", "--workers", "0"])
     test = rows["forde_identity", "toy_classification"]
     assert test["accuracy"] > 0.3 and test["n"] == 100
-    far = rows["forde_identity", "toy_classification", "far"]
-    assert far["epistemic_mean"] > 0 and far["n"] == 100
+    assert rows["forde_identity", "toy_classification", "far"]["epistemic_mean"] > 0
     [picture] = tmp_path.glob("**/toy.png")
     assert Image.open(picture).size[0] > 600
-    plane, sets = forde.toy_plane(), forde.load_toy()
-    assert torch.equal(plane[:2], torch.tensor([[-12.0, -12.0], [-12 + 24 / 119, -12.0]]))
+    sets = forde.load_toy()
     gaps = torch.cdist(sets.ood["far"].images.flatten(1), sets.train.images.flatten(1)).amin(1)
     assert gaps.min() > 3 and len(sets.train) == 10_000
-
-
-def write_images(folder, count, side):
-    folder.mkdir(parents=True)
-    for k in range(count):
-        pixels = np.random.default_rng(k).integers(0, 256, (side, side, 3), np.uint8)
-        Image.fromarray(pixels).save(folder / f"{k}.png", compress_level=1)
-
-
-def write_folder(folder, count, side=8):
-    for part, label in itertools.product(("train", "test"), "ab"):
-        write_images(folder / part / label, 4 * count if part == "train" else count, side)
-    return folder
-
-
-def test_own_images_and_ambiguous_digits(tiny, tmp_path, capsys):
-    """Files of more than 64 pixels are read when they are needed, but for the corrupted ones. `n`
-    is the number of examples of `set`, also against an OOD set of another size."""
-    own, odd = (write_folder(tmp_path / name, count, side=72) for name, count in (("own", 2),
-                                                                                ("odd", 3)))
-    rows = tiny("--dataset", f"folder:{own}/", "--image-size", 72, "--methods", "forde_identity",
-                "--shift", "computed", "--shift-examples", 3, "-b", 4, "--epochs", 1,
-                "--limit-steps", 2, "--ood", f"folder:{odd}")
-    assert rows["forde_identity", "own"]["n"] == rows["forde_identity", "own", "odd"]["n"] == 4
-    assert rows["forde_identity", "own_computed_c_s1"]["n"] == 3 * len(data.CORRUPTIONS)
-    assert [*tmp_path.glob("forde/own-resnet9-*")]
-    lines = [line for line in capsys.readouterr().out.splitlines() if "seed1: own_comp" in line]
-    nll = rows["forde_identity", "own_computed_c_s2"]["nll"]
-    assert len(lines) == 5 and "9 images" in lines[1] and f"{nll:.4f}" in lines[1]
-    rows = tiny("--dataset", "dirty_glyphs", "--shift", "computed", "--shift-examples", 3,
-                "--methods", "forde_pca", "--limit-steps", 1)
-    assert rows["forde_pca", "dirty_glyphs_computed_c"]["n"] == 5 * 3 * len(data.CORRUPTIONS)
-
-
-def test_published_corruptions_and_a_part_of_them(tiny, small_data, tmp_path, capsys):
-    """In the folders that the published scripts make."""
-    (tmp_path / "TinyImageNet").mkdir()
-    (tmp_path / "TinyImageNet/tiny-imagenet-200").symlink_to(small_data / "tiny-imagenet-200")
-    run = ["--dataset", "tiny_imagenet", "--data-dir", tmp_path, "--shift", "published",
-           "--methods", "forde_identity", "--limit-train", 16, "--epochs", 1]
-    assert tiny(*run)["forde_identity", "tiny_imagenet"]["n"] == 20
-    assert f"{tmp_path}/Tiny-ImageNet-C: not found; get it from https" in capsys.readouterr().out
-    for kind, severity, label in itertools.product(("fog", "snow"), range(1, 6), range(4)):
-        write_images(tmp_path / f"TinyImageNet/corrupt/{kind}/{severity}/n0000000{label}", 2, 64)
-    rows = tiny(*run)
-    assert rows["forde_identity", "tiny_imagenet_c_2of19_s5"]["n"] == 16
-    assert rows["forde_identity", "tiny_imagenet_c_2of19_snow_s5"]["n"] == 8
-    assert rows["forde_identity", "tiny_imagenet_c_2of19"]["n"] == 80
 
 
 def test_the_basis_is_numpys():
@@ -1065,33 +862,7 @@ def test_the_basis_is_numpys():
     assert (values >= 0).all() and (values.diff() <= 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_recipe_for_copying_on_gradients_in_float32(dtype):
-    X, g = torch.randn(40, 6).to(dtype), torch.randn(3, 5, 6)
-    A = forde.metric_root(*forde.pca(X.T @ X / 39))
-    R = forde.repulsion(forde.log_kernel(forde.unit_rows(g) @ A))
-    vectors, values, _ = np.linalg.svd(X.double().T.numpy() / 39 ** 0.5)
-    right = plain_repulsion(g.double(), torch.from_numpy(vectors * values))
-    assert R.dtype == torch.float32 and R.item() == pytest.approx(right.item(), rel=1e-4)
-
-
-def test_picture_has_error_bars_and_markers():
-    rows = [{**dict.fromkeys(forde.SHIFT_METRICS, 0.1 * s), "method": m, "seed": s, "set": name,
-             "accuracy": 0.5 + 0.1 * s} for m in ("lit", "weight_rde") for s in (1, 2)
-            for name in ("a", *(f"a_c_s{k}" for k in range(1, 6)))]
-    figures = {}
-    run = SimpleNamespace(save_figure=lambda figure, name: figures.update({name: figure}))
-    forde.plot_shift(rows, "a", "a_c", run)
-    panels = [axis.get_ylabel() for axis in figures["shift.png"].axes]
-    assert "epistemic uncertainty (nats)" in panels and len(panels) == 6
-    bars = figures["shift.png"].axes[0].containers
-    assert len(bars) == 2 and all(bar.has_yerr for bar in bars)
-    assert len({bar.lines[0].get_marker() for bar in bars}) == 2
-    assert np.allclose(bars[0].lines[0].get_ydata(), 0.65)
-    assert np.allclose(bars[0].lines[2][0].get_segments()[0][:, 1], [0.6, 0.7])
-
-
-def test_stratified_split_is_that_of_scikit_learn(tiny):
+def test_stratified_split_is_that_of_scikit_learn():
     labels = torch.randperm(2000, generator=torch.Generator().manual_seed(0)) % 10
     train, val = forde.stratified_split(labels)
     wanted = train_test_split(np.arange(2000), test_size=0.1, stratify=labels, random_state=88)
@@ -1099,10 +870,6 @@ def test_stratified_split_is_that_of_scikit_learn(tiny):
     labels = torch.tensor([0] * 25 + [1] * 9)  # no whole numbers: rounded down in each class
     train, val = forde.stratified_split(labels)
     assert labels[val].tolist() == [0, 0] and sorted([*train, *val]) == list(range(34))
-    args = forde.parse_args([*TINY, "--val-fraction", "0.1", "--published-split"])
-    first, second = (forde.load_sets(args, seed) for seed in (1, 2))
-    assert first.val.labels.bincount().tolist() == [100] * 10 and len(first.train) == 76
-    assert torch.equal(first.val.images, second.val.images)
 
 
 def test_gaussian_ring():
@@ -1112,8 +879,6 @@ def test_gaussian_ring():
         centre = torch.tensor([5 * math.cos(2 * math.pi / 5 * k), 5 * math.sin(2 * math.pi / 5 * k)])
         assert (group.mean(0) - centre).abs().max() < 0.07  # four standard errors
         assert (group.T.cov() - torch.eye(2)).abs().max() < 0.1
-    a, b, c = (forde.gaussian_ring(20, seed=seed)[0] for seed in (3, 3, 1))
-    assert torch.equal(a, b) and not (a == c).any()
 
 
 # ---- Options ------------------------------------------------------------------------------------
@@ -1122,27 +887,18 @@ def test_gaussian_ring():
 @pytest.mark.parametrize("argv, named", [
     ("--compile", "--compile"), ("--members 4 --chunk 3", "--chunk 3"),
     ("--dataset features --width 1", "--features"), ("--features a.npz b.npz", "--features"),
-    ("--val-fraction 0.00001", "validation"),
-    ("--shift published", "--shift published"), ("--ood far.npz", "far.npz"),
-    ("--predict gibberish", "gibberish"),
+    ("--shift published", "--shift published"), ("--shift-examples 3", "--shift-examples"),
     ("FEATURES --shift computed", "--shift none"), ("FEATURES --augment", "--no-augment"),
-    ("FEATURES --ood glyphs_letters", "glyphs_letters"), ("FEATURES --features a b", "found: a"),
-    ("FEATURES --val-fraction 0.1", "--val-fraction"),
-    ("--shift-examples 3", "--shift-examples"),
+    ("FEATURES --ood glyphs_letters", "glyphs_letters"),
     ("--val-fraction 0 --published-split", "--published-split"),
     ("--hidden 3", "--hidden"), ("--lr-ratio 0.1", "--lr-ratio"),
     ("--methods forde_pca --alpha 0.1", "--alpha"),
     ("--methods deep_ensemble --repulse-every 2", "--repulse-every"),
-    ("--members 1", "one particle cannot repel"), ("--freeze", "--dataset features"),
-    ("--weights none", "--weights has no effect"), ("--basis b.pt --methods lit", "--basis"),
+    ("--members 1", "one particle cannot repel"), ("--basis b.pt --methods lit", "--basis"),
     ("--basis b.pt --methods forde_pca", "b.pt cannot be read"),
-    ("--model torchvision/resnet18 --width 0.5 --weights none", "--width has no effect"),
     ("--model torchvision/resnet18 --weights none --epochs 0", "which must be trained"),
     ("--dataset dirty_glyphs --val-fraction 0.1 --published-split", "--published-split"),
-    *((f"TOY {option} 0.1", f"{option} has no effect") for option in (
-        "--ood", "--predict", "--val-fraction")),
-    *((f"TOY {option} 5", f"{option} has no effect") for option in (
-        "--limit-train", "--image-size", "--workers"))])
+    ("TOY --predict x", "--predict has no effect"), ("TOY --limit-train 5", "--limit-train has")])
 def test_misuse_is_refused_before_training(tiny, features, tmp_path, argv, named):
     without = TINY if argv.startswith("TOY") else ()
     argv = argv.replace("TOY", "--dataset toy_classification --device cpu")
@@ -1152,19 +908,13 @@ def test_misuse_is_refused_before_training(tiny, features, tmp_path, argv, named
 
 
 def test_presets_are_the_published_settings():
-    def resolved(*argv):
-        return vars(forde.parse_args([*argv, *CPU]))
-
     paper = dict(methods=["forde_pca"], members=10, model="resnet18", epochs=300, batch_size=128,
                  lr=0.1, lr_ratio=0.01, weight_decay=5e-4, schedule="published", width=1,
                  alpha=0.4, augment=True, shift="published", val_fraction=0, limit_train=None,
                  ood=["svhn", "cifar10"])
     cifar10 = dict(paper, alpha=0.2, ood=["svhn", "cifar100"])
     tiny = dict(paper, model="preact_resnet18", epochs=150, lr_ratio=0.001, ood=["svhn"])
-    for name, right in (("cifar100", paper), ("cifar10", cifar10), ("tiny_imagenet", tiny)):
-        assert right.items() <= resolved("--dataset", name).items()
-    for name, ood in (("mnist", "fashion_mnist"), ("fashion_mnist", "mnist")):
-        gray = dict(paper, augment=False, shift="computed", ood=[ood])
-        assert gray.items() <= resolved("--dataset", name).items()
-    own = resolved("--dataset", "folder:somewhere")
-    assert (own["ood"], own["epochs"], own["batch_size"]) == ([], 30, 16)
+    gray = dict(paper, augment=False, shift="computed", ood=["fashion_mnist"])
+    for name, right in (("cifar100", paper), ("cifar10", cifar10), ("tiny_imagenet", tiny),
+                        ("mnist", gray)):
+        assert right.items() <= vars(forde.parse_args(["--dataset", name, *CPU])).items()
