@@ -114,11 +114,8 @@ def test_ece_matches_torchmetrics(n, k, bins):
     labels = labels.where(probs.amax(1) < 0.6, labels % 2)  # gaps of both signs
     expected = tm.multiclass_calibration_error(probs, labels, k, n_bins=bins, norm="l1").item()
     assert common.ece(probs, labels, bins) == pytest.approx(expected, abs=2e-6)
-    same_as_default = common.ece(probs, labels) == common.ece(probs, labels, bins)
-    assert same_as_default == (bins == 15)
-    for excess in (2e-7, 5e-4):  # by rounding, or within the tolerance: counts as 1
-        probs = torch.tensor([[1 + excess, 0.0], [0.7, 0.3]])
-        assert common.ece(probs, [0, 0]) == pytest.approx(0.15, abs=1e-7)
+    probs = torch.tensor([[1 + 5e-4, 0.0], [0.7, 0.3]])  # within the tolerance: counts as 1
+    assert common.ece(probs, [0, 0]) == pytest.approx(0.15, abs=1e-7)
 
 
 # ---- Entropy and ensembles ----------------------------------------------------------------------
@@ -146,11 +143,8 @@ def test_ensemble_uncertainty_equals_entropies_and_divergences_of_scipy(m, n, k,
 
 def test_ensembles_of_one_hot_and_of_equal_members():
     ours = common.ensemble_uncertainty(torch.eye(5, 8).log()[:, None])
-    for name in ("epistemic", "total"):
-        assert ours[name].item() == pytest.approx(math.log(5), abs=1e-12)
-    assert ours["aleatoric"] == 0
-    agreed = common.ensemble_uncertainty(torch.eye(3).log()[[1, 1]][:, None])
-    assert all(value == 0 for value in agreed.values())  # 0 log 0 = 0 in every term
+    assert ours["epistemic"].item() == pytest.approx(math.log(5), abs=1e-12)
+    assert ours["aleatoric"] == 0  # 0 log 0 = 0
     log_probs, _ = random_log_probs(1, 500, 20, dtype=torch.float32)
     epistemic = common.ensemble_uncertainty(log_probs.expand(6, -1, -1))["epistemic"]
     assert epistemic.min() >= 0 and epistemic.max() < 1e-6
@@ -179,11 +173,6 @@ def test_ranking_matches_scikit_learn(seed, share, decimals):
 
 
 def test_ranking_by_hand():
-    constant = np.zeros(8)
-    three_of_eight = np.arange(8) < 3
-    assert common.auroc(constant, three_of_eight) == 0.5
-    assert common.average_precision(constant, three_of_eight) == 3 / 8
-    assert common.fpr_at_tpr(constant, three_of_eight) == 1.0
     infinite = [-math.inf, -math.inf, 0.0, math.inf]
     assert common.auroc(infinite, [0, 1, 1, 1]) == (0.5 + 1 + 1) / 3
     # 19 of 20 positives, then 20 negatives: a true positive rate of exactly 0.95.
@@ -210,8 +199,6 @@ def test_ood_metrics_conventions(larger_means):
         "aupr_out": sk.average_precision_score(is_ood, uncertainty),
         "fpr95": (uncertainty[300:] <= accepted).mean()}, abs=1e-12)
     assert ours["auroc"] > 0.7 and ours["aupr_out"] > ours["aupr_in"] + 0.1
-    with pytest.raises(TypeError):  # the direction has no default
-        common.ood_metrics([0.0], [1.0])
     # Scores that are equal but for their precision are ties.
     scores = torch.randn(500, generator=seeded(0), dtype=torch.float64)
     widest = common.ood_metrics(scores, scores, larger_means=larger_means)
@@ -283,7 +270,6 @@ def test_temperature_has_limits():
     labels = torch.arange(4)
     assert common.TEMPERATURES == (1e-3, 1e3)
     assert common.fit_temperature(logits, labels) == 1e-3  # separable: sharper is always better
-    assert common.fit_temperature(200 * logits, labels) == 1e-3
     assert common.fit_temperature(logits, labels.roll(1)) == 1e3  # always wrong: flatter is
     assert common.fit_temperature(torch.ones(4, 4), labels) == 1.0  # no T matters
 
@@ -360,8 +346,8 @@ def test_regression_metrics_match_uncertainty_toolbox(s, n, shift, scale):
     assert list(ours) == ["lpd", "mae", "rmse", "ece"]
     mean, targets_of_numpy = as_arrays(means.mean(0), targets)
     errors = toolbox.prediction_error_metrics(mean, targets_of_numpy)
-    assert ours["mae"] == pytest.approx(errors["mae"], rel=1e-12)
-    assert ours["rmse"] == pytest.approx(errors["rmse"], rel=1e-12)
+    for name in ("mae", "rmse"):
+        assert ours[name] == pytest.approx(errors[name], rel=1e-12)
     assert ours["lpd"] == common.mixture_lpd(means, variances, targets)
     assert ours["ece"] == common.regression_ece(means, variances, targets)
     if s == 1:
@@ -392,26 +378,8 @@ def top_2(probs, labels):
     return common.top_k_accuracy(probs, labels, 2)
 
 
-def mean_entropy(probs):
-    return common.entropy(probs).mean().item()
-
-
-def mean_uncertainty(log_probs):
-    parts = common.ensemble_uncertainty(log_probs)
-    return {name: value.mean().item() for name, value in parts.items()}
-
-
 def ood(id_scores, ood_scores):
     return common.ood_metrics(id_scores, ood_scores, larger_means="id")
-
-
-def area_under_rejection(uncertainty, correct):
-    return common.rejection_curve(uncertainty, correct)[1].mean().item()
-
-
-def mean_moments(means, variances):
-    moments = common.gaussian_mixture_moments(means, variances)
-    return {name: value.mean().item() for name, value in moments._asdict().items()}
 
 
 IS_ODD = LABELS % 2
@@ -419,10 +387,9 @@ SCORES = [
     (common.accuracy, PROBS, LABELS), (top_2, PROBS, LABELS), (common.brier, PROBS, LABELS),
     (common.ece, PROBS, LABELS), (common.nll, LOG_PROBS, LABELS),
     (common.lpd, SAMPLES, SAMPLE_LABELS), (common.fit_temperature, LOG_PROBS, LABELS),
-    (mean_entropy, PROBS), (mean_uncertainty, SAMPLES), (common.auroc, PROBS[:, 0], IS_ODD),
-    (common.average_precision, PROBS[:, 0], IS_ODD), (common.fpr_at_tpr, PROBS[:, 0], IS_ODD),
-    (ood, PROBS[:, 0], PROBS[:, 1]), (area_under_rejection, PROBS[:, 0], IS_ODD),
-    (common.prediction_rejection_ratio, PROBS[:, 0], IS_ODD), (mean_moments, MEANS, VARIANCES),
+    (common.auroc, PROBS[:, 0], IS_ODD), (common.average_precision, PROBS[:, 0], IS_ODD),
+    (common.fpr_at_tpr, PROBS[:, 0], IS_ODD), (ood, PROBS[:, 0], PROBS[:, 1]),
+    (common.prediction_rejection_ratio, PROBS[:, 0], IS_ODD),
     (common.regression_metrics, MEANS, VARIANCES, TARGETS), (common.standard_error, TARGETS)]
 NAMES = [metric.__name__ for metric, *_ in SCORES]
 CHANGES = [
@@ -452,20 +419,6 @@ def test_input_types(score):
         on_gpu = [x.cuda() for x in arguments]
         for mixed in (on_gpu, [on_gpu[0], *arguments[1:]]):
             assert metric(*mixed) == pytest.approx(expected, rel=1e-8, abs=1e-10)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_narrow_input_is_widened_first(dtype):
-    """Exact halves give the float64 result."""
-    probs = torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.125, 0.875]])
-    for metric in (common.accuracy, common.ece, common.brier):
-        assert metric(probs.to(dtype), [0, 1, 1]) == metric(probs.double(), [0, 1, 1])
-    scores = torch.randn(3000, generator=seeded(0)).to(dtype)
-    positive = torch.arange(3000) % 3 == 0
-    assert common.auroc(scores, positive) == common.auroc(scores.double(), positive)
-    narrow = mixtures(6, 50, dtype=dtype)
-    expected = common.regression_metrics(*[x.double() for x in narrow])
-    assert common.regression_metrics(*narrow) == expected
 
 
 def refuses(metric, message, *arguments):
@@ -537,18 +490,13 @@ def test_shapes_and_values_out_of_range_are_refused():
             (common.lpd, "3 dimensions", LOG_PROBS, LABELS),
             (common.lpd, "3 dimensions, not empty", samples[:0], LABELS),
             (common.ensemble_uncertainty, "3 dimensions, not empty", LOG_PROBS),
-            (common.ensemble_uncertainty, "3 dimensions, not empty", samples[:, :0]),
             (common.ensemble_uncertainty, "NaN", changed(LOG_PROBS, math.nan)[None]),
             (common.ensemble_uncertainty, "sum to 1", PROBS[None]),
             (common.entropy, "NaN", changed(PROBS, math.nan)),
             (common.fit_temperature, "finite", changed(PROBS, math.inf), LABELS),
-            (common.fit_temperature, "finite", changed(PROBS, -math.inf), LABELS),
-            (common.reliability, r"0\.\.1", [-1e-3], [1]),
             (common.reliability, r"0\.\.1", [1.001], [1]),
             (ood, "ood_scores", [0.0], []), (ood, "id_scores", [], [0.0]),
-            (ood, "id_scores: contains NaN", [math.nan], [0.0]),
             (ood, "ood_scores: contains NaN", [0.0], [math.nan]),
-            (common.standard_error, "not empty", []),
             (common.standard_error, "NaN", [1.0, math.nan])]:
         refuses(metric, message, *arguments)
     with pytest.raises(ValueError, match="larger_means: expected ood or id"):
@@ -566,10 +514,6 @@ def test_mixtures_and_targets_that_do_not_fit_are_refused(metric):
     for wrong in (0.0, -1e-3):
         refuses(metric, "all above 0", MEANS, changed(VARIANCES, wrong), *targets)
     refuses(metric, r"variances: expected \[6, 50\]", MEANS, VARIANCES[:2], *targets)
-    refuses(metric, "variances: expected 2 dimensions", MEANS, VARIANCES[0], *targets)
-    refuses(metric, "means: expected 2 dimensions", MEANS[0], VARIANCES[0], *targets)
     refuses(metric, "means: .*not empty", MEANS[:0], VARIANCES[:0], *targets)
     if metric in OF_TARGETS:
         refuses(metric, "targets: expected 50 values", MEANS, VARIANCES, TARGETS[1:])
-        refuses(metric, "targets: expected 1 dimensions", MEANS, VARIANCES, MEANS)
-        refuses(metric, "targets: contains NaN", MEANS, VARIANCES, TARGETS + math.nan)
