@@ -18,12 +18,10 @@ import data
 SMALL = "torchvision/shufflenet_v2_x0_5"
 # The smallest network of each family, the images that it takes, and its number of features.
 FAMILIES = [
-    ("alexnet", 64, 4096), ("convnext_tiny", 32, 768), ("densenet121", 32, 1024),
-    ("efficientnet_b0", 32, 1280), ("googlenet", 32, 1024), ("inception_v3", 75, 2048),
-    ("maxvit_t", 224, 512), ("mnasnet0_5", 32, 1280), ("mobilenet_v2", 32, 1280),
-    ("mobilenet_v3_small", 32, 1024), ("regnet_x_400mf", 32, 400), ("resnet18", 32, 512),
-    ("shufflenet_v2_x0_5", 32, 1024), ("swin_t", 32, 768), ("swin_v2_t", 32, 768),
-    ("vgg11", 32, 4096), ("vit_b_32", 32, 768)]
+    ("convnext_tiny", 32, 768), ("densenet121", 32, 1024), ("efficientnet_b0", 32, 1280),
+    ("googlenet", 32, 1024), ("inception_v3", 75, 2048), ("mobilenet_v3_small", 32, 1024),
+    ("regnet_x_400mf", 32, 400), ("resnet18", 32, 512), ("shufflenet_v2_x0_5", 32, 1024),
+    ("swin_t", 32, 768), ("vgg11", 32, 4096), ("vit_b_32", 32, 768)]
 
 
 def network(model=SMALL, weights="none", num_classes=5, shape=(3, 32, 32), **options):
@@ -55,8 +53,7 @@ def quick_weights(monkeypatch):
             return tensor.copy_(some.repeat(tensor.numel() // 9973 + 1)[:tensor.numel()]
                                 .view_as(tensor))
 
-    for name in ("kaiming_normal_", "kaiming_uniform_", "normal_", "trunc_normal_", "uniform_",
-                 "zeros_"):
+    for name in ("kaiming_normal_", "kaiming_uniform_", "normal_", "trunc_normal_", "uniform_"):
         monkeypatch.setattr(nn.init, name, fill)
 
 
@@ -78,7 +75,6 @@ def test_the_last_linear_layer_is_the_head_in_every_family(name, size, dim, quic
         assert features.shape == (2, dim)
         assert type(head) is nn.Linear and head.out_features == 5 and head.bias is not None
         assert torch.equal(head(features), built[0].eval()(images))
-        assert head(features).std() > 0
         assert backbone.train()(images).shape == (2, dim)  # no auxiliary outputs
 
 
@@ -87,8 +83,6 @@ def test_the_last_linear_layer_is_the_head_in_every_family(name, size, dim, quic
 def test_other_networks_are_refused_with_what_to_use(name):
     with pytest.raises(common.UserError, match="ends in a linear layer; use resnet18"):
         network(f"torchvision/{name}")
-    with pytest.raises(common.UserError, match="ends in a linear layer"):
-        data.preparation_of(f"torchvision/{name}", "DEFAULT")
 
 
 # ---- Files of weights ---------------------------------------------------------------------------
@@ -106,6 +100,8 @@ WRAPPINGS = {
     "backbone": lambda state: {"model": with_prefix(state, "model.backbone."), "lr": 0.1},
     "nested": lambda state: {"net": dict(state), "history": [{"loss": 1.0}]},
     "half": lambda state: {name: value.half() for name, value in state.items()},
+    "without counts": lambda state: {name: value for name, value in state.items()
+                                     if "num_batches" not in name},
 }
 
 
@@ -122,22 +118,13 @@ def test_a_state_dict_loads_in_its_usual_wrappings(kind, tmp_path):
     assert head.weight.dtype == torch.float32
 
 
-def test_files_with_versions_old_formats_and_auxiliary_classifiers(tmp_path):
-    # MNASNet refuses a state dict that has lost the versions of its layers.
-    state = nn.DataParallel(models.mnasnet0_5(num_classes=5)).state_dict()
-    torch.save(state, tmp_path / "mnasnet.pt")
-    backbone, _ = network("torchvision/mnasnet0_5", tmp_path / "mnasnet.pt")
-    assert torch.equal(backbone.layers[0].weight, state["module.layers.0.weight"])
-    old = saved(tmp_path / "net.pt")
-    torch.save(old, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    assert same_weights(network(weights=tmp_path / "old.pt")[0], old)
-    # With and without the auxiliary classifiers of training; with weights, the network normalises.
+def test_files_with_and_without_the_auxiliary_classifiers_of_training(tmp_path):
     for aux_logits in (True, False):
         net = models.googlenet(num_classes=5, aux_logits=aux_logits, init_weights=False)
         torch.save(net.state_dict(), tmp_path / "googlenet.pt")
         backbone, _ = network("torchvision/googlenet", tmp_path / "googlenet.pt")
-        assert same_weights(backbone, net.state_dict()) and backbone.transform_input
-    assert not network("torchvision/googlenet")[0].transform_input
+        assert same_weights(backbone, net.state_dict())
+        assert backbone.transform_input  # with weights, the network normalises
 
 
 def refusal(*args, **options):
@@ -157,16 +144,9 @@ def test_what_does_not_fit_is_named(tmp_path):
     torch.save(state, path)
     assert "1 missing (conv1.0.weight); 2 left over (extra.weight, loss.weight)" in refusal(
         weights=path)
-    state = saved(path)
-    del state["fc.weight"], state["fc.bias"]
-    torch.save(state, path)
-    assert "2 missing (fc.weight, fc.bias)" in refusal(weights=path)
     saved(path)
     message = refusal("torchvision/resnet18", path)
     assert f"--weights {path} does not fit torchvision/resnet18: " in message
-    assert "missing (" in message and "left over (" in message
-    saved(path, "shufflenet_v2_x1_0")
-    assert "size mismatch for" in refusal(weights=path)
 
 
 def test_files_that_are_no_state_dicts(tmp_path):
@@ -176,10 +156,6 @@ def test_files_that_are_no_state_dicts(tmp_path):
     assert "whole pickled" in message and "torch.save(net.state_dict()" in message
     torch.save({"epoch": 3, "note": "hello"}, path)
     assert "'epoch' is no tensor" in refusal(weights=path)
-    torch.save({}, path)
-    assert "empty" in refusal(weights=path)
-    path.write_bytes(b"no file of torch.save")
-    assert str(path) in refusal(weights=path)
     state = saved(path)
     whole = path.read_bytes()
     middle = len(whole) // 2
@@ -188,7 +164,6 @@ def test_files_that_are_no_state_dicts(tmp_path):
     state["fc.bias"][0] = torch.nan
     torch.save(state, path)
     assert "not finite" in refusal(weights=path)
-    assert "No such file" in refusal(weights=tmp_path / "absent.pt")
 
 
 def test_a_file_of_1000_classes_gets_a_new_head(tmp_path, capsys):
@@ -199,17 +174,15 @@ def test_a_file_of_1000_classes_gets_a_new_head(tmp_path, capsys):
     for seed in (5, 5, 6):
         torch.manual_seed(seed)
         backbone, head = network(weights=path, num_classes=8)
-        assert same_weights(backbone, state)
         heads.append(head.weight)
+    assert same_weights(backbone, state)
     assert heads[0].shape == (8, 1024)
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
     assert capsys.readouterr().out == f"{SMALL}: new head: 8 classes instead of 1000\n"
     # Without training, the new head would be random.
     assert "--epochs 0" in refusal(weights=path, num_classes=8, is_trained=False)
-    for _ in range(2):
-        network(weights=path, num_classes=1000, is_trained=False)
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1 and "head is taken for class k of the data; classes in fold" in out
+    network(weights=path, num_classes=1000, is_trained=False)
+    assert "head is taken for class k of the data; classes in fold" in capsys.readouterr().out
 
 
 def test_default_weights_are_downloaded(tmp_path, monkeypatch):
@@ -231,7 +204,6 @@ def test_default_weights_are_downloaded(tmp_path, monkeypatch):
                 for number in "12":
                     name = name.replace(f".{layer}{number}.", f".{layer}.{number}.")
             old[name] = value
-        assert "features.denseblock1.denselayer1.norm.1.weight" in old
         torch.save(old, path)
         downloaded.append(state)
 
@@ -240,23 +212,6 @@ def test_default_weights_are_downloaded(tmp_path, monkeypatch):
     backbone, head = network("torchvision/densenet121", "DEFAULT", 7, image_size=32)
     assert len(downloaded) == 1 and head.out_features == 7
     assert same_weights(backbone, downloaded[0])
-    # Small images are resized to what the weights were trained on.
-    backbone, _ = network("torchvision/densenet121", "DEFAULT", 7, (1, 28, 28))
-    assert len(downloaded) == 1 and backbone[0].size == 224
-
-
-def test_files_without_a_bias_or_a_count_of_batches(tmp_path, monkeypatch):
-    state = dict(saved(tmp_path / "net.pt"))
-    old = {name: value for name, value in state.items() if "num_batches" not in name}
-    assert len(old) < len(state)
-    torch.save(old, tmp_path / "net.pt")
-    assert same_weights(network(weights=tmp_path / "net.pt")[0], state)
-    # As MaxViT's, this head has no bias; it gets one of zeros.
-    monkeypatch.setattr(models, "get_model", lambda name, num_classes: Classifier())
-    state = Classifier().state_dict()
-    torch.save(state, tmp_path / "net.pt")
-    _, head = network("torchvision/maxvit_t", tmp_path / "net.pt", num_classes=4)
-    assert torch.equal(head.weight, state["last.weight"]) and head.bias.tolist() == [0, 0, 0, 0]
 
 
 # ---- Sizes --------------------------------------------------------------------------------------
@@ -267,12 +222,10 @@ def test_preparation():
     bilinear = InterpolationMode.BILINEAR
     of = data.preparation_of
     assert of("torchvision/resnet50", "DEFAULT") == (224, 232, *imagenet, bilinear)
-    assert of("torchvision/resnet50", "my.pt") == (224, 232, *imagenet, bilinear)
     assert of("torchvision/efficientnet_b3", None) == (300, 320, *imagenet,
                                                        InterpolationMode.BICUBIC)
     assert of("torchvision/efficientnet_b3", "none") == (224, 256, *imagenet, bilinear)
     assert of("torchvision/resnet18", "DEFAULT", 96) == (96, 110, *imagenet, bilinear)
-    assert of("torchvision/efficientnet_v2_l", "DEFAULT").mean == (0.5, 0.5, 0.5)
     assert of("resnet18", "DEFAULT") is None
 
 
@@ -307,7 +260,6 @@ def test_images_of_a_size_that_a_network_does_not_take(tmp_path, monkeypatch, qu
     assert backbone.image_size == 64
     message = refusal(vit, tmp_path / "vit.pt", shape=(3, 96, 96))
     assert "pos_embedding" in message and "--image-size that it was trained with" in message
-    assert "use --image-size 224" in refusal("torchvision/maxvit_t", shape=(3, 64, 64))
 
 
 # ---- The table NETWORKS -------------------------------------------------------------------------
@@ -342,9 +294,6 @@ def test_a_function_of_networks_may_return_a_whole_classifier(capsys):
     assert head.bias.tolist() == [0, 0, 0, 0]
     assert parts(Classifier, num_classes=6)[1].out_features == 6
     assert "new head: 6 classes instead of 4" in capsys.readouterr().out
-    # torchvision's own ones, too, with what they return in training
-    backbone, head = parts(lambda: models.inception_v3(init_weights=False), 4, (3, 75, 75))
-    assert head(backbone.train()(torch.randn(2, 3, 75, 75))).shape == (2, 4)
 
 
 def test_a_function_of_networks_may_return_layers():
@@ -361,30 +310,19 @@ def test_a_function_of_networks_may_return_layers():
     assert torch.equal(head.weight, expected.weight)
     assert torch.rand(()) == number  # the check draws no random number
     assert backbone[1].num_batches_tracked == 0 and backbone.training
-    backbone, _ = parts(lambda: ({"conv": nn.Conv2d(3, 8, 3), "flat": nn.Flatten()}, 392))
-    assert list(backbone.state_dict()) == ["conv.weight", "conv.bias"]
 
 
 @pytest.mark.parametrize("made, message", [
     (lambda: Classifier(nn.LogSoftmax(1)), "its last layer is not a linear layer"),
     (lambda: Classifier(dim=9), "fails on images"),
-    (lambda: nn.Sequential(nn.Conv2d(3, 4, 9), nn.Flatten()), "its last layer is not"),
-    (lambda: nn.Linear(9, 4), "its last layer is not"),
     (lambda: ([nn.Flatten()], 8), "make outputs [1, 243] of one image"),
     (lambda: ([nn.Linear(5, 8)], 8), "fails on images (3, 9, 9)"),
     (lambda: [nn.Flatten()], "must return a classifier, or the layers"),
-    (lambda: None, "must return a classifier, or the layers"),
 ])
 def test_other_returns_are_told_in_one_line(made, message):
     with pytest.raises(common.UserError) as refused:
         parts(made)
     assert message in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_a_name_that_is_no_network():
-    args = Namespace(model="nothing", freeze=False, epochs=1)
-    with pytest.raises(common.UserError, match="choose one of mine, or torchvision/NAME"):
-        data.backbone_and_head(args, {"mine": None}, 4, (3, 9, 9))
 
 
 # ---- Frozen features ----------------------------------------------------------------------------
@@ -398,9 +336,9 @@ def image_set(name, n, **options):
 
 
 def frozen_args(weights, **options):
-    args = Namespace(device=torch.device("cpu"), workers=0, amp="off", freeze=True, epochs=1,
-                     model=SMALL, weights=str(weights), image_size=16, seed=1)
-    return Namespace(**{**vars(args), **options})
+    return Namespace(**{"device": torch.device("cpu"), "workers": 0, "amp": "off", "freeze": True,
+                        "epochs": 1, "model": SMALL, "weights": str(weights), "image_size": 16,
+                        "seed": 1, **options})
 
 
 def image_sets():
@@ -422,12 +360,9 @@ def test_frozen_features_are_those_of_a_direct_forward(tmp_path, capsys):
     saved(tmp_path / "net.pt")
     args = frozen_args(tmp_path / "net.pt")
     sets = image_sets()
-    number = torch.random.get_rng_state()
     data._print_once.cache_clear()
     frozen = data.frozen_features(sets, args)
-    assert torch.equal(torch.random.get_rng_state(), number)
     assert "new head: 4 classes instead of 5" in capsys.readouterr().out
-    assert frozen.val is None and list(frozen.ood) == ["far"]
     backbone, _ = network(weights=args.weights, shape=(3, 12, 12), image_size=16)
     pairs = [(sets.train, frozen.train), (sets.test, frozen.test), (sets.predict, frozen.predict),
              (sets.ood["far"], frozen.ood["far"])]
@@ -438,8 +373,7 @@ def test_frozen_features_are_those_of_a_direct_forward(tmp_path, capsys):
         assert features.is_features and features.images.dtype == torch.float32
         assert torch.allclose(features.images[:, :, 0, 0], expected, atol=1e-5)
         assert (features.mean, features.std) == (frozen.train.mean, frozen.train.std)
-        for field in ("name", "labels", "num_classes", "classes", "files", "groups",
-                      "label_probs"):
+        for field in ("name", "labels", "num_classes", "classes", "files", "groups"):
             assert getattr(features, field) is getattr(images, field), field
     # What the head sees: centred, with one scale for all features.
     batch = next(data.Loader(frozen.train, 500).epoch())
@@ -453,30 +387,12 @@ def test_frozen_features_are_those_of_a_direct_forward(tmp_path, capsys):
         data.frozen_features(sets, frozen_args(tmp_path / "net.pt", epochs=0))
 
 
-def test_frozen_features_are_repeatable_and_tell_what_they_are_made_from(tmp_path):
-    first = frozen_in_a_process("none")
-    torch.rand(3)
-    again = frozen_in_a_process("none")
-    for one, other in zip(first[:4], again[:4]):
-        assert torch.equal(one, other)
-    # A checkpoint of a head is made from the images and the backbone.
-    assert first[4] == again[4] and data.digest(image_sets().train) in first[4]
-    saved(tmp_path / "net.pt", seed=2)
-    assert frozen_in_a_process(tmp_path / "net.pt")[4] != first[4]
-
-
-def test_frozen_features_of_files(small_data):
-    images = data.load(f"folder:{small_data / 'odd'}", "ood", image_size=72)
-    assert isinstance(images, data.StreamedSet)
-    backbone = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten())
-    frozen = data.with_features(backbone, images, frozen_args("none", workers=1))
-    expected = backbone(next(data.Loader(images, 500).epoch()).images)
-    assert torch.allclose(frozen.images[:, :, 0, 0], expected, atol=1e-5)
-    assert frozen.files == images.files
-
-
-def test_two_processes_have_the_features_of_one(ranks):
+def test_two_processes_have_the_features_of_one(ranks, tmp_path):
+    """Checkpoints of a head are made from the images and the backbone."""
     alone = frozen_in_a_process("none")
+    assert data.digest(image_sets().train) in alone[4]
+    saved(tmp_path / "net.pt", seed=2)
+    assert frozen_in_a_process(tmp_path / "net.pt")[4] != alone[4]
     for found in ranks(frozen_in_a_process, "none"):
         for ours, theirs in zip(alone[:4], found[:4]):
             assert torch.allclose(ours, theirs, atol=1e-5)
