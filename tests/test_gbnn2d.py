@@ -1,19 +1,20 @@
-"""gbnn2d.py: Method and Model against brute force, closed forms, scikit-learn and POT in float64,
-files of the published code against its equations, and the story end to end."""
+"""gbnn2d.py: Method and Model against brute force, closed forms and scikit-learn in float64,
+files of the published code against its equations, and the story end to end. What the Method does
+to random mixtures is checked in test_copy_paste.py."""
 
 import itertools
 import json
 import math
+import warnings
 from collections import OrderedDict
 from functools import partial
 
 import numpy as np
-import ot
 import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from conftest import CPU, Child, refusal, run_gbnn2d_in_float64, run_script, start_ranks, wait_for
+from conftest import CPU, Child, refusal, run_gbnn2d_in_float64, start_ranks, wait_for
 from PIL import Image
 from sklearn.metrics import log_loss
 from sklearn.mixture import GaussianMixture
@@ -31,12 +32,17 @@ def seeded():
 
 
 QUICK = partial(gbnn2d.fit_mixture, iterations=2, most=10_000)
+# Few glyphs.
+FEW = {name: prints._replace(train_rows=640, test_rows=200)
+       for name, prints in data.EMBEDDED.items()}
 
 
 def run(argv):
     """The rows of the script, with a quick fit of the mixture."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gbnn2d, "fit_mixture", QUICK)
+        patch.setattr(data, "EMBEDDED", FEW)
+        patch.setattr(data, "_embedded", data._embedded.__wrapped__)  # nothing is kept
         return gbnn2d.main([str(word) for word in argv])
 
 
@@ -48,28 +54,6 @@ def double(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def random_mixture(k):
-    weight = torch.rand(k).double() + 0.1
-    root = 0.1 * double(k, 2, 2)
-    covariance = root @ root.mT + 1e-4 * torch.eye(2)
-    return gbnn2d.Mixture(weight / weight.sum(), double(k, 2), covariance)
-
-
-CENTRES = torch.tensor([[-3.0, 5], [0, 0], [4, 1]]).double()
-COVARIANCES = torch.tensor([[[2.0, 0.9], [0.9, 1.0]], [[1.0, 0.3], [0.3, 0.5]],
-                            [[0.4, -0.2], [-0.2, 0.6]]]).double()
-
-
-def cloud(n=3000):
-    """Points of three Gaussians."""
-    return MultivariateNormal(CENTRES, COVARIANCES).sample((n // 3,)).flatten(0, 1)
-
-
-def everyone(x, centre, count):
-    """Instead of `nearest`: all components."""
-    return torch.arange(len(centre)).expand(len(x), len(centre))
-
-
 def dense_log_joint(x, mixture):
     """log pi_k N(x; c_k, S_k) [n, K], by torch.distributions."""
     normals = MultivariateNormal(mixture.centre, mixture.covariance)
@@ -77,13 +61,6 @@ def dense_log_joint(x, mixture):
 
 
 # ---- Sigma, outliers, KL ------------------------------------------------------------------------
-
-
-def test_sigma_of_rho_is_sigma():
-    sigma = torch.logspace(-4, 0.8, 50).double()
-    np.testing.assert_allclose(F.softplus(gbnn2d.inverse_softplus(sigma)), sigma, rtol=1e-9)
-    single = F.softplus(gbnn2d.inverse_softplus(sigma.float()))
-    np.testing.assert_allclose(single, sigma, rtol=1e-3)
 
 
 def test_outliers():
@@ -105,7 +82,8 @@ def test_the_last_kl_is_that_of_the_gaussians_from_where_they_began():
     posterior = gbnn2d.SharedGaussians(weights)
     start = posterior.weights()
     assert posterior.kl() == 0 and all(map(torch.equal, start, weights))
-    move_all(posterior)
+    for parameter in posterior.parameters():
+        parameter.data = 0.5 * torch.randn_like(parameter)
     now = posterior.weights()
     assert not any(map(torch.equal, (now.centre, now.factor), (start.centre, start.factor)))
     planes = [MultivariateNormal(w.centre, w.factor @ w.factor.mT) for w in (now, start)]
@@ -115,21 +93,6 @@ def test_the_last_kl_is_that_of_the_gaussians_from_where_they_began():
 
 
 # ---- The mixture --------------------------------------------------------------------------------
-
-
-def test_densities_and_second_components_are_those_of_the_gaussians():
-    x = double(20, 2)
-    mixture = random_mixture(7)
-    joint = dense_log_joint(x, mixture)
-    for k in (everyone(x, mixture.centre, 7), gbnn2d.ALL):
-        np.testing.assert_allclose(gbnn2d.log_joint(x, mixture, k), joint, rtol=1e-9)
-    top, best = joint.topk(2)
-    assert torch.equal(gbnn2d.assign(x, mixture), best[:, 0])
-    # A point may refer to a component that is not the best: then alpha is below one half.
-    for own, other in ((0, 1), (1, 0)):
-        second, alpha = gbnn2d.second_components(x, mixture, best[:, own])
-        assert torch.equal(second, best[:, other])
-        np.testing.assert_allclose(alpha, top.softmax(1)[:, own], rtol=1e-9)
 
 
 def test_the_second_component_of_an_ellipse_point_can_be_far_away():
@@ -151,73 +114,20 @@ def test_the_second_component_of_an_ellipse_point_can_be_far_away():
     assert weights.ellipse_point.tolist() == [0] and weights.second.tolist() == [9]
 
 
-def test_the_nearest_centres_are_those_of_all_distances():
-    scale = torch.tensor([1e-1, 1e-4]).double()
-    centre = double(50, 2) * scale
-    x = double(30, 2) * scale
-    spread = centre.std(0, correction=0)
-    wanted = torch.cdist(x / spread, centre / spread).topk(5, largest=False).indices
-    assert torch.equal(gbnn2d.nearest(x, centre, 5), wanted)
-    assert gbnn2d.nearest(x, centre[:3], 5).shape == (30, 3)
-    assert gbnn2d.nearest(x, centre[:1], 5).tolist() == [[0]] * 30
-
-
 def test_em_of_the_nearest_of_forty_is_em_of_all():
     """Points like weights have as large a likelihood as by scikit-learn's fit, which has all."""
-    mu = double(2000) * (1 + torch.rand(2000).double())
-    x = torch.stack([mu, 0.3 * (0.3 * double(2000)).exp() + 0.1 * mu.abs()], 1)
+    mu = double(1000) * (1 + torch.rand(1000).double())
+    x = torch.stack([mu, 0.3 * (0.3 * double(1000)).exp() + 0.1 * mu.abs()], 1)
     sparse, history = gbnn2d.fit_mixture(x, 40, seed_of(1))
     assert len(sparse.proportion) == 40
     likelihood = dense_log_joint(x, sparse).logsumexp(1).mean().item()
     assert likelihood == pytest.approx(history[-1], abs=5e-3) and likelihood > history[0] + 0.1
-    peer = GaussianMixture(40, max_iter=30, tol=0.0, random_state=0).fit(x)
-    assert likelihood > peer.score(x) - 0.02
+    peer = GaussianMixture(40, max_iter=30, tol=1e-9, random_state=0)
+    with warnings.catch_warnings(action="ignore"):  # it has not converged either
+        assert likelihood > peer.fit(x).score(x) - 0.02
 
 
-def test_a_mixture_is_in_the_units_of_the_weights(monkeypatch):
-    """Also when it is fitted to a sample. Then points of it are encoded, in blocks."""
-    scale = torch.tensor([1e-2, 1e-6]).double()
-    shift = torch.tensor([0.2, 1e-3]).double()
-    x = cloud(6000) * scale + shift  # a fixed ridge would swamp this
-    mixture, _ = gbnn2d.fit_mixture(x, 3, seed_of(0), most=4000)
-    assert mixture.proportion.sum().item() == pytest.approx(1, abs=1e-12)
-    order = mixture.centre[:, 0].argsort()
-    np.testing.assert_allclose((mixture.centre[order] - shift) / scale, CENTRES, atol=0.2)
-    found = mixture.covariance[order] / torch.outer(scale, scale)
-    np.testing.assert_allclose(found, COVARIANCES, atol=0.2)
-
-    joint = dense_log_joint(x, mixture)
-    monkeypatch.setattr(gbnn2d, "BLOCK", 700)
-    monkeypatch.setattr(gbnn2d, "FEW", 9)
-    label = gbnn2d.assign(x, mixture)
-    assert torch.equal(label, joint.argmax(1))
-    label[::50] = -1  # outliers
-    weights = gbnn2d.encode(x, label, mixture)
-    assert torch.equal(weights.outlier, torch.arange(0, 6000, 50))
-    assert 0.03 < len(weights.ellipse_point) / len(x) < 0.07
-    top, best = joint[weights.ellipse_point].topk(2)
-    assert torch.equal(weights.second, best[:, 1])
-    np.testing.assert_allclose(weights.alpha, top.softmax(1)[:, 0], rtol=1e-5)
-    np.testing.assert_allclose(weights.factor @ weights.factor.mT, mixture.covariance, rtol=1e-4)
-    label = label.index_fill(0, torch.arange(50, 6000, 50), 0)
-    common.digest(gbnn2d.SharedGaussians(gbnn2d.encode(x, label, mixture)))  # a single outlier
-
-
-def test_the_starts_of_em_spread():
-    x = torch.tensor([[0.0, 0], [1, 0], [3, 0], [0, 2]]).double()
-    generator = seed_of(0)
-    pairs = np.zeros((4, 4))
-    for _ in range(3000):
-        i, j = sorted(gbnn2d.kmeans_plus_plus(x, 2, generator).tolist())
-        pairs[i, j] += 1 / 3000
-    squared = torch.cdist(x, x).square().numpy()
-    both = 0.25 * squared / squared.sum(1)[:, None]  # P(i) P(j | i)
-    np.testing.assert_allclose(pairs, np.triu(both + both.T), atol=4 * math.sqrt(0.25 / 3000))
-    assert len(gbnn2d.kmeans_plus_plus(torch.ones(10, 2).double(), 4, generator)) == 1
-    assert sorted(gbnn2d.kmeans_plus_plus(x, 9, generator).tolist()) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("noise", [0.0, 1e-13, 1e-9, 1e-6])
+@pytest.mark.parametrize("noise", [0.0, 1e-9])
 def test_points_on_a_line_have_a_mixture(noise):
     """mu alone varies where no weight has learned a sigma; the draws of sigma stay close to it."""
     x = torch.stack([double(500), 1e-3 + noise * double(500)], 1)
@@ -231,41 +141,14 @@ def test_points_on_a_line_have_a_mixture(noise):
 # ---- Merging ------------------------------------------------------------------------------------
 
 
-def test_wasserstein_is_the_general_formula():
-    """POT's; and W2 is exact for small, equal and singular covariances."""
-    _, m, a = random_mixture(20)
-    _, n, b = random_mixture(20)
-    a = 100 * a
-    b = 100 * b
-    assert ((a @ b - b @ a).abs().amax((1, 2)) > 1e-3).all()  # they do not commute
-    ours = gbnn2d.wasserstein(m, a, n, b)
-    for k in range(20):
-        peer = ot.gaussian.bures_wasserstein_distance(*[np.asarray(x[k]) for x in (m, n, a, b)])
-        assert ours[k].item() == pytest.approx(float(peer), rel=1e-9)
-    assert torch.equal(ours, gbnn2d.wasserstein(n, b, m, a))
-    assert gbnn2d.wasserstein(m, a, m, a).max() < 1e-7
-    np.testing.assert_allclose(gbnn2d.wasserstein(m, a, n, a), (m - n).norm(dim=1), rtol=1e-6)
-    small = gbnn2d.wasserstein(1e-4 * m, 1e-8 * a, 1e-4 * n, 1e-8 * b)
-    np.testing.assert_allclose(small, 1e-4 * ours, rtol=1e-9)
-    line = torch.ones(1, 2, 2).double()
-    assert gbnn2d.wasserstein(m[:1], 0 * line, m[:1], line).item() == pytest.approx(2**0.5)
-
-
-@pytest.mark.parametrize("centres, variances, tau_d, weights", [
-    # two narrow ones make one that is as wide as the third: closer to it than the fourth is
-    ([[-0.05, 0], [0.05, 0], [0, 0.12], [0.15, 0.12]], [1e-8, 1e-8, 0.0025, 0.0025], 0.16, [3, 1]),
-    # the last two make one that is closer to that of the first two than the third is
-    ([[-0.95, 0], [0.95, 0], [0, -2.3], [-1, 2.05], [1, 2.05]], [1e-8, 1e-8, 0.9025, 1e-8, 1e-8],
-     2.5, [4, 1]),
-    ([[0, 0], [1, 0], [2, 0], [3, 0]], [1e-8] * 4, 1.1, [2, 2]),      # ties, in order
-    ([[0, 0], [1, 0], [0, 0], [1, 0]], [1e-8] * 4, 1e-6, [2, 2])])    # equal ones
-def test_who_merges_with_whom(centres, variances, tau_d, weights):
-    k = len(centres)
-    covariance = torch.diag_embed(torch.tensor([[v, 1e-8] for v in variances]).double())
-    weight = torch.ones(k).double() / k
-    mixture = gbnn2d.Mixture(weight, torch.tensor(centres).double(), covariance)
-    merged = gbnn2d.merge_mixture(mixture, torch.zeros(k), tau_d, tau_v=math.inf)
-    assert (k * merged.proportion).round().tolist() == weights
+def test_wasserstein_is_exact_for_small_equal_and_singular_covariances():
+    centre = double(20, 2)
+    root = 0.1 * double(20, 2, 2)
+    covariance = root @ root.mT
+    assert gbnn2d.wasserstein(centre, covariance, centre, covariance).max() < 1e-7
+    small = gbnn2d.wasserstein(1e-4 * centre, 1e-8 * covariance, 0 * centre, 0 * covariance)
+    wanted = 1e-4 * (centre.square().sum(1) + root.square().sum((1, 2))).sqrt()
+    np.testing.assert_allclose(small, wanted, rtol=1e-9)
 
 
 # ---- Shared weights and draws -------------------------------------------------------------------
@@ -282,11 +165,6 @@ def tiny_weights(n):
         torch.tensor([0.7, 0.6]).double(),
         torch.tensor([[0.1, 0.02], [-0.2, 0.03], [0.0, 0.01]]).double(),
         torch.tensor(factor).double())
-
-
-def move_all(posterior):
-    for parameter in posterior.parameters():
-        parameter.data = 0.5 * torch.randn_like(parameter)
 
 
 def lenet_weights(n=44_190):
@@ -331,18 +209,15 @@ def test_shared_weights_are_whole_and_repeatable(monkeypatch):
 def test_thresholds(monkeypatch):
     monkeypatch.setattr(gbnn2d, "fit_mixture", QUICK)
     mu, sigma = lenet_weights(5000)
-    gradient = torch.rand(5000)
 
-    def compress(gradient=gradient, **options):
+    def compress(**options):
         options = gbnn2d.CompressionOptions(**{"k0": 0, **options})
-        return gbnn2d.compress(mu, sigma, gradient, options, seed_of(0))
+        return gbnn2d.compress(mu, sigma, torch.rand(5000), options, seed_of(0))
 
     same, merged, numbers = compress(tau_d=0.0)
     assert all(torch.equal(a, b) for a, b in zip(same, merged)) and numbers["k0"] == 10
-    everything = dict(tau_d=math.inf, tau_v=math.inf, grad_frac=0.0)
-    _, single, _ = compress(**everything)
+    _, single, _ = compress(tau_d=math.inf, tau_v=math.inf, grad_frac=0.0)
     assert len(single.centre) == 1 and gbnn2d.SharedGaussians(single)().isfinite().all()
-    assert 2 <= len(compress((mu > 0).float(), tau_g=0.5, **everything)[1].centre) <= 3
     before, _, numbers = compress(k0=200, min_cluster=2, tau_d="auto")
     median = sigma[before.label >= 0].median().item()
     assert numbers["tau_d"] == pytest.approx(gbnn2d.AUTO_TAU_D * median)
@@ -365,7 +240,8 @@ def test_too_few_weights_and_signed_gradients_are_errors_of_one_line(options, sa
 def test_moments_of_the_draws(equal):
     weights = tiny_weights(60)
     posterior = gbnn2d.SharedGaussians(weights, equal)
-    draws = torch.stack([posterior().detach() for _ in range(1500)])
+    with torch.no_grad():
+        draws = torch.stack([posterior() for _ in range(1500)])
     covariance = weights.factor @ weights.factor.mT
     for k in range(3):
         c = weights.centre[k]
@@ -378,7 +254,6 @@ def test_moments_of_the_draws(equal):
         assert pair[:, 0].var().item() == pytest.approx(variance, rel=0.12)
         correlation = pair.T.corrcoef()[0, 1].item()
         assert correlation == pytest.approx(shared / variance, abs=0.06)
-        assert (correlation > 0.9999) == equal
     assert draws[:, 5].mean().item() == pytest.approx(-0.4, abs=3e-3)  # outliers: their own
     assert draws[:, 5].std().item() == pytest.approx(0.02, rel=0.1)
     # An ellipse point is a mean of the draws of two components, independent but for eps.
@@ -413,14 +288,11 @@ def test_gradients_reach_what_was_moved():
     assert (gradients[0][2] == 0).all() and (gradients[1][2] == 0).all()
 
 
-@pytest.mark.parametrize("n, outliers, ellipse_points, k, percent", [
-    (11_678_912, 23_013, 10_885, 2217, 25.5), (11_210_432, 14_624, 260, 2387, 25.3),
-    (11_164_352, 123_310, 57, 1569, 26.7)])
-def test_the_published_counts(n, outliers, ellipse_points, k, percent):
-    """Of ResNet-18 on ImageNet, CIFAR-100, CIFAR-10; then the bytes of a tiny one, by hand."""
-    counts = [range(count) for count in (n, outliers, 0, 0, ellipse_points, 0, 0, k, 0)]
+def test_the_published_counts():
+    """Of ResNet-18 on ImageNet; then the bytes of a tiny network, by hand."""
+    counts = [range(count) for count in (11_678_912, 23_013, 0, 0, 10_885, 0, 0, 2217, 0)]
     report = gbnn2d.storage(gbnn2d.SharedWeights(*counts), 0)
-    assert 100 * report["bytes_vs_mean_field"] == pytest.approx(percent, abs=0.1)
+    assert 100 * report["bytes_vs_mean_field"] == pytest.approx(25.5, abs=0.1)
     tiny = gbnn2d.storage(tiny_weights(84), 84)
     size = 2 * 84 + 12 * 2 + 24 * 3 + 10 * 2 + 84
     assert tiny == {"weights": 84, "outliers": 2, "ellipse_points": 2, "gaussians": 3,
@@ -440,21 +312,15 @@ def tiny_net():
                          nn.Linear(16, 3))
 
 
-def number_of_weights(net):
-    return sum(shape.numel() for shape in gbnn2d.weight_shapes(net).values())
-
-
 @pytest.mark.parametrize("model, classes, side, size", [
-    ("resnet18", 100, 32, 11_210_432), ("resnet18", 10, 32, 11_164_352), ("lenet", 10, 28, 44_490),
-    ("resnet18", 1000, 224, 11_678_912), ("wide_resnet", 100, 32, 36_518_832)])
+    ("resnet18", 100, 32, 11_210_432), ("resnet18", 1000, 224, 11_678_912),
+    ("lenet", 10, 28, 44_490), ("wide_resnet", 100, 32, 36_518_832)])
 def test_parameter_counts(model, classes, side, size):
     args = parse("--dataset", "cifar100", "--model", model)
     args.device = "meta"
-    shape = (3, side, side)
     with torch.device("meta"):
-        assert number_of_weights(gbnn2d.make_network(args, classes, shape)) == size
-        args.width = 0.5
-        assert 3.5 < size / number_of_weights(gbnn2d.make_network(args, classes, shape)) < 4.1
+        net = gbnn2d.make_network(args, classes, (3, side, side))
+    assert sum(shape.numel() for shape in gbnn2d.weight_shapes(net).values()) == size
 
 
 def test_weights_have_one_order_and_attention_is_covered():
@@ -520,16 +386,6 @@ def mean_field(net, **options):
     return gbnn2d.RandomNetwork(net, gbnn2d.MeanField(net, **options))
 
 
-def test_the_optimiser_has_a_group_for_each_learning_rate():
-    """Not one for each parameter, which would rule out its fused step."""
-    args = parse("--lr-mu", "1e-3", "--lr-rho", "1e-2", "--lr-final", "0.2")
-    shared = gbnn2d.RandomNetwork(tiny_net(), gbnn2d.SharedGaussians(tiny_weights(84)))
-    field = mean_field(tiny_net())
-    for module, wanted in ((field, {1e-3: 4, 1e-2: 1}), (shared, {1e-3: 3, 0.2: 4})):
-        groups = gbnn2d.make_optimiser(module, args).param_groups
-        assert {group["lr"]: len(group["params"]) for group in groups} == wanted
-
-
 # ---- Training and evaluation --------------------------------------------------------------------
 
 
@@ -568,12 +424,6 @@ def test_a_step_of_training_by_hand(tmp_path):
     assert row["kl_per_example"] == pytest.approx(kl.item())
 
 
-def test_the_learning_rate_rises_then_falls():
-    assert gbnn2d.lr_factor(0.1, 0.2) == 0.5 and gbnn2d.lr_factor(0.2, 0.2) == 1
-    assert gbnn2d.lr_factor(0.6, 0.2) == pytest.approx(0.5)
-    assert gbnn2d.lr_factor(0.0, 0.0) == 1 and gbnn2d.lr_factor(1.0, 0.0) == 0
-
-
 def test_the_gradient_is_the_mean_magnitude_of_batches():
     net = tiny_net()
     train_set = tiny_set()
@@ -589,17 +439,13 @@ def test_the_gradient_is_the_mean_magnitude_of_batches():
     np.testing.assert_allclose(ours, total / 4, rtol=1e-4, atol=1e-7)
 
 
-def test_a_prediction_and_its_metrics_by_hand(monkeypatch):
-    """The same draws in each batch, the set is read once; means of probabilities and logits."""
+def test_a_prediction_and_its_metrics_by_hand():
+    """The same draws in each batch; means of probabilities and of logits."""
     test_set = tiny_set(700)
     weights = tiny_weights(84)
     posterior = gbnn2d.SharedGaussians(weights._replace(factor=10 * weights.factor))
     shared = gbnn2d.RandomNetwork(tiny_net(), posterior)
-    read = []
-    epoch = data.Loader.epoch
-    monkeypatch.setattr(data.Loader, "epoch", lambda *of: read.append(1) or epoch(*of))
     p = gbnn2d.predict(shared, test_set, 5, parse("--mc", "3"))
-    assert len(read) == 1
     logits = []
     for sample in range(3):
         common.seed_all(5, 1000 + sample)
@@ -610,18 +456,17 @@ def test_a_prediction_and_its_metrics_by_hand(monkeypatch):
     probs = logits.softmax(2)
     total = Categorical(probs.mean(0)).entropy()
     aleatoric = Categorical(logits=logits).entropy().mean(0)
-    metrics = gbnn2d.prediction_metrics(p, labels)
     scores = gbnn2d.uncertainties(p)
     for found, wanted in ((p.logits, logits.mean(0)), (p.log_probs.exp(), probs.mean(0)),
                           (p.aleatoric, aleatoric), (scores["total"], total),
                           (scores["epistemic"], total - aleatoric)):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
-    assert metrics["nll"] == pytest.approx(log_loss(labels, probs.mean(0)), rel=1e-4)
-    of_logits = logits.mean(0).softmax(1)
-    assert metrics["nll_logits"] == pytest.approx(log_loss(labels, of_logits), rel=1e-4)
-    wanted = common.ece(of_logits, labels, bins=10)
-    assert metrics["ece10_logits"] == pytest.approx(wanted, rel=1e-4)
-    assert len({metrics[name] for name in ("ece15", "ece15_logits", "ece10", "ece10_logits")}) == 4
+    metrics = gbnn2d.prediction_metrics(p, labels)
+    for ending, mean in (("", probs.mean(0)), ("_logits", logits.mean(0).softmax(1))):
+        assert metrics[f"nll{ending}"] == pytest.approx(log_loss(labels, mean), rel=1e-4)
+        for bins in (10, 15):
+            wanted = common.ece(mean, labels, bins=bins)
+            assert metrics[f"ece{bins}{ending}"] == pytest.approx(wanted, rel=1e-4)
 
 
 def test_the_mode_of_sampled_labels_is_the_published_accuracy():
@@ -638,30 +483,7 @@ def test_the_mode_of_sampled_labels_is_the_published_accuracy():
     assert gbnn2d.prediction_metrics(prediction, torch.tensor([0, 2]))["accuracy_mode"] == 0.5
 
 
-def test_a_confident_mistake_has_no_cap_and_doubt_is_outside():
-    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
-    net[1].weight.data = torch.tensor([[75.0], [0.0], [0.0]]).expand(3, 16)
-    net[1].bias.data = torch.zeros(3)
-    ood = {"grey": tiny_set(9, 127, 128)}
-    sets = data.Sets(None, None, tiny_set(9, 255), ood, None)
-    row, against = gbnn2d.evaluate("deterministic", net, sets, {"bytes": 5}, 1, parse())
-    assert row["nll"] == pytest.approx(2000 * 2 / 3) and row["bytes"] == 5 and row["n"] == 9
-    assert against["auroc_total"] == 1 and row["ms"] > 0
-    assert "auroc_epistemic" not in against
-
-
 # ---- Published checkpoints ----------------------------------------------------------------------
-
-
-class Pointwise(nn.Conv2d):
-    """A 1x1 convolution of every `step`-th pixel."""
-
-    def __init__(self, c_in, c_out, step, bias=False):
-        super().__init__(c_in, c_out, 1, bias=bias)
-        self.step = step
-
-    def forward(self, x):
-        return super().forward(x[:, :, ::self.step, ::self.step])
 
 
 class CifarBlock(nn.Module):
@@ -672,15 +494,15 @@ class CifarBlock(nn.Module):
             nn.Conv2d(c, c, 3, 1, 1), nn.BatchNorm2d(c))
         self.shortcut = nn.Sequential()
         if c_in != c:
-            self.shortcut = nn.Sequential(Pointwise(c_in, c, step, True), nn.BatchNorm2d(c))
+            self.shortcut = nn.Sequential(nn.Conv2d(c_in, c, 1, step), nn.BatchNorm2d(c))
 
     def forward(self, x):
         return (self.residual_function(x) + self.shortcut(x)).relu()
 
 
 def imagenet_block(c_in, c, step):
-    shortcut = nn.Sequential(Pointwise(c_in, c, step), nn.BatchNorm2d(c)) if c_in != c else None
-    return torchvision.models.resnet.BasicBlock(c_in, c, step, shortcut)
+    shortcut = nn.Sequential(nn.Conv2d(c_in, c, 1, step, bias=False), nn.BatchNorm2d(c))
+    return torchvision.models.resnet.BasicBlock(c_in, c, step, shortcut if c_in != c else None)
 
 
 class WideBlock(nn.Module):
@@ -690,7 +512,7 @@ class WideBlock(nn.Module):
         self.conv1 = nn.Conv2d(c_in, c, 3, step, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(c)
         self.conv2 = nn.Conv2d(c, c, 3, 1, 1, bias=False)
-        self.convShortcut = Pointwise(c_in, c, step)
+        self.convShortcut = nn.Conv2d(c_in, c, 1, step, bias=False)
 
     def forward(self, x):
         h = self.bn1(x).relu()
@@ -699,34 +521,32 @@ class WideBlock(nn.Module):
 
 def published_net(layout, classes=4):
     """A network with the names of the published one, of small width, in eval mode."""
-    dim = 8 if layout == "wrn" else 16
-    if layout == "cifar":
-        stem = nn.Sequential(nn.Conv2d(3, 2, 3, 1, 1), nn.BatchNorm2d(2), nn.ReLU())
-        layers = {"conv1": stem}
-    elif layout == "imagenet":
-        layers = {"conv1": nn.Conv2d(3, 2, 7, 2, 3, bias=False), "bn1": nn.BatchNorm2d(2),
-                  "relu": nn.ReLU(), "maxpool": nn.MaxPool2d(3, 2, 1)}
-    else:  # WRN-10
+    dim = 16
+    if layout == "wrn":  # WRN-10
+        dim = 8
         layers = {"conv1": nn.Conv2d(3, 16, 3, 1, 1, bias=False)}
         for number, c_in, c in ((1, 16, 2), (2, 2, 4), (3, 4, 8)):
             block = WideBlock(c_in, c, min(number, 2))
             layers[f"block{number}"] = nn.Sequential(OrderedDict(layer=nn.Sequential(block)))
         layers |= {"bn1": nn.BatchNorm2d(8), "relu": nn.ReLU()}
-    for number, c_in, c in ((1, 2, 2), (2, 2, 4), (3, 4, 8), (4, 8, 16)):
-        step = min(number, 2)
+    else:
+        layers = {"conv1": nn.Conv2d(3, 2, 7, 2, 3, bias=False), "bn1": nn.BatchNorm2d(2),
+                  "relu": nn.ReLU(), "maxpool": nn.MaxPool2d(3, 2, 1)}
+        block, name = imagenet_block, "layer{}"
         if layout == "cifar":
-            layers[f"conv{number + 1}_x"] = nn.Sequential(CifarBlock(c_in, c, step),
-                                                          CifarBlock(c, c, 1))
-        elif layout == "imagenet":
-            layers[f"layer{number}"] = nn.Sequential(imagenet_block(c_in, c, step),
-                                                     imagenet_block(c, c, 1))
+            stem = nn.Sequential(nn.Conv2d(3, 2, 3, 1, 1), nn.BatchNorm2d(2), nn.ReLU())
+            layers = {"conv1": stem}
+            block, name = CifarBlock, "conv{}_x"
+        for number, c_in, c in ((1, 2, 2), (2, 2, 4), (3, 4, 8), (4, 8, 16)):
+            own = name.format(number + (layout == "cifar"))
+            layers[own] = nn.Sequential(block(c_in, c, min(number, 2)), block(c, c, 1))
     layers |= {"avg": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten(), "fc": nn.Linear(dim, classes)}
     net = nn.Sequential(OrderedDict(layers)).eval()
-    for module in net.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_var.uniform_(0.5, 1.5)
-            module.running_mean.normal_(0, 0.2)
-            module.bias.data.normal_(0, 0.2)
+    for name, tensor in net.state_dict().items():
+        if name.endswith("running_var"):
+            tensor.uniform_(0.5, 1.5)
+        elif name.endswith(("running_mean", "bias")):
+            tensor.normal_(0, 0.2)
     return net
 
 
@@ -798,30 +618,29 @@ def test_a_published_file_gives_the_published_weights_and_logits(layout, side, t
         found = torch.func.functional_call(random.net, random.split(drawn), (x,))
         assert random(x).isfinite().all() and not torch.equal(random(x), random(x))
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    # The other spellings of two keys.
     older = {"centers_guide": "centers", "outliers_posterior_sigma": "outliers_posterior_simga"}
     guide = {older.get(name, name): value for name, value in guide.items()}
     again = gbnn2d.read_published({**state, "params_guide": guide}, train_set, args)
     assert torch.equal(again.posterior.weights().outlier_sigma, weights.outlier_sigma)
 
 
-@pytest.mark.parametrize("layout, mc", [("cifar", 60), ("wrn", 30)])
-def test_a_published_file_is_evaluated_as_published(layout, mc, tmp_path, monkeypatch):
+def test_a_published_file_is_evaluated_as_published(tmp_path, monkeypatch):
     """With the statistics of CIFAR-100, the draws of its script, and counts of the file."""
     path = tmp_path / "2DGBNNs.pth"
-    published_file(layout, path, classes=6)  # the published CIFAR-10 network has 100
+    published_file("wrn", path, classes=6)  # the published CIFAR-10 network has 100
     seen = []
-    evaluate = gbnn2d.evaluate
+    predict = gbnn2d.predict
 
-    def evaluate_quickly(method, module, sets, size, seed, args):
-        seen.append((sets, args))
-        return evaluate(method, module, sets, size, seed, common.with_options(args, mc=2))
+    def predict_quickly(module, dataset, seed, args):
+        seen.append((dataset.mean, args.mc))
+        return predict(module, dataset, seed, common.with_options(args, mc=2))
 
-    monkeypatch.setattr(gbnn2d, "evaluate", evaluate_quickly)
+    monkeypatch.setattr(gbnn2d, "predict", predict_quickly)
     folder = own_folder(tmp_path)
     [row] = run(["--load", path, "--dataset", folder, "--preset", "cifar10", "--ood",
                  "--predict", folder, "--out-dir", tmp_path, *CPU])
-    [(sets, args)] = seen
-    assert args.mc == mc and sets.train.mean == pytest.approx((0.5071, 0.4865, 0.4409), abs=1e-4)
+    assert seen == [(pytest.approx((0.5071, 0.4865, 0.4409), abs=1e-4), 30)] * 2
     assert (row["outliers"], row["ellipse_points"], row["gaussians"]) == (30, 8, 12)
     assert row["method"] == "published" and row["file_bytes"] == path.stat().st_size
     assert {"accuracy_mode", "accuracy_logits", "nll_logits", "ece10_logits", "nll"} <= row.keys()
@@ -833,27 +652,22 @@ def test_a_published_file_is_evaluated_as_published(layout, mc, tmp_path, monkey
     ("params_guide", None, None, "params_guide is missing"),
     ("params_guide", "centers_guide", None, "centers_guide"),
     ("params_guide", "outliers_posterior_loc", torch.full((30,), math.nan), "not finite"),
-    ("params_dict_indices", "filtered_labels", None, "filtered_labels"),
     ("params_dict_indices", "filtered_labels", torch.full((9,), 2), "index"),
     ("params_dict_indices", "outliers_indices", torch.arange(30), "outliers"),
-    ("state_dict_no_weight", "conv1.1.running_var", None, "conv1.1.running_var"),
     ("state_dict_no_weight", "conv2_x.0.residual_function.3.bias", None, "function.3.bias"),
     ("state_dict_no_weight", "fc.bias", torch.zeros(3), "3 classes"),
-    ("state_dict_no_weight", "conv5_x.1.residual_function.4.bias", torch.zeros(3), "4.bias"),
-    ("state_dict_no_weight", "more.bias", torch.zeros(3), "more.bias"),
-    ("state_dict_no_weight", "conv1.1.weight", None, "conv1.1.weight")])
+    ("state_dict_no_weight", "more.bias", torch.zeros(3), "more.bias")])
 def test_a_published_file_that_does_not_fit_is_refused(part, name, value, said, tmp_path):
     state, _ = published_file("cifar", tmp_path / "file.pth")
-    if name is None:
-        del state[part]
-    elif value is None:
+    if value is not None:
+        state[part][name] = value
+    elif name is not None:
         del state[part][name]
     else:
-        state[part][name] = value
+        del state[part]
     torch.save(state, tmp_path / "file.pth")
-    argv = ["--load", str(tmp_path / "file.pth"), "--dataset", own_folder(tmp_path), "--out-dir",
-            str(tmp_path), *CPU]
-    text = refusal(gbnn2d.main, argv)
+    text = refusal(gbnn2d.main, ["--load", str(tmp_path / "file.pth"), "--out-dir", str(tmp_path),
+                                 "--dataset", own_folder(tmp_path), *CPU])
     assert said in text and "file.pth" in text and not (tmp_path / "gbnn2d").exists()
 
 
@@ -890,21 +704,17 @@ def test_published_stages_start_ours(tmp_path):
         torch.testing.assert_close(net(x), published(x))
         rows = run([*argv, "--weights", path, "--name", f"stage{stage}"])
         assert list(by_method(rows)) == METHODS
-    assert not (tmp_path / "gbnn2d/stage0/seed1-deterministic.pt").exists()
-    assert not (tmp_path / "gbnn2d/stage1/seed1-mean-field.pt").exists()
+        skipped = ("deterministic", "mean-field")[stage]
+        assert not (tmp_path / f"gbnn2d/stage{stage}/seed1-{skipped}.pt").exists()
     field = mean_field(net)
     gbnn2d.set_published_sigma(field, args, gbnn2d.load_sets(args).train)
     rho = torch.cat([state[f"{name}_sigma"].flatten() for name in gbnn2d.weight_shapes(plain)])
     sigma = torch.log(0.0003 + rho.exp())
     assert (sigma < 0).any()  # a Gaussian all the same
     np.testing.assert_allclose(field.posterior.sigma.detach(), sigma.abs(), rtol=1e-3, atol=1e-7)
-    for more, said in (("--model resnet18", "--model wide_resnet"),
-                       ("--epochs 1", "--epochs has no effect"),
-                       ("--width 2", "--width has no effect")):
-        assert said in refusal(gbnn2d.main, [*argv, "--weights", path, *more.split()])
-    state.pop("block2.layer.0.conv1.weight_sigma")
-    torch.save({"net": state}, path)
-    assert "block2.layer.0.conv1.weight" in refusal(gbnn2d.main, [*argv, "--weights", path])
+    argv += ["--weights", path]
+    assert "--epochs has no effect" in refusal(gbnn2d.main, [*argv, "--epochs", "1"])
+    assert "--model wide_resnet" in refusal(gbnn2d.main, [*argv, "--model", "resnet18"])
 
 
 # ---- Runs ---------------------------------------------------------------------------------------
@@ -913,10 +723,10 @@ METHODS = ["deterministic", "mean-field", "clustered", "merged", "final"]
 
 
 def options(folder, *more):
-    """All stages in a few seconds: LeNet, a few steps a stage."""
+    """All stages in a second: LeNet, a few steps a stage."""
     return ["--dataset", "glyphs", "--model", "lenet", "--width", "1", "--epochs", "2",
-            "--stoch-epochs", "1", "--final-epochs", "2", "--limit-steps", "5", "--k0", "40",
-            "--mc", "2", "--lr-final", "0.05", *CPU, "--no-plot", "--out-dir",
+            "--stoch-epochs", "1", "--final-epochs", "2", "--limit-steps", "5", "-b", "32",
+            "--k0", "40", "--mc", "2", "--lr-final", "0.05", *CPU, "--no-plot", "--out-dir",
             str(folder), "--name", "run", *map(str, more)]
 
 
@@ -928,11 +738,16 @@ def by_method(rows):
     return {row["method"]: row for row in rows if "nll" in row}
 
 
+# Enough for the last stage to learn.
+LONGER = ("--epochs 4 --final-epochs 10 --limit-steps 20 --tau-d 2e-2 --lr-rho 1e-3 "
+          "--mc 4").split()
+
+
 @pytest.fixture(scope="module")
 def story(tmp_path_factory):
     """(folder, rows) of a whole run."""
     folder = tmp_path_factory.mktemp("story")
-    rows = run(options(folder, "--plot", "--predict", "glyphs"))
+    rows = run(options(folder, *LONGER, "--plot", "--predict", "glyphs"))
     return folder, rows
 
 
@@ -941,72 +756,63 @@ def test_the_story_leaves_its_rows_and_files(story):
     root = folder / "gbnn2d" / "run"
     found = by_method(rows)
     final = found["final"]
-    states = [f"seed1-{name}.pt" for name in ("deterministic", "mean-field", "mixture", "final",
-                                              "compressed")]
-    assert {"options.json", "results.json", "results.csv", "plane.png", "training.png",
-            "predictions.csv", *states} <= {path.name for path in root.iterdir()}
+    names = {path.name for path in root.iterdir()}
+    assert {"options.json", "results.csv", "seed1-mixture.pt", "seed1-mean-field.pt"} <= names
     results = json.loads((root / "results.json").read_text())
     assert results["rows"] == rows and list(found) == METHODS
     for name, row in found.items():
         assert {"accuracy", "ece15", "brier", "nll_logits", "bytes", "ms"} <= set(row)
         assert ("accuracy_mode" in row) == (name != "deterministic")  # one network has no mode
-        assert row["n"] == 2000 and row["set"] == "glyphs"
+        assert row["n"] == 200 and row["set"] == "glyphs"
     against = [row for row in rows if row.get("against") == "glyphs_letters"]
     assert ["auroc_total" in row for row in against] == [True] * 5
     assert ["auroc_epistemic" in row for row in against] == [False] + [True] * 4
-    assert final["weights"] == 44_190
-    # bytes of all tensors against those of the other networks; the file is a little larger
-    for name in ("mean-field", "deterministic"):
-        column = f"bytes_vs_{name.replace('-', '_')}"
-        assert final[column] == pytest.approx(final["bytes"] / found[name]["bytes"])
+    # What the published trainer cannot: the loss of the shared network falls.
+    state = state_of(folder, "run", "final")
+    assert final["nll"] < found["merged"]["nll"], rows
+    assert state["history"][-1]["loss"] < 0.97 * state["history"][0]["loss"], state["history"]
+    assert state["net"]["posterior.shift"].abs().max() > 1e-3
+    assert final["gaussians"] < found["clustered"]["gaussians"] and final["weights"] == 44_190
+    # bytes of all tensors; the file is a little larger
+    assert final["bytes_vs_mean_field"] == final["bytes"] / found["mean-field"]["bytes"]
     size = (root / "seed1-compressed.pt").stat().st_size
     assert final["bytes"] < size == final["file_bytes"] < 1.1 * final["bytes"]
-    assert {"ellipse_points", "bytes", "file_bytes", "bytes_vs_mean_field",
-            "bytes_vs_deterministic"} <= {*results["columns"]}
+    assert {"ellipse_points", "bytes", "file_bytes"} <= {*results["columns"]}
     table = np.genfromtxt(root / "predictions.csv", delimiter=",", names=True)
-    assert len(table) == 2000 and (table["aleatoric"] > table["epistemic"]).all()
+    assert len(table) == 200 and (table["aleatoric"] > table["epistemic"]).all()
     np.testing.assert_allclose(table["aleatoric"] + table["epistemic"], table["total"], rtol=1e-4)
     for ending, name in (("", "final"), ("_deterministic", "deterministic")):
         right = table[f"predicted{ending}"] == table["label"]
         assert right.mean() == pytest.approx(found[name]["accuracy"])
+    for picture in ("plane.png", "training.png"):
+        with Image.open(root / picture) as image:
+            assert image.width > 500 and len(image.convert("RGB").getcolors(10**6)) > 99
 
 
 def load(path, folder, *more):
-    own = ["--load", path, "--dataset", "glyphs", "--mc", 2, "--out-dir", folder]
+    own = ["--load", path, "--dataset", "glyphs", "--mc", 4, "--out-dir", folder]
     return run([*own, *CPU, *more])
 
 
 def test_eval_and_load_repeat_the_story(story, tmp_path):
-    """Files of one name, and other seeds, have directories of their own."""
+    """Other files of one name have directories of their own."""
     folder, rows = story
-    assert timeless(run(options(folder, "--eval"))) == timeless(rows)
+    assert timeless(run(options(folder, *LONGER, "--eval"))) == timeless(rows)
     path = folder / "gbnn2d" / "run" / "seed1-compressed.pt"
-    loaded, against = load(path, tmp_path, "--predict", "glyphs_letters")
+    loaded, _ = load(path, tmp_path, "--predict", "glyphs_letters")
     final = by_method(rows)["final"]
     assert loaded["accuracy"] == final["accuracy"] and loaded["bytes"] == final["bytes"]
     assert loaded["nll"] == pytest.approx(final["nll"], abs=1e-6)
-    assert against["against"] == "glyphs_letters"
     [first] = (tmp_path / "gbnn2d").iterdir()
     results = json.loads((first / "results.json").read_text())
     assert (results["config"]["model"], results["config"]["width"]) == ("lenet", 1)  # the file's
     assert (first / "predictions.csv").exists()
-
-    other, _ = load(path, tmp_path, "--seed", "2")
-    assert other["nll"] != loaded["nll"]
     state = torch.load(path, weights_only=True)
-    assert state["classes"] == [str(digit) for digit in range(10)]
     state["rest"]["backbone.0.bias"] += 1
     (tmp_path / "other").mkdir()
     torch.save(state, tmp_path / "other" / path.name)
     load(tmp_path / "other" / path.name, tmp_path)
-    assert len(list((tmp_path / "gbnn2d").iterdir())) == 3
-
-
-@pytest.mark.parametrize("more", ["--draw equal", "--width 2", "--model lenet", "--runs 2"])
-def test_a_story_loaded_has_the_options_of_the_file(story, tmp_path, more):
-    path = story[0] / "gbnn2d" / "run" / "seed1-compressed.pt"
-    text = refusal(load, path, tmp_path, *more.split())
-    assert f"{more.split()[0]} has no effect with --load" in text and not list(tmp_path.iterdir())
+    assert len(list((tmp_path / "gbnn2d").iterdir())) == 2
 
 
 def test_what_is_no_compressed_file_of_the_story_is_refused(story, tmp_path):
@@ -1014,38 +820,18 @@ def test_what_is_no_compressed_file_of_the_story_is_refused(story, tmp_path):
     whole = torch.load(source, weights_only=True)
     weights = whole["weights"]
     path = tmp_path / "other.pt"
-
-    def with_weights(**changed):
-        return whole | {"weights": weights | changed}
-
-    wrong = [(whole | {"format": "other"}, "params_guide"), (whole | {"weights": {}}, "label"),
-             (whole | {"rest": {}}, "backbone.0.bias"),
-             (whole | {"classes": ["a", "b"]}, "those of --dataset glyphs"),
-             (with_weights(label=weights["label"][:-1]), "it has 44189 weights, lenet"),
-             (with_weights(label=weights["label"] + 40), "without a component"),
-             (with_weights(second=weights["second"] + 40), "index"),
-             (whole | {"rest": whole["rest"] | {"more": torch.zeros(1)}}, "more"),
-             (whole | {"options": whole["options"] | {"model": "resnet18"}}, "resnet18")]
-    for state, said in wrong:
-        torch.save(state, path)
+    for changed, said in (
+            ({"format": "other"}, "params_guide"), ({"weights": {}}, "label"),
+            ({"rest": {}}, "backbone.0.bias"), ({"classes": ["a"]}, "those of --dataset glyphs"),
+            ({"weights": weights | {"label": weights["label"][:-1]}}, "it has 44189 weights"),
+            ({"weights": weights | {"label": weights["label"] + 40}}, "without a component")):
+        torch.save(whole | changed, path)
         text = refusal(load, path, tmp_path)
         assert "other.pt" in text and said in text
-    content = source.read_bytes()
-    for broken in (content[:-1000], content[:5000] + b"x" + content[5001:], b""):
-        path.write_bytes(broken)
-        assert "other.pt" in refusal(load, path, tmp_path)
-    assert [*tmp_path.iterdir()] == [path]
-
-
-def test_the_last_stage_learns(tmp_path):
-    """What the published trainer cannot: the loss of the shared network falls."""
-    more = "--epochs 4 --limit-steps 15 --ood --final-epochs 8 --tau-d 2e-2 --mc 4 --lr-rho 1e-3"
-    rows = by_method(run(options(tmp_path, *more.split())))
-    state = state_of(tmp_path, "run", "final")
-    assert rows["final"]["nll"] < 0.97 * rows["merged"]["nll"], rows
-    assert state["history"][-1]["loss"] < 0.97 * state["history"][0]["loss"], state["history"]
-    assert state["net"]["posterior.shift"].abs().max() > 1e-3
-    assert rows["final"]["gaussians"] < rows["clustered"]["gaussians"]
+    path.write_bytes(source.read_bytes()[:-1000])
+    assert "other.pt" in refusal(load, path, tmp_path)
+    text = refusal(load, source, tmp_path, "--draw", "equal")
+    assert "--draw has no effect with --load" in text and [*tmp_path.iterdir()] == [path]
 
 
 def own_folder(folder, side=32, names="abcd"):
@@ -1066,7 +852,7 @@ def state_of(folder, name, stage):
 
 def test_two_processes_equal_one_and_a_killed_run_ends_bit_equal(tmp_path):
     """In float64; and batch norm's statistics stay as the first stage left them."""
-    more = "--model resnet18 --width 0.02 -b 20 --ood --mc 1 --epochs 1 --final-epochs 4"
+    more = "--model resnet18 --width 0.02 -b 30 --ood --mc 1 --epochs 1 --final-epochs 4"
     argv = options(tmp_path, "--dataset", own_folder(tmp_path), "--workers", "0", *more.split())
     work = (run_gbnn2d_in_float64, *argv, "--name")
     killed = Child(tmp_path, *work, "killed", rank=7)
@@ -1084,8 +870,6 @@ def test_two_processes_equal_one_and_a_killed_run_ends_bit_equal(tmp_path):
             torch.testing.assert_close(value, two[key], rtol=1e-7, atol=1e-7)
             if "running" in key:
                 assert torch.equal(value, det[key.removeprefix("net.")]) and value.any()
-    one, two = (state_of(tmp_path, n, "mixture")["merged"]["label"] for n in ("one", "two"))
-    assert torch.equal(one, two)
     rows = [json.loads((tmp_path / f"gbnn2d/{n}/results.json").read_text())["rows"]
             for n in ("one", "killed", "two")]
     assert timeless(rows[0]) == timeless(rows[1])
@@ -1094,32 +878,18 @@ def test_two_processes_equal_one_and_a_killed_run_ends_bit_equal(tmp_path):
         assert one.get("nll") == pytest.approx(two.get("nll"), rel=1e-6)
 
 
-def test_an_error_of_the_main_process_is_one_line_of_all(tmp_path):
-    """Where too few weights are inliers, which only the main process finds out."""
-    argv = options(tmp_path, "--ood", "--epochs", "1", "--tau-w", "1e-9", "--limit-steps", 1)
-    children = start_ranks(tmp_path, 2, run_script, "gbnn2d", *argv)
-    for child in children:
-        assert child.wait().status == 2, child.stderr
-        [line] = child.stderr.splitlines()
-        assert line.startswith("gbnn2d.py: error: only 0 of 44190 weights"), line
-        assert "--tau-w" in line
-
-
-@pytest.mark.parametrize("more", [
-    "--draw equal --stoch-kl 0 --grad-frac 0 --amp bf16",
-    "--stoch-epochs 0 --final-epochs 0 --runs 2 --predict glyphs"])
-def test_options(tmp_path, more):
-    argv = options(tmp_path, "--ood", "--epochs", "1", "--mc", "1", *more.split())
-    if "--final-epochs 0" in more:
-        at = argv.index("--lr-final")  # without effect
-        del argv[at:at + 2]
-    rows = run(argv)
+def test_options(tmp_path):
+    more = ("--stoch-epochs 0 --final-epochs 0 --runs 2 --draw equal --grad-frac 0 --amp bf16 "
+            "--predict glyphs --ood --mc 1")
+    argv = options(tmp_path, *more.split())
+    at = argv.index("--lr-final")  # without effect
+    rows = run(argv[:at] + argv[at + 2:])
     assert all(math.isfinite(row["nll"]) and "accuracy_mode" not in row for row in rows)
-    assert len(rows) == (10 if "--runs" in more else 5)
-    if "--predict" in more:  # of the first run; one draw has no epistemic part
-        table = np.genfromtxt(tmp_path / "gbnn2d/run/predictions.csv", delimiter=",", names=True)
-        assert (table["label"] == table["predicted"]).mean() == rows[4]["accuracy"]
-        assert np.isnan(table["epistemic"]).all()
+    assert [row["seed"] for row in rows] == [1] * 5 + [2] * 5
+    # Predictions are those of the first run; one draw has no epistemic part.
+    table = np.genfromtxt(tmp_path / "gbnn2d/run/predictions.csv", delimiter=",", names=True)
+    assert (table["label"] == table["predicted"]).mean() == rows[4]["accuracy"]
+    assert np.isnan(table["epistemic"]).all()
 
 
 def test_published_flags_and_presets():
@@ -1132,19 +902,16 @@ def test_published_flags_and_presets():
 
 
 @pytest.mark.parametrize("argv, said", [
-    ("--tau-w 0", "--tau-w"), ("--grad-frac 1", "--grad-frac"), ("--tau-d nan", "--tau-d"),
-    ("--k0 40000", "--k0"), ("--k0 9000", "--k0"), ("--mc 0", "--mc"), ("--tau-d word", "--tau-d"),
+    ("--tau-w 0", "--tau-w"), ("--tau-d nan", "--tau-d"), ("--k0 9000", "--k0"),
     ("--compile", "--compile"), ("--model nothing", "--model"), ("--weights DEFAULT", "DEFAULT"),
-    ("--weights absent.pt", "absent.pt"), ("--image-size 16", "--image-size"),
-    ("--freeze", "--freeze has no effect"), ("--final-epochs 0", "--lr-final"),
-    ("--stoch-epochs 0 --lr-rho 1", "--lr-rho"), ("--draw shared", "--draw")])
+    ("--image-size 16", "--image-size"), ("--freeze", "--freeze has no effect"),
+    ("--final-epochs 0", "--lr-final"), ("--stoch-epochs 0 --lr-rho 1", "--lr-rho")])
 def test_misuse_is_one_line_before_anything_is_trained(tmp_path, argv, said):
-    assert said in refusal(gbnn2d.main, options(tmp_path, *argv.split()))
+    assert said in refusal(run, options(tmp_path, *argv.split()))
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("argv", [
-    "--lr 1e6 --epochs 1", "--lr 1e20", "--lr-mu 1e30", "--lr-rho 1e30", "--lr-final 1e20"])
+@pytest.mark.parametrize("argv", ["--lr 1e6 --epochs 1", "--lr-rho 1e30", "--lr-final 1e20"])
 def test_divergence_is_one_line(tmp_path, argv):
     text = refusal(run, options(tmp_path, "--ood", "--limit-steps", "2", *argv.split()))
     assert "diverged" in text and "learning rate" in text
@@ -1153,30 +920,14 @@ def test_divergence_is_one_line(tmp_path, argv):
 def test_a_replaced_image_is_noticed(tmp_path):
     """The checkpoints were made from other training images, of equal names and number."""
     argv = options(tmp_path, "--dataset", own_folder(tmp_path, 28), "--preset", "glyphs",
-                   "--image-size", "28", "-b", "12", "--ood", "--limit-steps", "1")
+                   "--image-size", "28", "-b", "12", "--ood", "--limit-steps", "1", "--mc", "1")
     run(argv)
     Image.new("RGB", (28, 28)).save(tmp_path / "own/train/a/0.png")
     assert "was made from other training images" in refusal(gbnn2d.main, argv)
 
 
-@pytest.mark.parametrize("dim", [30, 31])
-def test_a_network_of_ones_own_is_one_entry(tmp_path, dim, monkeypatch):
-    def build(args, shape):
-        return [nn.Flatten(), nn.Linear(math.prod(shape), 30), nn.BatchNorm1d(30), nn.ReLU()], dim
-
-    monkeypatch.setitem(gbnn2d.NETWORKS, "mine", build)
-    argv = options(tmp_path, "--ood", "--model", "mine", "--epochs", "1", "--limit-steps", "1")
-    if dim == 30:
-        run(argv)
-        assert (tmp_path / "gbnn2d/run/seed1-compressed.pt").exists()
-    else:
-        assert "--model mine: its layers make" in refusal(run, argv)
-        assert not (tmp_path / "gbnn2d").exists()
-
-
 def test_pretrained_networks(tmp_path, capsys):
-    """A state dict with other classes is fine-tuned whole, or its head alone is random (--freeze).
-    """
+    """A state dict with other classes is fine-tuned whole; with --freeze, its head alone is."""
     net = torchvision.models.shufflenet_v2_x0_5(weights=None, num_classes=6)
     path = tmp_path / "net.pt"
     torch.save(net.state_dict(), path)
@@ -1196,5 +947,4 @@ def test_pretrained_networks(tmp_path, capsys):
         [row] = run(["--load", path, *argv[:2], "--mc", 2, "--out-dir", tmp_path, "--ood", *CPU])
         assert row["file_bytes"] == path.stat().st_size
     assert row["nll"] == pytest.approx(rows["final"]["nll"], rel=1e-4)
-    assert "--width has no effect" in refusal(gbnn2d.main, [*argv, "--width", "2"])
     assert "--augment has no effect" in refusal(gbnn2d.main, [*argv, "--freeze", "--augment"])
