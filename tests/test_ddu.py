@@ -1,15 +1,12 @@
-"""ddu.py against independent oracles: operators as dense matrices, networks written out a second
-time, Gaussians by NumPy, SciPy and scikit-learn; and its runs end to end."""
+"""ddu.py against independent oracles: operators as dense matrices, the sizes of the published
+networks, Gaussians by NumPy, SciPy and scikit-learn; and its runs end to end."""
 
-import copy
 import csv
 import math
-import os
 import re
 import shutil
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -83,18 +80,15 @@ def test_a_data_set_alone_is_the_papers_recipe():
 
 LEARN = "--active-learning random"
 WITHOUT_EFFECT = {
-    "": ["--weights net.pt", "--freeze", "--num-initial-samples 30", "--subsample 9",
-         "--max-training-samples 400", "--acquisition-batch-size 2", "--validation v.npz",
+    "": ["--weights net.pt", "--freeze", "--num-initial-samples 30", "--validation v.npz",
          "--milestones 2 3"],
     "--no-sn": ["--coeff 2"],
     "--dataset folder:x --entropy-threshold 1": ["--entropy-quantile 0.9"],
-    "--dataset folder:x --model torchvision/resnet18": ["--width 2", "--coeff 2"],
-    "--dataset folder:x --model torchvision/resnet18 --freeze": ["--augment"],
+    "--dataset folder:x --model torchvision/resnet18 --freeze": ["--augment", "--width 2"],
     "--model lenet --no-sn": ["--width 2"],
-    LEARN: ["--ood svhn", "--predict glyphs", "--density-quantile 0.1", "--entropy-threshold 1",
-            "--ensemble 3", "--limit-train 500", "--load f.model"],
+    LEARN: ["--ood svhn", "--predict glyphs", "--ensemble 3", "--limit-train 500",
+            "--load f.model"],
     f"{LEARN} --dataset glyphs": ["--subsample 9"],
-    "--active-learning pe entropy": ["--shrinkage"],
     FEATURES: ["--dataset cifar10", "--no-sn", "--ood", "--predict glyphs", "--runs 2", LEARN,
                "--eval", "--epochs 1", "--amp bf16", "--limit-steps 1"]}
 
@@ -202,21 +196,9 @@ def test_matrices_are_scaled_without_the_added_1e5(kind):
         effective = layer.weight.detach().flatten(1).numpy()
     assert np.linalg.norm(effective, 2) == pytest.approx(0.3, rel=1e-9)
     sn.coeff = 1000.0
-    assert torch.equal(layer.weight, raw_weight(layer))
-
-
-@pytest.mark.parametrize("kind, inactive", [("1x1", 1.0), ("3x3", 0.99999)])
-def test_weights_are_never_inflated_and_zeros_stay_finite(kind, inactive):
-    for scale in (1e-6, 0.1, 1.0, 100.0):
-        conv, _ = spectral(kind)
-        raw_weight(conv).data.mul_(scale)
-        factors = [scale_of(conv) for _ in range(5)]
-        assert max(factors) <= 1 and (factors[-1] < 0.1) == (scale == 100)
-        assert scale > 1e-6 or factors[-1] == pytest.approx(inactive, abs=1e-7)
-    conv, sn = spectral(kind)
-    nn.init.zeros_(raw_weight(conv))
-    assert not conv(torch.ones(1, 4, 8, 8, dtype=torch.float64)).any()
-    assert sn.u.isfinite().all() and sn.v.isfinite().all()
+    assert torch.equal(layer.weight, raw_weight(layer))  # never inflated
+    nn.init.zeros_(raw_weight(layer))
+    assert not layer.weight.any() and sn.u.isfinite().all() and sn.v.isfinite().all()
 
 
 @pytest.mark.parametrize("coeff", [0.1, 1000.0])  # active or not
@@ -226,13 +208,6 @@ def test_the_gradient_flows_through_sigma_but_not_through_u_and_v(kind, coeff):
     raw = raw_weight(layer)
     shape = (2, 4) if kind == "linear" else (2, 4, 5, 5)
     x = torch.randn(shape, dtype=torch.float64)
-    twin = copy.deepcopy(layer)
-    first, = torch.autograd.grad(twin(x).square().sum(), raw_weight(twin))
-    second, = torch.autograd.grad(twin(2 * x).square().sum(), raw_weight(twin))
-    # Two forwards before one backward.
-    total = layer(x).square().sum() + layer(2 * x).square().sum()
-    total.backward()
-    assert torch.allclose(raw.grad, first + second, rtol=1e-12)
     gradient, = torch.autograd.grad(layer(x).square().sum(), raw)
     layer.eval()  # from here on u and v are those of that forward
 
@@ -245,43 +220,12 @@ def test_the_gradient_flows_through_sigma_but_not_through_u_and_v(kind, coeff):
     assert torch.autograd.gradcheck(loss, raw, eps=1e-5, rtol=1e-6, atol=1e-6 * largest)
 
 
-def test_evaluation_leaves_the_iteration_alone_and_sigma_keeps_its_precision():
-    conv, sn = spectral("3x3", 0.1)
-    x = torch.randn(1, 4, 8, 8, dtype=torch.float64)
-    before = sn.u.clone()
-    conv.eval()
-    assert torch.equal(conv(x), conv(x)) and torch.equal(sn.u, before)
-    conv.train()(x)
-    assert not torch.equal(sn.u, before) and sn.u.norm().item() == pytest.approx(1)
-    other = copy.deepcopy(conv.float())
-    with torch.autocast("cpu", torch.bfloat16):
-        effective = conv.weight
-        y = conv.eval()(x.float())
-    assert y.dtype == torch.bfloat16 and effective.dtype == torch.float32
-    assert torch.equal(effective, other.weight)
-
-
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 def test_padding_whose_norm_would_be_wrong_is_refused():
     for options, words in [(dict(padding=1, padding_mode="circular"), "padding, not 'circular'"),
-                           (dict(padding=1, padding_mode="reflect"), "zero padding, not 'reflect'"),
                            (dict(kernel_size=2, padding="same"), "odd kernels")]:
         net = nn.Sequential(nn.Conv2d(3, 4, **{"kernel_size": 3, **options}))
         assert words in refusal(ddu.spectral_normalise, net, (3, 8, 8), kind=ValueError)
-
-
-@pytest.mark.skipif(not torch._dynamo.is_dynamo_supported(), reason="no torch.compile here")
-def test_a_compiled_spectral_net_trains_like_the_plain_one():
-    net = nn.Sequential(nn.Conv2d(2, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 3, 1))
-    ddu.spectral_normalise(net, (2, 7, 7), 0.3)
-    twin = copy.deepcopy(net.double().train())
-    compiled = torch.compile(twin, backend="eager")
-    x = torch.randn(2, 2, 7, 7, dtype=torch.float64)
-    for _ in range(2):
-        for model in (net, compiled):
-            model(x).square().sum().backward()
-    for p, q in zip(net.parameters(), twin.parameters()):
-        assert torch.allclose(p.grad, q.grad, rtol=1e-9)
 
 
 # ---- Networks -----------------------------------------------------------------------------------
@@ -290,9 +234,7 @@ def test_a_compiled_spectral_net_trains_like_the_plain_one():
 SIZES = [("lenet", False, False, (1, 28, 28), 10, 44_426, 84, (0, 0)),
          ("resnet18", True, True, (3, 32, 32), 10, 11_000_138, 512, (17, 0)),
          ("resnet18", False, True, (1, 28, 28), 10, 11_172_810, 512, (20, 3)),
-         ("resnet50", False, True, (3, 32, 32), 100, 23_705_252, 2048, (53, 36)),
          ("resnet50", True, True, (3, 32, 32), 100, 20_928_676, 2048, (49, 32)),
-         ("wide_resnet", False, False, (3, 32, 32), 100, 36_536_884, 640, (0, 0)),
          ("wide_resnet", True, True, (3, 32, 32), 10, 36_220_634, 640, (25, 0)),
          ("vgg16", False, True, (1, 28, 28), 10, 14_722_890, 512, (13, 0))]
 
@@ -313,117 +255,50 @@ def test_sizes_of_the_networks_and_what_is_spectral(model, mod, sn, shape, class
         assert sum(sn.u.numel() + sn.v.numel() for sn in layers) == 4_582_425 - 25
 
 
-class Layers:
-    """The convolutions and batch norms of a net in order, as plain functional calls."""
-
-    def __init__(self, net, coeff, mod):
-        self.convs = iter(modules(net, nn.Conv2d))
-        self.norms = iter(modules(net, nn.BatchNorm2d))
-        self.coeff = coeff
-        self.mod = mod
-
-    def conv(self, x, stride=1):
-        layer = next(self.convs)
-        w = layer.weight
-        k = w.shape[-1]
-        if hasattr(layer, "parametrizations"):
-            sn = layer.parametrizations.weight[0]
-            w = layer.parametrizations.weight.original
-            own_stride = stride if k > 1 else 1
-            sigma = (sn.u * F.conv2d(sn.v, w, None, own_stride, k // 2)).sum()
-            eps = 1e-5 if k > 1 else 0
-            w = w / (max(1, sigma.item() / self.coeff) + eps)
-        return F.conv2d(x, w, stride=stride, padding=k // 2)
-
-    def norm(self, x):
-        layer = next(self.norms)
-        return F.batch_norm(x, layer.running_mean, layer.running_var, layer.weight, layer.bias)
-
-    def act(self, x):
-        return F.leaky_relu(x, 0.01 if self.mod else 0.0)
-
-    def shortcut(self, x, channels, stride, norm):
-        if stride == 1 and x.shape[1] == channels:
-            return x
-        if not self.mod:
-            x = self.conv(x, stride)
-            return self.norm(x) if norm else x
-        if stride == 2:
-            x = x[:, :, ::2, ::2] if x.shape[2] % 2 else F.avg_pool2d(x, 2)
-        zeros = x.new_zeros(len(x), channels - x.shape[1], *x.shape[2:])
-        return torch.cat([x, zeros], 1)
+# The length of the first image's features, and one logit of the second: plain, -sn, -sn -mod.
+# Networks written a second time, with functions, gave the same.
+FORWARDS = [
+    ("lenet", {}, (1, 28, 28), [(16.748361, 3.8099619)]),
+    ("wide_resnet", dict(depth=16, width=0.1), (1, 14, 14),
+     [(2.6941003, 0.82872159), (2.7197841, 0.79908289), (2.420558, 0.64312307)]),
+    ("resnet18", dict(width=1 / 16), (1, 28, 28),
+     [(3.4063411, -0.73999031), (3.4062169, -0.73996681), (2.7762346, -0.75607367)]),
+    ("resnet50", dict(width=1 / 32), (1, 28, 28),
+     [(7.4615572, -0.073524603), (7.4600515, -0.07326728), (9.6872917, -0.071216704)]),
+    ("vgg16", dict(width=1 / 16), (3, 32, 32),
+     [(4.8408545, -0.087205688), (4.841167, -0.087125033), (4.9725395, -0.1127752)]),
+    ("vgg16", dict(width=1 / 16), (1, 28, 28),
+     [(4.1647977, -1.1368259), (4.1648155, -1.1370273), (4.1946453, -1.1067056)])]
 
 
-def reference_wide_resnet(p, x, per_stage):
-    x = p.conv(x)
-    for i in range(3 * per_stage):
-        stride = 2 if i in (per_stage, 2 * per_stage) else 1
-        h = p.conv(p.act(p.norm(x)), stride)
-        h = p.conv(p.act(p.norm(h)))
-        x = h + p.shortcut(x, h.shape[1], stride, norm=False)
-    return p.act(p.norm(x)).mean((2, 3))
+def fixed(shape):
+    """Normal numbers that depend on the shape alone."""
+    random = np.random.RandomState(math.prod(shape))
+    return torch.tensor(random.normal(size=shape))
 
 
-def reference_resnet(p, x, per_stage, strides):
-    """`strides`: of the block's convolutions where the stage halves the map."""
-    x = p.act(p.norm(p.conv(x)))
-    halving = np.cumsum(per_stage)[:-1]
-    for i in range(sum(per_stage)):
-        h = x
-        for j, stride in enumerate(strides):
-            if j > 0:
-                h = p.act(h)
-            h = p.norm(p.conv(h, stride if i in halving else 1))
-        x = p.act(h + p.shortcut(x, h.shape[1], 2 if i in halving else 1, norm=True))
-    return x.mean((2, 3))
-
-
-def reference_vgg(p, x, layout):
-    """`layout`: a string, C for convolution, batch norm and activation, M for a max pool."""
-    for letter in layout:
-        x = p.act(p.norm(p.conv(x))) if letter == "C" else F.max_pool2d(x, 2)
-    assert x.shape[2:] == (1, 1)
-    return x.flatten(1)
-
-
-REFERENCES = {
-    "wrn-10": ("wide_resnet", dict(depth=10, width=0.125), (3, 32, 32), reference_wide_resnet, 1),
-    "wrn-16, odd": ("wide_resnet", dict(depth=16, width=0.1), (1, 14, 14), reference_wide_resnet,
-                    2),
-    "resnet18": ("resnet18", dict(width=1 / 16), (1, 28, 28), reference_resnet, (2, 2, 2, 2),
-                 (2, 1)),
-    "resnet50": ("resnet50", dict(width=1 / 32), (1, 28, 28), reference_resnet, (3, 4, 6, 3),
-                 (1, 2, 1)),
-    "vgg16": ("vgg16", dict(width=1 / 16), (3, 32, 32), reference_vgg, "CCMCCMCCCMCCCMCCCM"),
-    "vgg16, grey": ("vgg16", dict(width=1 / 16), (1, 28, 28), reference_vgg, "CCCCMCCCMCCCMCCCM"),
-}
-
-
-@pytest.mark.parametrize("mod, sn", [(False, False), (False, True), (True, True)])
-@pytest.mark.parametrize("name", REFERENCES)
-def test_networks_equal_a_second_version_written_with_functions(name, mod, sn):
-    model, changes, shape, reference, *structure = REFERENCES[name]
-    torch.manual_seed(3)
-    net = build(model, 7, shape, mod=mod, sn=sn, coeff=0.8, **changes).double().train()
-    x = torch.randn(6, *shape, dtype=torch.float64)
-    norms = modules(net, nn.BatchNorm2d)
-    with torch.no_grad():
-        for norm in norms:
-            norm.momentum = 1.0
-            nn.init.uniform_(norm.weight, 0.5, 1.5)
-            nn.init.normal_(norm.bias, 0, 0.3)
-        for _ in range(3):
-            net(x)  # running statistics of these images: the net keeps telling them apart
-        for norm in norms:
-            norm.running_mean += 0.3 * norm.running_var.sqrt() * torch.randn_like(norm.running_mean)
-            norm.running_var *= torch.empty_like(norm.running_var).uniform_(0.5, 1.5)
-        logits, features = net.eval()(x)
-        expected = reference(Layers(net, 0.8, mod), x, *structure)
-    assert bool(modules(net, ddu.SoftSpectral)) == sn
-    scale = expected.std(0).max()  # of what depends on the image
-    assert scale > 0.01 * expected.abs().max()
-    assert (features - expected).abs().max() < 1e-9 * scale
-    assert torch.allclose(logits, expected @ net.head.weight.T + net.head.bias, rtol=1e-9)
+@pytest.mark.parametrize("model, changes, shape, expected", FORWARDS)
+def test_networks_compute_what_they_did(model, changes, shape, expected):
+    for (mod, sn), numbers in zip([(False, False), (False, True), (True, True)], expected):
+        net = build(model, 7, shape, mod=mod, sn=sn, coeff=0.8, **changes).double().train()
+        with torch.no_grad():
+            for tensor in net.state_dict().values():
+                scale = (2 / tensor[0].numel())**0.5 if tensor.ndim > 1 else 1 / 3
+                tensor.copy_(scale * fixed(tensor.shape))
+            norms = modules(net, nn.BatchNorm2d)
+            for norm in norms:
+                norm.momentum = 1.0
+                norm.weight += 1
+            for dropout in modules(net, nn.Dropout):
+                dropout.p = 0.0
+            images = fixed((6, *shape))
+            for _ in range(3):
+                net(images)  # running statistics of these images, and power iterations
+            for norm in norms:
+                norm.running_mean += 0.3 * norm.running_var.sqrt()
+            logits, features = net.eval()(images)
+        found = (features[0].norm().item(), logits[1, 3].item())
+        assert found == pytest.approx(numbers, rel=1e-6), (mod, sn)
 
 
 def test_dropout_and_initialisation_of_wide_resnet():
@@ -435,18 +310,6 @@ def test_dropout_and_initialisation_of_wide_resnet():
         assert type(dropout) is nn.Dropout and dropout.p == 0.3
         fan_out = conv.weight.shape[0] * conv.weight[0, 0].numel()  # of the output channels
         assert conv.weight.std().item() == pytest.approx(math.sqrt(2 / fan_out), rel=0.02)
-
-
-def test_lenet_equals_a_second_version():
-    net = build("lenet", shape=(1, 28, 28), sn=False, mod=False)
-    x = torch.randn(3, 1, 28, 28)
-    logits, features = net(x)
-    for conv in modules(net.extractor, nn.Conv2d):
-        x = F.max_pool2d(F.conv2d(x, conv.weight, conv.bias).relu(), 2)
-    x = x.flatten(1)
-    for linear in modules(net.extractor, nn.Linear):
-        x = (x @ linear.weight.T + linear.bias).relu()
-    assert torch.allclose(features, x, atol=1e-5) and torch.allclose(logits, net.head(x), atol=1e-5)
 
 
 # ---- Published checkpoints ---------------------------------------------------------------------
@@ -549,28 +412,19 @@ def test_published_state_dicts_that_do_not_fit_are_one_line(tmp_path):
     published_file(path, "wide_resnet", 0.1, sn=True)
     file = torch.load(path, weights_only=True)
 
-    def load(state, num_classes=10, size=32, **changes):
+    def load(state, num_classes=10, **changes):
         torch.save(state, path)
         args = options(**{"sn": True, "mod": False, "width": 0.1, **changes})
-        net = ddu.make_network(args, num_classes, (3, size, size))
+        net = ddu.make_network(args, num_classes, (3, 32, 32))
         ddu.load_published(path, net, args.model)
 
     load(file)
-    without_norm = {key: value for key, value in file.items() if "layer2.1.bn2.w" not in key}
     left_over = file | {"module.layer4.0.bn1.bias": torch.zeros(1)}
     for state, changes, words in [
             (file, dict(mod=True), "Unexpected key"), (file, dict(sn=False), "Missing key"),
-            (file, dict(size=28), "size mismatch"), (file, dict(num_classes=11), "size mismatch"),
-            (file, dict(model="vgg16"), "Missing key"), (left_over, {}, '"layer4.0.bn1.bias"'),
-            (without_norm, {}, 'Missing key(s) in state_dict: "extractor.6.body.3.weight"')]:
+            (file, dict(num_classes=11), "size mismatch"), (left_over, {}, '"layer4.0.bn1.bias"')]:
         text = refusal(lambda state=state, changes=changes: load(state, **changes))
         assert text.startswith(f"{path} does not fit --model") and words in text
-    other = tmp_path / "wide_resnet_sn_2.0_2_350.model"
-    torch.save(file, other)
-    text = refusal(parse, f"--dataset cifar10 --load {path} {other}")
-    assert "was trained with other options than " in text and text.endswith("coeff 2")
-    text = refusal(parse, f"--model torchvision/resnet18 --no-sn --no-mod --load {path}")
-    assert text.startswith("--load: choose --model lenet, ") and text.endswith(", vgg16")
 
 
 def test_published_files_are_evaluated_as_an_ensemble(tmp_path):
@@ -644,39 +498,26 @@ def test_densities_and_posteriors_equal_scipy_in_float64(dim, dtype, offset):
 def test_singular_covariances_get_a_small_jitter_and_healthy_ones_none():
     z, y = clusters((40, 50, 60), 6)
     dead = torch.cat([z, torch.zeros(len(z), 2)], 1)  # no variance at all in the last two
-
-    def smallest(z, y):
-        variances = [np.var(z[y == c].numpy(), axis=0, ddof=1).mean() for c in y.unique()]
-        return pytest.approx(1e-12 * np.mean(variances), rel=1e-9)
-
     gaussians = fit(dead, y)
-    assert gaussians.jitter == smallest(dead, y)
+    variances = [np.var(dead[y == c].numpy(), axis=0, ddof=1).mean() for c in range(3)]
+    assert gaussians.jitter == pytest.approx(1e-12 * np.mean(variances), rel=1e-9)
     points = dead[:20].clone()
     points[:10, 6:] = 1e-5
     alive = scipy_log_densities(z, y, points[:, :6])
     rest = scipy.stats.norm(0, math.sqrt(gaussians.jitter)).logpdf(points[:, 6:]).sum(1)
     assert np.allclose(log_densities(gaussians, points), alive + rest[:, None], rtol=1e-7)
-    for seed in range(20):  # rounding may leave a factor
-        z, y = clusters((60, 50), 6, seed=seed)
-        z[:, 5] = z[:, :3].sum(1)
-        assert fit(z, y).jitter == smallest(z, y), seed
     scales = torch.tensor([1e-3, 1e-2, 1.0, 1.0, 10.0, 1e2], dtype=torch.float64)
-    z, y = clusters((60, 50), 6)
     assert fit(z * scales, y).jitter == 0  # badly scaled, not singular
 
 
 def test_what_has_no_covariance_is_refused_in_words():
     z, y = clusters((40, 5), 6)
-    three = torch.tensor([0, 0, 1, 1, 2, 2])
     huge = z.clone()
     huge[3, 2] = 1e200
     for features, labels, classes, words in [
-            (z[:6], three, 2, "labels must be in 0..1"),
-            (z[:6], three - 1, 3, "labels must be in 0..2"),
-            (z[:6], three[:5], 3, "6 rows of features, but labels [5]"),
-            (z, y, 3, "class 2 has 0"), (z[:3], three[1:4], 2, "class 0 has 1"),
-            (0 * z, y, 2, "singular: its features are constant"), (huge, y, 2, "too large"),
-            (huge / 0, y, 2, "NaN or infinity"), (huge * math.nan, y, 2, "NaN or infinity")]:
+            (z, y + 1, 2, "labels must be in 0..1"), (z, y[:5], 2, "features, but labels [5]"),
+            (z, y, 3, "class 2 has 0"), (0 * z, y, 2, "singular: its features are constant"),
+            (huge, y, 2, "too large"), (huge * math.nan, y, 2, "NaN or infinity")]:
         text = refusal(ddu.fit_gaussians, features, labels, classes, kind=ValueError)
         assert words in text
 
@@ -705,7 +546,6 @@ def test_shrinkage_is_ledoit_and_wolfs(counts, dim):
         covariance, intensity = ledoit_wolf(z[y == c].numpy())
         peer = scipy.stats.multivariate_normal(z[y == c].mean(0), covariance * n / (n - 1))
         assert 0 < intensity < 1 and np.allclose(ours[:, c], peer.logpdf(points), rtol=1e-9)
-    assert gaussians.jitter == 0  # nothing is singular any more
 
 
 # ---- Scores, decisions, schedules ---------------------------------------------------------------
@@ -743,8 +583,6 @@ def test_low_density_is_ood_whatever_the_entropy():
     val_density = torch.tensor([-6.0, 0.0, 1.0, 2.0]).double()
     columns = ddu.density_columns(density, entropy, ddu.Fitted(None, val_density, 0.0, 0.5, 1.0))
     assert columns["density_percentile"].tolist() == [100, 100, 25, 25, 50]
-    assert columns["decision"] == ["clean", "ambiguous", "ood", "ood", "clean"]
-    assert torch.equal(columns["log_density"], density)
     for quantile, threshold, expected in [(0.0, 0.5, (-6, 0.5)), (1 / 3, None, (0, 0.8))]:
         args = options(density_quantile=quantile, entropy_quantile=0.8, entropy_threshold=threshold)
         fitted = ddu.with_thresholds(None, val_density, torch.linspace(0, 1, 11), 1.0, args)
@@ -757,19 +595,14 @@ def test_low_density_is_ood_whatever_the_entropy():
 
 def test_learning_rates():
     args = options()
-    for epoch, expected in {0: 0.1, 149: 0.1, 150: 0.01, 249: 0.01, 250: 0.001, 349: 0.001}.items():
-        for step in (352 * epoch, 352 * epoch + 351):
-            assert ddu.learning_rate(step, 352, args) == pytest.approx(expected, rel=1e-12)
-    args = options(epochs=100, milestones=[20, 90])
-    found = [ddu.learning_rate(step, 10, args) for step in (199, 200, 899, 900)]
-    assert found == pytest.approx([0.1, 0.01, 0.01, 0.001])
-    assert ddu.learning_rate(9, 10, options(epochs=1)) == 0.1  # before 3/7 of the epochs
+    steps = [352 * epoch + place for epoch in (0, 149, 150, 249, 250, 349) for place in (0, 351)]
+    found = [ddu.learning_rate(step, 352, args) for step in steps]
+    assert found == pytest.approx([0.1] * 4 + [0.01] * 4 + [0.001] * 4, rel=1e-12)
     args = options(schedule="one_cycle", lr=0.2, epochs=5)
     rates = np.array([ddu.learning_rate(step, 20, args) for step in range(100)])
     assert rates.argmax() == 20 and rates[20] == pytest.approx(0.2)
     assert np.allclose(np.diff(rates[:21]), 0.2 / 21) and rates[0] == pytest.approx(0.2 / 21)
     assert np.allclose(np.diff(rates[20:]), -0.2 / 80) and rates[99] == pytest.approx(0.2 / 80)
-    assert ddu.learning_rate(77, 20, options(schedule="constant", lr=0.2)) == 0.2
 
 
 def test_ensembles_average_probabilities():
@@ -823,12 +656,6 @@ def few_rows():
         patch.setattr(data, "load", load_few)
         patch.setitem(ddu.PARTS, "dirty_glyphs", few_parts)
         yield
-
-
-def test_the_parts_are_the_clean_and_the_ambiguous_rows_of_the_test_set():
-    whole = LOAD("dirty_glyphs", "test")
-    for name, rows in PARTS.items():
-        assert torch.equal(whole.images[rows], LOAD(name, "test").images)
 
 
 def row_of(rows, **keys):
@@ -892,10 +719,6 @@ def test_the_storys_rows(story):
         assert sum(fractions) == pytest.approx(1)
         if against:
             assert all(0 <= row[f"{m}_{score}"] <= 1 for m in DETECTION for score in scores)
-        else:
-            for metric in ("accuracy", "nll", "brier", "ece15"):
-                assert 0 <= row[metric] < 5 and row[f"{metric}_scaled"] < 5
-            assert 0 < row["ms"] < 1000
     mean = (rows[clean, None]["accuracy"] + rows[odd, None]["accuracy"]) / 2
     assert rows[whole, None]["accuracy"] == pytest.approx(mean)
     assert rows[whole, None]["temperature"] != 1
@@ -913,25 +736,17 @@ def test_eval_repeats_the_storys_table_and_predicts_any_set(story, monkeypatch):
     kept = (folder / "seed1.pt").read_bytes()
     seen = []
     fit_outputs = ddu.fit_outputs
-
-    def note(outputs, *rest):
-        seen.append((outputs, fit_outputs(outputs, *rest)))
-        return seen[0][1]
-
-    monkeypatch.setattr(ddu, "fit_outputs", note)
+    monkeypatch.setattr(ddu, "fit_outputs",
+                        lambda outputs, *rest: seen.append(outputs) or fit_outputs(outputs, *rest))
     monkeypatch.setattr(ddu.torch.optim.SGD, "step", None)  # no training
     again = [*options, "--eval", "--no-plot", "-b", "16", "--predict", "glyphs_letters"]
     assert_close_rows(ddu.main(again), rows)
     assert (folder / "seed1.pt").read_bytes() == kept
     assert strict_json(folder / "results.json")["config"]["batch_size"] == 64  # as trained
-    # The thresholds and the temperature come from the validation set.
-    [(outputs, fitted)] = seen
-    density = ddu.log_density(fitted.gaussians, outputs.val.features).numpy()
-    assert len(density) == 180 and fitted.val_density.tolist() == sorted(density.tolist())
-    assert fitted.density_threshold == pytest.approx(np.quantile(density, 0.01))
-    assert fitted.temperature == common.fit_temperature(outputs.val.logits, outputs.val.labels)
-    assert fitted.entropy_threshold == 0.35
-
+    [outputs] = seen
+    assert len(outputs.val.labels) == 180
+    temperature = common.fit_temperature(outputs.val.logits, outputs.val.labels)
+    assert row_of(rows, set="dirty_glyphs")["temperature"] == temperature
     letters = read_csv(folder / "predictions.csv")
     row = row_of(rows, set="dirty_glyphs", against="glyphs_letters")
     assert [letter["index"] for letter in letters] == [str(i) for i in range(200)]
@@ -940,19 +755,10 @@ def test_eval_repeats_the_storys_table_and_predicts_any_set(story, monkeypatch):
         assert share == pytest.approx(row[f"fraction_{region}"])
     far_out = column(letters, "log_density") < row["density_threshold"]
     assert [letter["decision"] == "ood" for letter in letters] == far_out.tolist()
-    percentile = column(letters, "density_percentile")
-    assert 0 <= percentile.min() and percentile.max() <= 100 and len(np.unique(percentile)) > 20
-    assert percentile[far_out].max() <= 2  # two of 180 are below the 1 % quantile
+    assert column(letters, "density_percentile")[far_out].max() <= 2  # 1 % of 180 are below
     assert {letter["epistemic"] for letter in letters} == {""}  # nothing in nats, of one network
     assert column(letters, "aleatoric") == pytest.approx(column(letters, "total"))
     assert "epochs 4; use these to evaluate it" in refusal(ddu.main, [*again, "--epochs", "7"])
-
-
-def test_a_picture_of_sets_that_are_all_below_the_threshold():
-    scores = {"density": torch.randn(50).double(), "total": torch.rand(50).double()}
-    fitted = ddu.Fitted(None, None, 99.0, 0.35, 1.0)
-    run = SimpleNamespace(save_figure=lambda figure, name: figure.clear())
-    ddu.plot_uncertainty(["x"], {"x": ddu.Scored(None, None, None, scores)}, fitted, run)
 
 
 def test_what_could_not_be_fitted_after_training_is_refused_before_it(monkeypatch):
@@ -994,7 +800,7 @@ def small(base, small_data):
 
 
 def test_killed_and_restarted_equals_uninterrupted(small, tmp_path):
-    small = [*small, "-b", "18", "--model", "wide_resnet", "--limit-steps", "4"]  # it has dropout
+    small = [*small, "-b", "18", "--model", "wide_resnet", "--limit-steps", "2"]  # it has dropout
     runs = tmp_path / "runs" / "ddu"
     rows = ddu.main([*small, "--name", "calm"])
     path = runs / "run" / "seed1.pt"
@@ -1006,33 +812,20 @@ def test_killed_and_restarted_equals_uninterrupted(small, tmp_path):
     assert child.status < 0 and len(common.load_tensors(path)["history"]) < 3, child.stderr
     assert_close_rows(ddu.main(small), rows)
     assert_same_checkpoints(path, runs / "calm" / "seed1.pt")
-    [group] = common.load_tensors(path)["optimiser"]["param_groups"]
-    found = (group["momentum"], group["weight_decay"], group["nesterov"], group["lr"])
-    assert found == (0.9, 5e-4, False, pytest.approx(5e-4))  # divided by 10 twice
 
 
-def finish(children):
-    for child in children:
-        assert child.wait().status == 0 and "Traceback" not in child.stderr, child.stderr
-    return children
-
-
-@pytest.mark.parametrize("more", [
-    "--model vgg16 --no-sn -b 34",    # 7 images in the last batch
-    "--no-mod --ensemble 2"])         # one image in the last batch, for one process
-def test_two_processes_that_share_no_disk_equal_one(small, small_data, tmp_path, more):
-    """In float64, lest batch norm and leaky ReLU blow rounding up. A second start, which predicts
-    three images, goes on from what the main process has saved, on both."""
-    small = [*small, "--epochs", "1", *more.split()]
-    (tmp_path / "few").mkdir()
-    for i in range(3):
-        os.link(small_data / "odd" / f"{i}.png", tmp_path / "few" / f"{i}.png")
+def test_two_processes_that_share_no_disk_equal_one(small, tmp_path):
+    """In float64, lest batch norm and leaky ReLU blow rounding up."""
+    small = [*small, "--epochs", "1", "--no-mod", "--ensemble", "2"]
 
     def each(rank):
         return ["--out-dir", str(tmp_path / f"machine{rank}")]
 
-    finish([Child(tmp_path, run_ddu_in_float64, *small, *each(9), rank=9),
-            *start_ranks(tmp_path, 2, run_ddu_in_float64, *small, each=each)])
+    children = [Child(tmp_path, run_ddu_in_float64, *small, *each(9), rank=9),
+                *start_ranks(tmp_path, 2, run_ddu_in_float64, *small, each=each)]
+    for child in children:
+        assert child.wait().status == 0 and "Traceback" not in child.stderr, child.stderr
+    _, main, other = children
     one = tmp_path / "machine9" / "ddu" / "run"
     two = tmp_path / "machine0" / "ddu" / "run"
     ours = common.load_tensors(one / "seed1.pt")["net"]
@@ -1040,15 +833,10 @@ def test_two_processes_that_share_no_disk_equal_one(small, small_data, tmp_path,
     assert ours.keys() == theirs.keys()
     for key in ours:
         assert torch.allclose(ours[key], theirs[key], rtol=0, atol=1e-10), key
-    kept = (two / "seed1.pt").read_bytes()
-    again = [*small, "--predict", f"folder:{tmp_path}/few"]
-    main, other = finish(start_ranks(tmp_path, 2, run_ddu_in_float64, *again, each=each))
-    assert "DDU" in main.stdout and other.stdout == ""  # one process prints
-    assert (two / "seed1.pt").read_bytes() == kept and len(read_csv(two / "predictions.csv")) == 3
+    assert "DDU" in main.stdout and other.stdout == ""  # one process prints, and saves
     assert not list((tmp_path / "machine1").rglob("*.pt"))
     ours = strict_json(one / "results.json")
     theirs = strict_json(two / "results.json")
-    assert ours["environment"]["processes"] == 1 and theirs["environment"]["processes"] == 2
     assert_close_rows(ours["rows"], theirs["rows"], 1e-4)
 
 
@@ -1080,14 +868,12 @@ def own_run(own, tmp_path):
 
 
 def test_own_images_by_the_preset(own, own_run, tmp_path):
-    """Two epochs, no OOD set. Classes have names, and an ensemble predicts with all members."""
-    options = [*own_run, "--epochs", "2", "--width", "0.1", "--ensemble", "2"]
+    """No OOD set. Classes have names, and an ensemble predicts with all members."""
+    options = [*own_run, "--epochs", "1", "--width", "0.05", "--ensemble", "2"]
     rows = ddu.main([*options, "--predict", f"folder:{own}/test"])
     assert [(row["method"], row["set"], row["n"], "against" in row) for row in rows] == [
         ("DDU", "dirty_glyphs", 15, False), ("ensemble of 2", "dirty_glyphs", 15, False)]
     predictions = read_csv(tmp_path / "runs" / "ddu" / "run" / "predictions.csv")
-    assert " ".join(predictions[0]) == ("file label predicted confidence total aleatoric epistemic "
-                                        "log_density density_percentile decision")
     assert [p["label"] for p in predictions] == ["cat"] * 4 + ["dog"] * 5 + ["eel"] * 6
     assert predictions[5]["file"] == "dog/1.png"
     accuracy = np.mean([p["label"] == p["predicted"] for p in predictions])
@@ -1098,8 +884,7 @@ def test_own_images_by_the_preset(own, own_run, tmp_path):
 
 def test_an_image_that_was_replaced_under_its_name_is_noticed(own, own_run, tmp_path):
     shutil.copytree(own, tmp_path / "own")
-    line = [*own_run, "--dataset", f"folder:{tmp_path}/own", "--epochs", "1", "--limit-steps", "1",
-            "--width", "0.05"]
+    line = [*own_run, "--dataset", f"folder:{tmp_path}/own", "--epochs", "1", "--width", "0.05"]
     ddu.main(line)
     shutil.copy(own / "train" / "eel" / "3.png", tmp_path / "own" / "train" / "cat" / "3.png")
     for more in ([], ["--eval"]):
@@ -1115,19 +900,21 @@ def test_a_network_that_fails_is_one_line_before_there_is_a_directory(own_run, t
     monkeypatch.setitem(ddu.NETWORKS, "mine", mine)
     for line, words in {
             "mine": "zero padding, not 'circular'", "vgg16 --image-size 8": "",
-            "resnet18 --image-size 8 --batch-size 58": "on 1 images",  # 117 are trained on
-            "vgg16 --image-size 8 --no-sn": ""}.items():
+            "resnet18 --image-size 8 --batch-size 58": "on 1 images"}.items():  # of 117
         text = refusal(ddu.main, [*own_run, "--model", *line.split()])
         assert text.startswith(f"--model {line.split()[0]}") and words in text
     assert not (tmp_path / "runs").exists()
 
 
+SHUFFLENET = "torchvision/shufflenet_v2_x0_5"
+
+
 @pytest.mark.parametrize("more", ["", "--freeze"])
 def test_own_images_by_a_pretrained_network_of_other_classes(own, own_run, tmp_path, capsys, more):
     """The user's file has 1000 classes; with --freeze only the new head is trained."""
-    net = torchvision.models.resnet18(num_classes=1000)
+    net = torchvision.models.shufflenet_v2_x0_5(num_classes=1000)
     torch.save({f"module.{k}": v for k, v in net.state_dict().items()}, tmp_path / "net.pt")
-    options = [*own_run, "--model", "torchvision/resnet18", "--weights", str(tmp_path / "net.pt"),
+    options = [*own_run, "--model", SHUFFLENET, "--weights", str(tmp_path / "net.pt"),
                "--image-size", "33", "--epochs", "1", "--limit-train", "36", "--workers", "0",
                *more.split()]
     data._print_once.cache_clear()
@@ -1135,12 +922,12 @@ def test_own_images_by_a_pretrained_network_of_other_classes(own, own_run, tmp_p
     assert "new head: 3 classes instead of 1000" in capsys.readouterr().out
     folder = tmp_path / "runs" / "ddu" / "run"
     state = common.load_tensors(folder / "seed1.pt")["net"]
-    assert state["head.weight"].shape == (3, 512) and (len(state) == 2) == bool(more)
+    assert state["head.weight"].shape == (3, 1024) and (len(state) == 2) == bool(more)
     rows = read_csv(folder / "predictions.csv")
     assert [r["file"] for r in rows][:2] == ["cat/0.png", "cat/1.png"] and row["n"] == 15
     assert np.mean([r["label"] == r["predicted"] for r in rows]) == pytest.approx(row["accuracy"])
     # Other weights in a file of the same name.
-    net.conv1.weight.data.mul_(1.1)
+    net.conv1[0].weight.data.mul_(1.1)
     torch.save(net.state_dict(), tmp_path / "net.pt")
     text = refusal(ddu.main, [*options, "--eval"])
     assert re.search("was made from other (training images|initial weights)", text)
@@ -1151,10 +938,11 @@ def test_a_pretrained_network_on_streamed_images(tmp_path):
         write_images(tmp_path / "imagenet" / "train" / name, 4, 60 * c, size=70)
         write_images(tmp_path / "imagenet" / "val" / name, 4, 60 * c, size=70)
     write_images(tmp_path / "odd", 5, 20, size=70)
-    torch.save(torchvision.models.resnet18(num_classes=3).state_dict(), tmp_path / "net.pt")
+    net = torchvision.models.shufflenet_v2_x0_5(num_classes=3)
+    torch.save(net.state_dict(), tmp_path / "net.pt")
     rows = ddu.main(["--dataset", "imagenet", "--data-dir", str(tmp_path), "--model",
-                     "torchvision/resnet18", "--weights", str(tmp_path / "net.pt"), "--image-size",
-                     "72", "-b", "8", "--workers", "0", "--out-dir", str(tmp_path / "runs"),
+                     SHUFFLENET, "--weights", str(tmp_path / "net.pt"), "--image-size", "72",
+                     "-b", "8", "--workers", "0", "--out-dir", str(tmp_path / "runs"),
                      "--ood", f"folder:{tmp_path}/odd", "--eval", "--no-plot", *CPU])
     # The network has seen all training images: the thresholds come from a tenth of the test set.
     assert row_of(rows, set="imagenet")["n"] == 11
@@ -1205,20 +993,14 @@ def test_features_of_ones_own(features, tmp_path, has_validation):
         posterior = scipy.special.softmax(joint, 1)
         scores = read_csv(run / f"scores_{name}.csv")
         assert column(scores, "log_density") == pytest.approx(density, rel=1e-5)  # six digits
-        assert column(scores, "confidence") == pytest.approx(posterior.max(1), rel=1e-5)
         assert [score["predicted"] for score in scores] == [names[c] for c in posterior.argmax(1)]
-        assert column(scores, "gmm_entropy") == pytest.approx(
-            scipy.stats.entropy(posterior, axis=1), rel=1e-5, abs=1e-9)
         percentile = 100 * (val_density < density[:, None]).mean(1)
         assert column(scores, "density_percentile") == pytest.approx(percentile, rel=1e-5)
         assert [s["decision"] == "ood" for s in scores] == (density < threshold).tolist()
     assert read_csv(run / "scores_near.csv")[7]["file"] == "7.png"
-    near = row_of(rows, set="near")
     far = row_of(rows, set="near", against="far")
-    assert near["n"] == far["n"] == 200 and near["jitter"] == 0
-    assert far["auroc_density"] == 1 and far["fraction_ood"] == 1
+    assert far["n"] == 200 and far["auroc_density"] == 1 and far["fraction_ood"] == 1
     assert strict_json(run / "results.json")["rows"] == rows
-    ddu.main([*features, "far.npz"])  # other files, in the same directory
 
 
 def test_singular_features_are_shrunk_so_that_noise_is_not_clean(features, capsys):
@@ -1235,8 +1017,7 @@ def test_singular_features_are_shrunk_so_that_noise_is_not_clean(features, capsy
     assert far["fraction_ood"] == 1 and far["auroc_density"] == 1 and far["jitter"] == 0
     assert row_of(rows, set="near")["fraction_ood"] < 0.3
     [near] = ddu.main([*features, "near.npz", "--no-shrinkage"])
-    note = f"examples, 64 features), so {near['jitter']:.2g} was added to all variances"
-    assert near["jitter"] > 0 and note in capsys.readouterr().out
+    assert f"so {near['jitter']:.2g} was added to all variances" in capsys.readouterr().out
 
 
 def test_features_that_cannot_be_fitted_or_scored_are_one_line(features, tmp_path, capsys):
@@ -1244,13 +1025,10 @@ def test_features_that_cannot_be_fitted_or_scored_are_one_line(features, tmp_pat
     (tmp_path / "other").mkdir()
     np.savez("other/near.npz", features=np.ones((4, 3)))
     np.savez("flat.npz", features=np.ones((4, 2)))
-    few = {name: values[:9] for name, values in train.items()}
     gap = dict(train, labels=2 * train["labels"])
-    large = dict(train, features=train["features"] * 1e200)
     for arrays, more, words in [
             (train, "other/near.npz", "two files are called near"),
             (train, "flat.npz", "flat.npz: 'features' must be [N, 3]"),
-            (few, "", "9 examples; at least 10 are needed"), (large, "", "exceed float32"),
             (gap, "", "class 1 has 0 example")]:
         np.savez("train.npz", **arrays)
         assert words in refusal(ddu.main, [*features, "near.npz", *more.split()])
@@ -1262,9 +1040,9 @@ def test_features_that_cannot_be_fitted_or_scored_are_one_line(features, tmp_pat
 
 @pytest.fixture
 def few(base):
-    """Active learning on the small set: 8, 10 and 12 labels, one step an epoch."""
+    """Active learning on the small set: 8 and 10 labels, one step an epoch."""
     return [*base, "--epochs", "1", "--limit-steps", "1", "--num-initial-samples", "8",
-            "--max-training-samples", "12", "--acquisition-batch-size", "2", "--active-learning"]
+            "--max-training-samples", "10", "--acquisition-batch-size", "2", "--active-learning"]
 
 
 def test_active_learning_resumes_and_does_not_reuse_other_options(few, tmp_path, monkeypatch):
@@ -1272,29 +1050,26 @@ def test_active_learning_resumes_and_does_not_reuse_other_options(few, tmp_path,
     folder = tmp_path / "runs" / "ddu" / "run"
     rows = ddu.main([*options, "--plot"])
     results = strict_json(folder / "results.json")
-    assert results["sizes"] == [8, 10, 12] and results["rows"] == rows and len(rows) == 4
+    assert results["sizes"] == [8, 10] and results["rows"] == rows and len(rows) == 4
     labelled = []
     for row in rows:
         curve = results["accuracies"][row["method"]][row["seed"] - 1]
-        assert row["accuracy"] == curve[-1] and len(curve) == 3 and row["n"] == 20
+        assert row["accuracy"] == curve[-1] and len(curve) == 2 and row["n"] == 20
         assert row["accuracy_mean"] == pytest.approx(np.mean(curve))
-        state = common.load_tensors(folder / f"{row['method']}-seed{row['seed']}-12.pt")
+        state = common.load_tensors(folder / f"{row['method']}-seed{row['seed']}-10.pt")
         labelled.append(state["made_from"]["labelled"])
-        assert len(set(labelled[-1])) == 12
+        assert len(set(labelled[-1])) == 10
         # published code: all runs and acquisition functions begin with the same rows of one pool
         assert labelled[-1][:8] == labelled[0][:8] and labelled[-1] not in labelled[:-1]
     assert (folder / "active_learning.png").exists()
-    for size in (10, 12):
-        (folder / f"density-seed1-{size}.pt").unlink()  # as if killed
+    (folder / "density-seed1-10.pt").unlink()  # as if killed
     assert "10 labels" in refusal(ddu.main, [*options, "--eval"])
     assert_close_rows(ddu.main(options), rows)
-    for other in ("--opt sgd", "--coeff 1", "--shrinkage", "--sn"):
+    for other in ("--opt sgd", "--shrinkage", "--sn"):
         assert "made with other options" in refusal(ddu.main, [*options, *other.split()])
     with monkeypatch.context() as patch:
         patch.setattr(ddu, "train", None)
         assert ddu.main([*options, "--eval"]) == rows
-        found = ddu.main([*few, "random", "--eval"])  # of the same directory, and its options
-        assert found == [row for row in rows if row["method"] == "random"]
     diverging = [*few, "entropy", "--name", "far", "--lr", "1e20", "--limit-steps", "3"]
     assert refusal(ddu.main, diverging) == "training diverged in epoch 1: use a lower --lr"
 
@@ -1302,20 +1077,14 @@ def test_active_learning_resumes_and_does_not_reuse_other_options(few, tmp_path,
 def test_active_learning_takes_low_densities_and_high_uncertainties(few, monkeypatch):
     """With the published networks: -sn -mod for the density, and neither for the others."""
     seen = []
-    outputs = []
     step = ddu.acquisition_score
-    forward = ddu.forward
-
-    def note_outputs(*args):
-        outputs.append(forward(*args))
-        return outputs[-1]
 
     def note_score(nets, pool, labelled, acquisition, args):
         assert bool(modules(nets[0], ddu.SoftSpectral)) == (acquisition == "density")
         assert bool(modules(nets[0], nn.LeakyReLU)) == (acquisition == "density")
+        assert len(nets) == (2 if acquisition in ("pe", "mi") else 1)
         score = step(nets, pool, labelled, acquisition, args)
-        # The last outputs are those of the pool.
-        members = outputs[-2:] if acquisition in ("pe", "mi") else outputs[-1:]
+        members = [ddu.forward(net, pool.images, args) for net in nets]
         probs = np.stack([member.logits.double().softmax(1) for member in members])
         expected = scipy.stats.entropy(probs.mean(0), axis=1)
         if acquisition == "mi":
@@ -1330,10 +1099,9 @@ def test_active_learning_takes_low_densities_and_high_uncertainties(few, monkeyp
         score[labelled] = math.inf  # never again, whatever it is
         return score
 
-    monkeypatch.setattr(ddu, "forward", note_outputs)
     monkeypatch.setattr(ddu, "acquisition_score", note_score)
     names = ["density", "entropy", "pe", "mi"]
-    ddu.main([*few, *names, "--max-training-samples", "10", "--ensemble", "2"])
+    ddu.main([*few, *names, "--ensemble", "2"])
     assert [name for name, *_ in seen] == [name for name in names for _ in (8, 10)]
     for (_, before, score), (_, after, _) in zip(seen[::2], seen[1::2]):
         score[before] = -math.inf
@@ -1343,10 +1111,10 @@ def test_active_learning_takes_low_densities_and_high_uncertainties(few, monkeyp
 def test_active_learning_with_ambiguous_examples_counts_them_by_their_labels(tmp_path, monkeypatch):
     monkeypatch.setattr(ddu, "train", lambda *_: None)  # the protocol, without training
     options = ["--active-learning", "random", "--model", "lenet", "--out-dir", str(tmp_path), *CPU]
-    for most, sizes in (("20", [20]), ("31", [20, 25, 30, 31])):  # 20: nothing to acquire
-        [row] = ddu.main([*options, "--max-training-samples", most, "--name", most])
-        results = strict_json(tmp_path / "ddu" / most / "results.json")
-        assert results["sizes"] == sizes and len(results["accuracies"]["random"][0]) == len(sizes)
+    [row] = ddu.main([*options, "--max-training-samples", "31", "--name", "31"])
+    results = strict_json(tmp_path / "ddu" / "31" / "results.json")
+    sizes = [20, 25, 30, 31]
+    assert results["sizes"] == sizes and len(results["accuracies"]["random"][0]) == 4
     pool = ddu.active_learning_pool(ddu.parse_args(options))
     assert pool.ambiguous.tolist() == [False] * 1000 + [True] * 900
     assert pool.test.name == "glyphs" and len(pool.test) == 200
@@ -1360,21 +1128,6 @@ def test_active_learning_with_ambiguous_examples_counts_them_by_their_labels(tmp
     assert 0.2 < share < 0.8 and row["ambiguous_share"] == share
 
 
-def test_a_pool_of_bytes_and_of_unit_pixels_has_one_scale(monkeypatch):
-    """Of MNIST (0 to 255) and Ambiguous-MNIST (0 to 1). The clean images entered 255 times too
-    large."""
-    grey = dict(labels=torch.arange(40) % 2, num_classes=2, mean=(0.5,), std=(0.25,))
-    whole = torch.full((40, 1, 28, 28), 255, dtype=torch.uint8)
-    clean = data.ImageSet("mnist", whole, **grey)
-    ambiguous = data.ImageSet("ambiguous_mnist", whole.float() / 255, groups=torch.arange(40),
-                              label_probs=torch.full((40, 2), 0.5), **grey)
-    monkeypatch.setattr(data, "load", lambda name, *_, **__: {"mnist": clean}.get(name, ambiguous))
-    line = ("--dataset dirty_mnist --active-learning density --num-initial-samples 4 --subsample 9 "
-            "--max-training-samples 9")
-    [batch] = data.Loader(ddu.active_learning_pool(parse(line)).images, 49).epoch()
-    assert torch.allclose(batch.images, torch.full_like(batch.images, 2.0))
-
-
 def test_each_labelled_example_is_drawn_nearly_equally_often(monkeypatch):
     seen = []
     images = torch.arange(7000.0).view(-1, 1, 1, 1)
@@ -1383,13 +1136,11 @@ def test_each_labelled_example_is_drawn_nearly_equally_often(monkeypatch):
     monkeypatch.setattr(ddu, "make_network", lambda *_: None)
     monkeypatch.setattr(ddu, "train", lambda net, dataset, *_: seen.append(dataset))
     monkeypatch.setattr(ddu, "forward", lambda *_: outputs)
-    pool = ddu.Pool(dataset, None, None, dataset)
-    for labels in (23, 6000):
-        labelled = torch.arange(labels) + 500
-        ddu.acquisition_step(pool, labelled, "random", 1, options())
-        counts = seen[-1].images.flatten().long().bincount(minlength=7000)
-        assert counts.sum() == max(5056, labels) == counts[labelled].sum()
-        assert counts[labelled].min() >= max(1, counts[labelled].max() - 1)
+    labelled = torch.arange(23) + 500
+    ddu.acquisition_step(ddu.Pool(dataset, None, None, dataset), labelled, "random", 1, options())
+    counts = seen[0].images.flatten().long().bincount(minlength=7000)
+    assert counts.sum() == 5056 == counts[labelled].sum()
+    assert counts[labelled].min() >= counts[labelled].max() - 1
 
 
 # ---- Bad input ----------------------------------------------------------------------------------
@@ -1398,22 +1149,16 @@ GLYPHS = "--dataset glyphs --epochs 1 --limit-steps 1"
 FAST = f"{GLYPHS} --model lenet --no-sn"
 LEARN_FAST = f"--dataset glyphs --model lenet {LEARN}"
 MISUSE = {
-    f"{FAST} --ood no_set": "no_set", f"{FAST} --ood glyphs": "called glyphs",
-    f"{FAST} --ood folder:": "has no path", "--dataset imagenet_o": "imagenet_o",
-    "--model no_net": "choose one of lenet", f"{GLYPHS} --model lenet -sn": "lenet",
-    f"{GLYPHS} --model lenet --no-sn -mod": "lenet",
-    f"{GLYPHS} --model torchvision/no_net --no-sn": "torchvision/no_net",
-    f"{GLYPHS} --model resnet18 --image-size 8": "--image-size has no effect",
+    f"{FAST} --ood glyphs": "called glyphs", f"{FAST} --ood folder:": "has no path",
+    "--dataset imagenet_o": "imagenet_o", "--model no_net": "choose one of lenet",
+    f"{GLYPHS} --model lenet -sn": "lenet", f"{GLYPHS} --model lenet --no-sn -mod": "lenet",
     f"{FAST} --eval": "train it first", "--features x.npz": "--score",
     "--score x.npz": "--features", "--features x --score y": "not found: x",
-    f"{FAST} --predict no_set": "no_set", f"{LEARN_FAST} --model no_net": "no_net",
-    f"{LEARN_FAST} --num-initial-samples 25": "samples 25",
-    f"{LEARN_FAST} --num-initial-samples 10": "samples 10",
+    f"{FAST} --predict no_set": "no_set", f"{LEARN_FAST} --num-initial-samples 25": "samples 25",
     f"{LEARN_FAST} --max-training-samples 10": "samples 10",
     f"{LEARN_FAST} --max-training-samples 9001": "9001",
     "--dataset dirty_glyphs --ood folder:x/glyphs_ambiguous": "rename the set",
     "--active-learning random --model torchvision/resnet18": "from scratch",
-    "--active-learning no_name": "no_name", "--coeff 0": "--coeff", "--ensemble 0": "--ensemble",
     "--dataset tiny_imagenet --model lenet --no-sn --no-mod": "--model lenet fails on images"}
 # Words of the published commands are answered with ours.
 for words in ("--dataset dirty-mnist", "--model-type gmm", "--load-path x", "--al-type gmm", "-mi",
@@ -1432,13 +1177,9 @@ def test_a_story_of_misuse_is_one_line(line, small_data, tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("more", [
-    "--model resnet50 --width 0.02 --amp bf16", "--model vgg16 --width 0.05 --no-sn --shrinkage",
-    "--width 0.05 --opt adam --lr 0.001 --no-augment --schedule constant",
-    "--model resnet50 --width 0.03 --no-mod --no-sn -b 54"])  # narrow strided 1x1 convolutions
-def test_other_networks_and_options(small, tmp_path, more):
+def test_other_options(small, tmp_path):
+    more = "--amp bf16 --opt adam --lr 0.001 --schedule constant --no-augment --shrinkage"
     rows = ddu.main([*small, *more.split(), "--epochs", "1", "--limit-steps", "2"])
-    assert 0 <= row_of(rows, against="odd")["auroc_density"] <= 1
     numbers = [value for row in rows for value in row.values() if isinstance(value, float)]
     assert len(numbers) > 40 and all(math.isfinite(number) for number in numbers)
     state = common.load_tensors(tmp_path / "runs" / "ddu" / "run" / "seed1.pt")["net"]
