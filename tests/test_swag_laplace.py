@@ -27,6 +27,7 @@ from conftest import CPU, leaves, start_ranks
 from PIL import Image
 from torch import nn
 from torch.distributions import Categorical, MultivariateNormal, Normal
+from torchvision import models
 
 import common
 import data
@@ -132,12 +133,11 @@ def nll_loop(theta, last):
 
 
 def test_outputs_and_densities_of_classes():
-    raw, last, _, net = classes_problem()
+    _, last, _, _ = classes_problem()
     thetas = torch.randn(3, 24).double()
     found = sl.head_outputs(thetas, last)
     for theta, own in zip(thetas, found):
         close(own, logits_at(theta, last.x, 4).log_softmax(-1))
-    close(sl.head_outputs(sl.flat_head(net[1])[None], last)[0], net(raw).log_softmax(-1))
     close(sl.log_density(found, last.labels), found[:, range(40), last.labels])
     far = torch.tensor([[[-2000.0, 0.0]], [[-3000.0, 0.0]]])
     assert sl.log_predictive_density(far, torch.tensor([0])) == pytest.approx(-2000 - math.log(2))
@@ -156,7 +156,7 @@ def test_outputs_and_densities_of_molecules():
     close(sl.data_loss(own[0], last.labels, True, 3.0), 3 * nll_loop(theta, last))
 
 
-@pytest.mark.parametrize("c, d", [(2, 5), (3, 70), (6, 3)])
+@pytest.mark.parametrize("c, d", [(2, 5), (6, 3)])
 def test_ggn_is_the_sum_over_examples(c, d):
     _, last, theta, _ = classes_problem(d=d, c=c)
     right = brute_ggn(theta, last.x, c)
@@ -173,7 +173,6 @@ def test_ggn_is_the_sum_over_examples(c, d):
 @pytest.mark.parametrize("structure", ["full", "diag"])
 @pytest.mark.filterwarnings("ignore")
 def test_laplace_torch_has_the_same_posterior(structure):
-    """Whatever the signs of the eigenvectors."""
     from laplace import Laplace
     from laplace.curvature import BackPackGGN
 
@@ -185,10 +184,6 @@ def test_laplace_torch_has_the_same_posterior(structure):
     if structure == "full":
         covariance = peer.posterior_covariance
         spectrum = sl.full_spectrum(theta, last)
-        turned = spectrum._replace(basis=-spectrum.basis)
-        noise = torch.randn(3, 24).double()
-        close(sl.laplace_samples(theta, spectrum, 1.0, noise),
-              sl.laplace_samples(theta, turned, 1.0, noise))
     else:
         covariance = torch.diag(peer.posterior_variance)
         spectrum = sl.diagonal_spectrum(theta, last)
@@ -246,22 +241,6 @@ def test_best_of_scores(capsys):
     assert capsys.readouterr().out == ""
     assert sl.choose_precision(member, "la_nf", {10.0: -1.0, 1.0: -3.0, 0.1: -3.0}) == 10.0
     assert "note: seed3-la_nf: the chosen prior precision 10 is an end" in capsys.readouterr().out
-
-
-def test_the_cpu_helps_where_a_gpu_fails(monkeypatch):
-    """Beyond a GPU solver's limit, as at 25,443 numbers of CIFAR-100."""
-    h = torch.randn(5, 5).double()
-    h = h + h.T
-    real = torch.linalg.eigh
-
-    def limited(matrix):
-        if not torch.is_tensor(matrix):
-            raise RuntimeError("cusolver error: CUSOLVER_STATUS_INVALID_VALUE")
-        return real(matrix)
-
-    monkeypatch.setattr(torch.linalg, "eigh", limited)
-    values, vectors = sl.eigh(SimpleNamespace(device="cpu", cpu=lambda: h))
-    close(vectors @ torch.diag(values) @ vectors.T, h, atol=1e-12)
 
 
 # ---- Flows --------------------------------------------------------------------------------------
@@ -347,44 +326,23 @@ def test_negative_elbo_by_brute_force(kind):
 # ---- Mixtures and ensembles ---------------------------------------------------------------------
 
 
-def mixtures_at(samples, counts):
-    """The Mixtures of the first n samples, for each n of `counts`."""
+def test_mixtures_do_not_underflow():
     running = sl.RunningMixture()
-    found = []
-    for sample in samples:
-        running.add(sample)
-        if running.count in counts:
-            found.append(running.mixture())
-    return found
-
-
-def test_mixtures_of_members_are_those_of_all_their_samples():
-    outputs = 3 * torch.randn(3, 20, 7, 4).log_softmax(-1)
-    sizes = [2, 5, 20]
-    members = [mixtures_at(own, sizes) for own in outputs]
-    for at, n in enumerate(sizes):
-        found = sl.mix([own[at] for own in members])
-        rows = outputs[:, :n].flatten(0, 1).double()
-        close(found.log_probs, rows.exp().mean(0).log())
-        close(found.entropy, torch.special.entr(rows.exp()).sum(-1).mean(0))
-        assert found.samples == 3 * n
-    far, = mixtures_at(torch.full((3, 1, 2), -900.0), [3])
-    close(far.log_probs, [[-900, -900]])
+    for _ in range(3):
+        running.add(torch.full((1, 2), -900.0))
+    close(running.mixture().log_probs, [[-900, -900]])
 
 
 def test_published_combinations():
     assert sl.member_combinations(30, 2)[0] == [5, 11]
     assert sl.member_combinations(3, 1) == [[1], [2], [3]]
-    for members, k in ((30, 20), (4, 3)):
-        right = []
-        for i in range(1, 31):
-            random.seed((k + i) * (k + i + 1) // 2 + i)
-            chosen = sorted(random.sample(list(range(1, members + 1)), k))
-            if chosen not in right:
-                right.append(chosen)
-        state = random.getstate()
-        assert sl.member_combinations(members, k) == right
-        assert random.getstate() == state  # nobody else's numbers are used
+    right = []
+    for i in range(1, 31):
+        random.seed((20 + i) * (21 + i) // 2 + i)
+        chosen = sorted(random.sample(list(range(1, 31)), 20))
+        if chosen not in right:
+            right.append(chosen)
+    assert sl.member_combinations(30, 20) == right
 
 
 def study_of(folder=None, **changes):
@@ -403,15 +361,7 @@ def stored(study, samples, counts):
 
 def test_every_member_of_an_ensemble_gives_the_same_number_of_samples():
     study = study_of()
-    outputs = torch.randn(3, 8, 5, 4).log_softmax(-1)
-    members = {seed: stored(study, own, [2, 8]) for seed, own in enumerate(outputs, 1)}
-    one, _, _, three = sl.list_ensembles(study, "swag")  # 8 // 3 = 2
-    found = sl.predict_together(study, members, three)
-    probs = outputs[:, :2].flatten(0, 1).double().exp()
-    close(found.log_probs, probs.mean(0).log(), rtol=1e-6)
-    assert found.samples == 6
-    found = sl.predict_together(study, members, one)
-    close(found.log_probs, outputs[0].double().exp().mean(0).log(), rtol=1e-6)
+    *_, three = sl.list_ensembles(study, "swag")  # 8 // 3 = 2
     study.energies = True
     samples = torch.rand(3, 8, 5, 2).double() + 0.1
     members = {seed: stored(study, own, [8]) for seed, own in enumerate(samples, 1)}
@@ -420,16 +370,7 @@ def test_every_member_of_an_ensemble_gives_the_same_number_of_samples():
     close(found.variances, samples[:, :2, :, 1].flatten(0, 1))
 
 
-def test_metrics_of_classes_and_of_molecules():
-    each = (2 * torch.randn(4, 60, 3)).double().log_softmax(-1)
-    labels = torch.randint(3, (60,))
-    (mixture,) = mixtures_at(each, [4])
-    own = sl.ClassPrediction(*mixture)
-    assert own.metrics(labels)["lpd"] == pytest.approx(common.lpd(each, labels), rel=1e-12)
-    right = common.ensemble_uncertainty(each)
-    for name, values in own.uncertainties().items():
-        close(values, right[name], atol=1e-12)
-
+def test_metrics_of_molecules():
     means = torch.randn(4, 60).double()
     variances = torch.rand(4, 60).double() + 0.1
     energies = sl.EnergyPrediction(means, variances)
@@ -440,11 +381,8 @@ def test_metrics_of_classes_and_of_molecules():
     close(found["total"]**2, variances.mean(0) + means.var(0, correction=0))
     close(found["epistemic"]**2, means.var(0, correction=0))
     close(found["total"]**2, found["aleatoric"]**2 + found["epistemic"]**2)
-    # What is compared between methods is what the table shows.
-    for prediction, truth in ((own, labels), (energies, targets)):
-        shown = prediction.metrics(truth)
-        for name, values in prediction.scores(truth).items():
-            assert values.mean().item() == pytest.approx(shown[name], rel=1e-12)
+    for name, values in energies.scores(targets).items():  # compared between methods
+        assert values.mean().item() == pytest.approx(metrics[name], rel=1e-12)
 
 
 def test_one_sample_has_no_epistemic_uncertainty():
@@ -474,8 +412,6 @@ def test_evaluation_is_a_function_of_stored_predictions(tmp_path):
             state["cost"] = torch.tensor([[0.5, 0.25], [100.0, 10.0]], dtype=torch.float64)
             torch.save(state, tmp_path / f"seed{seed}-{method}-{part}.pt")
     rows, differences = sl.evaluate(study)
-    assert [row["method"].split(", ")[-1] for row in rows] == sorted(
-        row["method"].split(", ")[-1] for row in rows)  # K, and within it the methods
 
     def mixture(method, part, seeds=(1, 2, 3), share=2):
         share = min(share, 1 if method == "map" else 8)
@@ -535,12 +471,15 @@ def network(name, width=1.0, dropout=0.0, **train_set):
 
 
 @pytest.mark.parametrize("name, classes, count", [
-    ("wrn_16_4", 10, 2_750_698), ("wrn_16_4", 100, 2_773_828), ("wrn_28_10", 10, 36_488_170),
+    ("wrn_16_4", 10, 2_750_698), ("wrn_16_4", 100, 2_773_828),
     ("wrn_16_4_bn", 10, 2_748_890), ("bert_256_4", 2, 13_272_322)])
 def test_published_numbers_of_parameters(name, classes, count):
     kind = {"vocab": range(30522)} if name.startswith("bert") else {"shape": (3, 32, 32)}
     net = network(name, num_classes=classes, **kind)
     assert sum(p.numel() for p in net.parameters()) == count
+    if name.startswith("bert"):  # its head is initialised by PyTorch
+        stds = [net.head.weight.std().item(), net.extractor.layers[0].linear1.weight.std().item()]
+        assert stds == pytest.approx([1 / math.sqrt(3 * 256), 0.02], rel=0.1)
 
 
 class Published(dict):
@@ -602,20 +541,8 @@ def wrn_by_hand(p, x, channels=(4, 8, 16, 32), blocks=2, classes=5, kind="frn"):
     return p.linear(features, "head.fc", classes), features
 
 
-@pytest.mark.parametrize("name, kind", [("wrn_16_4", "frn"), ("wrn_16_4_bn", "bn")])
-@pytest.mark.parametrize("side", [8, 7])
-def test_wide_resnet_by_hand(name, kind, side):
-    x = torch.randn(2, 3, side, side).double()
-    p = Published()
-    right = wrn_by_hand(p, x, kind=kind)
-    net = p.load_into(network(name, width=0.125, num_classes=5, shape=(3, side, side)))
-    for own, value in zip(net(x), right):
-        close(own, value, rtol=1e-9)
-
-
-@pytest.mark.parametrize("side", [1, 5])
-def test_frn_is_its_formula(side):
-    zero = torch.zeros(2, 4, side, side, dtype=torch.bfloat16, requires_grad=True)
+def test_frn_of_zeros_in_bf16():
+    zero = torch.zeros(2, 4, 5, 5, dtype=torch.bfloat16, requires_grad=True)
     y = sl.FRN(4)(zero)
     y.sum().backward()
     assert y.dtype == torch.bfloat16 and (y == 0).all() and zero.grad.isfinite().all()
@@ -651,30 +578,13 @@ def test_bert_by_hand():
     net = network("bert_256_2", width=1 / 16, dropout=0.3, num_classes=2, vocab=range(30))
     net = p.load_into(net)
     close(net(tokens)[0], logits, rtol=1e-9)
-    net(tokens[:0])[0].sum().backward()  # an empty part of a batch: DDP waits for its gradients
-    assert not any(p.grad.any() for p in net.parameters())
     with torch.no_grad():  # PyTorch's fast path
-        close(net(tokens)[1], features, rtol=1e-9)
-        close(net(F.pad(tokens, (0, 259)))[0], net(tokens)[0], rtol=1e-12)
+        close(net(F.pad(tokens, (0, 259)))[0], logits, rtol=1e-9)
         net.train()
         assert not torch.equal(net(tokens)[0], net(tokens)[0])
         net.extractor.dropout.eval()
         net.extractor.layers.eval()
         close(net(tokens)[1], features, rtol=1e-9)
-
-
-def test_bert_starts_as_published():
-    """Its head is initialised by PyTorch."""
-    net = network("bert_256_2", width=0.25, num_classes=2, vocab=range(500))
-    for name, parameter in net.extractor.named_parameters():
-        if name.endswith("bias"):
-            assert (parameter == 0).all(), name
-        elif parameter.ndim == 1:
-            assert (parameter == 1).all(), name
-        else:
-            assert parameter.std().item() == pytest.approx(0.02, rel=0.2), name
-    assert net.head.weight.std().item() == pytest.approx(1 / math.sqrt(3 * 64), rel=0.2)
-    assert (net.head.bias != 0).all()
 
 
 def molecules_of(atoms):
@@ -839,16 +749,14 @@ def test_only_tensors_and_configurations_are_unpickled(save_published, tmp_path)
 
     path = tmp_path / "x.pt"
     for content, said in (({"cfg": Evil(), "state_dict": {}}, "Unpickling"),
-                          ({"a": 1}, "KeyError"), ({"cfg": {}, "state_dict": {}}, "Attribute")):
+                          ({"a": 1}, "KeyError")):
         torch.save(content, path)
         with pytest.raises(UserError, match=f"x.pt is not a published network.*{said}"):
             sl.read_published(path)
+    assert not (tmp_path / "evil").exists()
     save_published(path, "IVON", 1, {})
     with pytest.raises(UserError, match="KeyError: 'IVON'"):
         sl.read_published(path)
-    with pytest.raises(UserError, match="nowhere.pt is not a published network.*FileNotFound"):
-        sl.read_published(tmp_path / "nowhere.pt")
-    assert not (tmp_path / "evil").exists()
 
 
 def published_study(tmp_path, save):
@@ -907,10 +815,7 @@ def test_a_study_of_published_networks(save_published, tmp_path, monkeypatch, ca
     with pytest.raises(UserError, match="llla.pt belongs to another network than that of seed 2"):
         sl.main(argv + ["--eval", "--posterior-paths", *map(str, posteriors)])
     for words, said in ((["--map-paths", files[0], files[0]], "map of seed 10; --map-paths takes"),
-                        (["--map-paths", files[0], "--posterior-paths", files[1]], "holds map of"),
                         (["--map-paths", posteriors[0]], "holds swa of seed 2"),
-                        (["--map-paths", files[0], "--epochs", 3], "--epochs has no effect with"),
-                        (["--posterior-paths", files[0]], "without --map-paths"),
                         (["--map-paths", files[0], "--width", 0.2], "map10.pt does not fit")):
         argv = ["--dataset", "glyphs", "--model", "wrn_10_4", "--out-dir", tmp_path / "no", *CPU,
                 "--limit-train", 60, "--width", 0.1, "--ensembles", 1, *words]
@@ -946,55 +851,14 @@ def test_the_split_of_cifar_is_the_published_one(monkeypatch):
     close(train.mean, train.images.double().mean((0, 2, 3)) / 255, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["dirty_glyphs", "dirty_mnist"])
-def test_no_validation_image_is_a_training_image(name, monkeypatch):
+def test_no_validation_image_is_a_training_image():
     """A blend of two digits occurs several times, with other labels."""
-    if name == "dirty_mnist":  # one image in ten copies, of which rows would leave most in both
-        images = torch.arange(100)[:, None, None, None].repeat_interleave(10, 0).byte()
-        own = data.ImageSet(name, images, torch.arange(1000) % 10, 10, (0.5,), (0.5,),
-                            groups=torch.arange(100).repeat_interleave(10))
-        monkeypatch.setattr(data, "load", lambda *_, **__: own)
     args = options("dirty_glyphs", "--num-val", 95, "--limit-train", 300)
     train, val, _ = sl.load_images(args)
     assert not set(val.groups.tolist()) & set(train.groups.tolist())
     assert 95 <= len(val) <= 104 and 290 < len(train) <= 300
     pixels = {image.numpy().tobytes() for image in train.images}
     assert not pixels & {image.numpy().tobytes() for image in val.images}
-
-
-def test_statistics_of_pixels_of_any_type(monkeypatch):
-    """Sets that are not 8-bit have pixels of 0..1."""
-    few = data.evenly(data.load("glyphs", "test"), 40)
-    found = []
-    for own in (few, dataclasses.replace(few, images=few.images / 255)):
-        monkeypatch.setattr(data, "load", lambda *_, own=own, **__: own)
-        train, *_ = sl.load_images(options("glyphs", "--num-val", 5))
-        found.append(train.mean + train.std)
-    close(*found, rtol=1e-6)
-
-
-def save_images(folder, labels, brightness=40, side=70):
-    """Six red images of each label; two of their channels are constant."""
-    for label in labels:
-        (folder / label).mkdir(parents=True, exist_ok=True)
-        for i in range(6):
-            colour = (brightness * i % 256, 9, 9)
-            Image.new("RGB", (side, side), colour).save(folder / label / f"{i}.png")
-
-
-def test_validation_images_of_a_folder(tmp_path):
-    """They are read, or else classes keep their shares."""
-    save_images(tmp_path / "own" / "train", "ab")
-    save_images(tmp_path / "own" / "test", "ab")
-    args = options(f"folder:{tmp_path / 'own'}", "--num-val", 4)
-    train, val, _ = sl.load_images(args)
-    assert train.labels.bincount().tolist() == [4, 4] and val.labels.bincount().tolist() == [2, 2]
-    save_images(tmp_path / "own" / "val", "ab", brightness=33)
-    with pytest.raises(UserError, match="--num-val has no effect .* folder val"):
-        sl.load_images(args)
-    train, val, _ = sl.load_images(options(f"folder:{tmp_path / 'own'}"))
-    assert (len(train), len(val)) == (12, 12)
-    assert val.images[:, 0, 0, 0].unique().tolist() == [33 * i for i in range(6)]
 
 
 def test_what_sst2_lacks_is_said(tmp_path, capsys):
@@ -1008,10 +872,6 @@ def test_what_sst2_lacks_is_said(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "huggingface.co/datasets/SetFit/sst2" in said and "4 rows of train.tsv" in said
     assert "vocab.txt of huggingface.co/google-bert/bert-base-uncased" in said
-    (tmp_path / "SST-2" / "test.tsv").write_text("sentence\tlabel\n" + rows)
-    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "film"]))
-    sl.load_sets(options("sst2", "--data-dir", tmp_path, "--vocab", tmp_path / "vocab.txt"))
-    assert "huggingface" not in capsys.readouterr().out
 
 
 # ---- Runs ---------------------------------------------------------------------------------------
@@ -1019,7 +879,7 @@ def test_what_sst2_lacks_is_said(tmp_path, capsys):
 SCRIPT = "swag_laplace_ensembles"
 RUN = f"{SCRIPT}/run"
 METHODS = tuple(sl.LABELS)
-OOD = {"glyphs": "glyphs_letters", "reviews": "reviews_finance", "clusters": "clusters_large"}
+OOD = {"glyphs": "glyphs_letters", "clusters": "clusters_large"}
 TINY = ("--members 2 --ensembles 1 2 --limit-train 96 --limit-test 40 --batch-size 24 "
         "--limit-steps 3 --width 0.1 --epochs 2 --device cpu --name run --no-plot").split()
 SAMPLES = "--samples 3 --val-samples 2".split()
@@ -1045,7 +905,7 @@ def tiny(dataset, out, *more, methods=METHODS):
 
 
 def opened(dataset, out, *more):
-    """A Study, and its directory."""
+    """A Study of which nothing is computed yet."""
     args = sl.parse_args(tiny(dataset, out, *more))
     run = common.Run(args, SCRIPT, "run", sl.EVALUATION_OPTIONS)
     return sl.Study(args, run, sl.load_sets(args), {})
@@ -1053,18 +913,6 @@ def opened(dataset, out, *more):
 
 def pieces(out):
     return {path.name: path.read_bytes() for path in sorted((out / RUN).glob("*.pt"))}
-
-
-def stored_rates(out, seed):
-    """The rates of SWA and SWAG that are best by what is stored."""
-    best = []
-    for method in ("swa", "swag"):
-        lpds = {}
-        for rate in (0.03, 0.01):
-            state = torch.load(out / RUN / f"seed{seed}-swag-lpds-{rate}.pt", weights_only=True)
-            lpds[rate] = state["lpds"][method]
-        best.append(max(lpds, key=lpds.get))
-    return best
 
 
 def by_name(rows):
@@ -1080,33 +928,41 @@ def without_clocks(rows):
 def studies(tmp_path_factory):
     @functools.cache
     def study(dataset):
-        """(folder, rows) of a whole study, made once."""
+        """(folder, rows, {function: its arguments}) of a whole study, made once."""
         out = tmp_path_factory.mktemp(dataset)
-        return out, sl.main(tiny(dataset, out, "--plot"))
+        calls = {"negative_elbo": [], "train_epoch": []}
+
+        def recorded(name, *arguments):
+            calls[name].append(arguments)
+            return real[name](*arguments)
+
+        real = {name: getattr(sl, name) for name in calls}
+        with pytest.MonkeyPatch.context() as patch:
+            for name in calls:
+                patch.setattr(sl, name, functools.partial(recorded, name))
+            pictures = ["--plot"] if dataset == "glyphs" else []
+            return out, sl.main(tiny(dataset, out, *pictures)), calls
 
     return study
 
 
 @pytest.fixture
 def copied(studies, tmp_path):
-    def copy(dataset="glyphs"):
-        out, rows = studies(dataset)
-        shutil.copytree(out, tmp_path / "runs")
-        return tmp_path / "runs", rows
-
-    return copy
+    """A copy of the study of images, and its rows."""
+    out, rows, _ = studies("glyphs")
+    shutil.copytree(out, tmp_path / "runs")
+    return tmp_path / "runs", rows
 
 
 @pytest.mark.parametrize("dataset", OOD)
 def test_a_study_tells_its_story(studies, dataset):
-    out, rows = studies(dataset)
+    out, rows, calls = studies(dataset)
     folder = out / RUN
     labels = list(sl.LABELS.values())
     single = [row for row in rows if "against" not in row]
     found = [(row["method"], row["seed"], row["members"]) for row in single]
-    right = []
-    for label in labels:
-        right += [(f"{label}, K=1", "1", [1]), (f"{label}, K=1", "2", [2])]
+    right = [(f"{label}, K=1", str(seed), [seed])
+             for label, seed in itertools.product(labels, (1, 2))]
     assert found == right + [(f"{label}, K=2", "1+2", [1, 2]) for label in labels]
     for row in rows:
         assert row["set"] == dataset and row["n"] == 40
@@ -1120,42 +976,28 @@ def test_a_study_tells_its_story(studies, dataset):
     differences = {(d["method"], d["k"], d["metric"]): d for d in results["differences"]}
     metrics = ("lpd", "mae") if dataset == "clusters" else ("lpd", "accuracy")
     assert set(differences) == set(itertools.product(labels[1:], (1, 2), metrics))
-    for name in ("differences.png", "training.png"):
-        assert (folder / name).stat().st_size > 10_000
+    for path in folder.glob("*.png"):
+        pixels = np.asarray(Image.open(path).convert("L"))
+        assert len(pixels) > 200 and 0.5 < (pixels > 250).mean() < 0.99
+    assert len([*folder.glob("*.png")]) == 2 * (dataset == "glyphs")
+    if dataset == "clusters":  # MAP alone has the published factor on the loss
+        factors = [each[6] for each in calls["train_epoch"] if len(each) > 6]
+        assert factors == pytest.approx(8 * [0.02**2]) and len(calls["train_epoch"]) > 8
+    # Flows, one for each prior precision, see all of the training set, with noise of each step.
+    flows = calls["negative_elbo"]
+    assert flows[0][4].tolist() == list(sl.FLOW_GRID) and {n for *_, n in flows} == {96}
+    assert len({noise.sum().item() for *_, noise, _, _ in flows}) == len(flows) > 3
 
 
-def test_what_a_prediction_needs(studies):
+def test_what_a_prediction_of_the_story_needs(studies):
     """In bytes: a network; SWAG's variances and deviations; last layers."""
-    _, rows = studies("glyphs")
+    _, rows, _ = studies("glyphs")
     rows = without_clocks(rows)
     network = rows["DE, K=1", "1", None]["bytes"]
     assert rows["DE, K=2", "1+2", None]["bytes"] == 2 * network == 2 * 4 * 12_917
     assert rows["SWAG, K=1", "1", None]["bytes"] == (1 + 1 + 3) * network
     assert rows["LLLA, K=1", "1", None]["bytes"] == network + 7 * 4 * 270
     assert rows["LA-NF, K=2", "1+2", None]["bytes"] == 2 * (network + 3 * 4 * 270)
-
-
-def test_names_of_pieces_are_explicit(studies):
-    out, _ = studies("glyphs")
-    names = set(pieces(out))
-    for seed in (1, 2):
-        right = {f"seed{seed}-{name}.pt" for name in (
-            "map", "map-dropout0.1", "mcdo-lpd-0.1", "swag-lpds-0.03", "swag-lpds-0.01", "llla",
-            "la_nf2")}
-        titles = ("map", "swa", "swag", "llla", "la_nf2", "mcdo")
-        for title, part in itertools.product(titles, ("test", "ood-glyphs_letters")):
-            right.add(f"seed{seed}-{title}-{part}.pt")
-        for rate in set(stored_rates(out, seed)):
-            name = f"seed{seed}-swag-lr{rate:g}"
-            right |= {f"{name}.pt", f"{name}-1.pt", f"{name}-2.pt", f"{name}-3.pt"}
-        # Nothing else: the iterates of the other rate are deleted.
-        assert {name for name in names if name.startswith(f"seed{seed}-")} == right
-    # Of classes, mixtures are stored: 200 samples of CIFAR-100 would take a terabyte.
-    state = torch.load(out / RUN / "seed1-llla-test.pt", weights_only=True)
-    assert {name: (own.dtype, tuple(own.shape)) for name, own in state.items()
-            if name.startswith(("log_probs", "entropy"))} == {
-        "log_probs_3": (torch.float32, (40, 10)), "entropy_3": (torch.float64, (40,)),
-        "log_probs_7": (torch.float32, (40, 10)), "entropy_7": (torch.float64, (40,))}
 
 
 def test_the_best_epochs_weights_are_kept(tmp_path, monkeypatch):
@@ -1172,7 +1014,6 @@ def test_the_best_epochs_weights_are_kept(tmp_path, monkeypatch):
     for name, value in net.state_dict().items():
         assert torch.equal(value, found[1][name])
     assert not torch.equal(value, found[2][name])  # of equal ones, the first
-    assert all("val_lpd" not in name for name in net.state_dict())
     with pytest.raises(UserError, match="training diverged"):
         sl.train_map(study, 2, 0.0)
 
@@ -1211,117 +1052,51 @@ def test_batch_statistics_are_means_over_the_training_set(tmp_path):
     assert first.num_batches_tracked == 0  # of the network itself, nothing changes
 
 
-def test_flows_see_all_of_the_training_set(copied, monkeypatch):
-    """And what they predict of molecules: total, aleatoric and epistemic standard deviations."""
-    out, _ = copied("clusters")
-    calls = []
-    real = sl.negative_elbo
-
-    def recorded(*arguments):
-        calls.append(arguments)
-        return real(*arguments)
-
-    monkeypatch.setattr(sl, "negative_elbo", recorded)
-    monkeypatch.setattr(sl, "FLOW_EPOCHS", 1)
-    argv = tiny("clusters", out, "--flow-layers", 3, "--predict", "clusters_large", "--samples", 7,
-                "--val-samples", 3, "--members", 1, methods=["la_nf"])
-    sl.main(argv)
-    assert calls[0][4].tolist() == list(sl.FLOW_GRID)
-    assert {n for *_, n in calls} == {96}
-    noises = {noise.sum().item() for *_, noise, _, _ in calls}
-    labels = torch.cat([batch.labels for *_, batch, _ in calls])
-    assert len(noises) == 3 and len(labels.unique()) == 72  # three steps of 24
-    header, *lines = (out / RUN / "predictions.csv").read_text().splitlines()
-    own = "predicted total aleatoric epistemic".split()
-    assert header.split(",") == ["index", "label", *own[:3], *[f"{name}_la_nf3" for name in own]]
-    table = np.array([line.split(",")[6:] for line in lines], float)
-    total, aleatoric, epistemic = table.T
-    assert len(lines) == 1000 and (epistemic > 0).all()
-    close(total**2, aleatoric**2 + epistemic**2, rtol=1e-4)
-
-
-@pytest.mark.parametrize("dataset", OOD)
-def test_eval_makes_and_deletes_nothing(copied, dataset, monkeypatch):
+def test_eval_of_the_story_makes_and_deletes_nothing(copied, monkeypatch):
     """Another batch size is another way, no other options; another precision is."""
-    out, rows = copied(dataset)
+    out, rows = copied
     for name in ("data_loss", "negative_elbo", "full_spectrum", "energy_spectrum"):
         monkeypatch.setattr(sl, name, None)
     monkeypatch.setattr(sl, "check_network", lambda *_: None)
     before = pieces(out)
-    again = sl.main(tiny(dataset, out, "--eval", "--batch-size", 7))
+    again = sl.main(tiny("glyphs", out, "--eval", "--batch-size", 7))
     assert by_name(again) == by_name(rows) and pieces(out) == before
     config = json.loads((out / RUN / "results.json").read_text())["config"]
     assert config["batch_size"] == 24
     with pytest.raises(UserError, match="other options: amp off"):
-        sl.main(tiny(dataset, out, "--eval", "--amp", "bf16"))
+        sl.main(tiny("glyphs", out, "--eval", "--amp", "bf16"))
 
 
-def recorded_training(monkeypatch):
-    """What is trained from now on: [(learning rate, seed, factor on the loss)]."""
-    real = sl.train_epoch
-    trained = []
-
-    def recorded(study, model, optimiser, loader, seed, epoch, factor=1.0):
-        trained.append((optimiser.param_groups[0]["lr"], seed, factor))
-        return real(study, model, optimiser, loader, seed, epoch, factor)
-
-    monkeypatch.setattr(sl, "train_epoch", recorded)
-    return trained
-
-
-def test_a_later_option_never_retrains_an_early_stage(copied, monkeypatch):
+def test_a_later_option_never_retrains_the_story(copied, monkeypatch):
     """Rows of several numbers of samples and flows are those of studies of one number."""
-    out, rows = copied()
+    out, rows = copied
     before = pieces(out)
-    trained = recorded_training(monkeypatch)
-    other = sl.main(tiny("glyphs", out, "--structure", "diag"))
-    assert without_clocks(other) != without_clocks(rows)
+    monkeypatch.setattr(sl, "train_epoch", None)
+    other = sl.main(tiny("glyphs", out, "--structure", "diag", "--members", 1, "--ensembles", 1))
+    own, old = [by_name(found)["LLLA, K=1", "1", None]["lpd"] for found in (other, rows)]
+    assert own != old
     changed = {name for name in before if pieces(out)[name] != before[name]}
     assert changed and all(re.search("llla|la_nf|-test|-ood-", name) for name in changed)
-    several = by_name(sl.main(tiny("glyphs", out, "--samples", 1, 4, 7, "--flow-layers", 1, 2)))
+    several = by_name(sl.main(tiny("glyphs", out, "--samples", 1, 7, "--flow-layers", 1, 2)))
     for label, old in (("SWAG, S=7", "SWAG"), ("LA-NF, T=2, S=7", "LA-NF"), ("SWA", "SWA")):
         for k, seed in ((1, "2"), (2, "1+2")):
             own = several[f"{label}, K={k}", seed, None]
             assert own["lpd"] == by_name(rows)[f"{old}, K={k}", seed, None]["lpd"]
     assert ("LA-NF, T=1, S=1, K=1", "1", None) in several
     assert ("LA-NF, T=1, S=1, K=2", "1+2", None) not in several  # no member could give one
-    # Back to the first options: the same rows, bit for bit.
-    assert without_clocks(sl.main(tiny("glyphs", out))) == without_clocks(rows) and not trained
-
-
-def test_only_map_has_the_published_factor_on_the_loss(monkeypatch, tmp_path):
-    trained = recorded_training(monkeypatch)
-    sl.main(tiny("clusters", tmp_path, "--members", 1, *SWAG, methods=["map", "swag"]))
-    assert [factor for *_, factor in trained] == pytest.approx(2 * [0.02**2] + 4 * [1.0])
-
-
-def test_iterates_are_trained_again_or_continued(copied, monkeypatch):
-    """Those of rates that were not chosen are gone; MAP networks stay."""
-    out, _ = copied()
-    before = pieces(out)
-    trained = recorded_training(monkeypatch)
-    sl.main(tiny("glyphs", out, "--swag-epochs", 4))
-    assert set(trained) == set(itertools.product((0.03, 0.01), (1, 2), (1.0,)))
-    for rate, seed, _ in set(trained):
-        is_continued = f"seed{seed}-swag-lr{rate:g}-1.pt" in before
-        assert trained.count((rate, seed, 1.0)) == (1 if is_continued else 4)
-    for name in set(before) & set(pieces(out)):
-        if "-swag-lr" in name and name.endswith(("-1.pt", "-2.pt", "-3.pt")):
-            assert pieces(out)[name] == before[name]
-    assert pieces(out)["seed1-map.pt"] == before["seed1-map.pt"]
 
 
 def test_nothing_stale_is_read_after_fresh(tmp_path, monkeypatch):
     """MAP networks made anew are other ones here: so are all posteriors around them."""
-    argv = tiny("glyphs", tmp_path, "--members", 1, *SWAG, methods=["map", "swag", "llla"])
+    words = ["--members", 1, "--ensembles", 1, "--ood"]
+    argv = tiny("glyphs", tmp_path, *words, *SAMPLES, methods=["map", "llla"])
     first = by_name(sl.main(argv))
     real = sl.data_loss
     monkeypatch.setattr(sl, "data_loss", lambda *arguments: 0.5 * real(*arguments))
-    sl.main(tiny("glyphs", tmp_path, "--fresh", "--members", 1, methods=["map"]))
+    sl.main(tiny("glyphs", tmp_path, "--fresh", *words, methods=["map"]))
     found = without_clocks(sl.main(argv))
-    clean = without_clocks(sl.main(argv + ["--name", "clean"]))
-    assert found == clean
-    assert all(found[key]["lpd"] != first[key]["lpd"] for key in found if key[2] is None)
+    assert found == without_clocks(sl.main(argv + ["--name", "clean"]))
+    assert all(found[key]["lpd"] != first[key]["lpd"] for key in found)
 
 
 def same_pieces(left, right):
@@ -1336,12 +1111,10 @@ def same_pieces(left, right):
                 assert torch.equal(a[key], b[key]) or a[key].isnan().all(), (name, key)
 
 
-@pytest.mark.parametrize("function, call", [("train_epoch", 1), ("train_epoch", 4),
-                                            ("train_epoch", 9), ("negative_elbo", 5),
-                                            ("forward", 30), ("delete_iterates", 0)])
-def test_killed_and_resumed_equals_uninterrupted(studies, tmp_path, monkeypatch, function, call):
-    """In epochs of MAP, SWAG, MC dropout and LA-NF, and in prediction: bit-equal pieces."""
-    out, rows = studies("glyphs")
+@pytest.mark.parametrize("function, call", [("train_epoch", 4), ("negative_elbo", 5)])
+def test_killed_and_resumed_is_the_whole_story(studies, tmp_path, monkeypatch, function, call):
+    """In epochs of SWAG and LA-NF: bit-equal pieces, of a study of fewer members, too."""
+    out, rows, _ = studies("glyphs")
     calls = itertools.count()
     real = getattr(sl, function)
 
@@ -1359,71 +1132,27 @@ def test_killed_and_resumed_equals_uninterrupted(studies, tmp_path, monkeypatch,
     same_pieces(pieces(tmp_path), first)
 
 
-# ---- Members that are trained apart, and several studies ----------------------------------------
-
-
-def test_members_that_are_trained_apart_join_a_study(studies, tmp_path, monkeypatch):
-    """As the top of the script says: their files are copied into its directory."""
-    out, rows = studies("glyphs")
-    sl.main(tiny("glyphs", tmp_path / "apart", "--members", 1, "--seed", 2))
-    (tmp_path / "study" / RUN).mkdir(parents=True)
-    shutil.copy(tmp_path / "apart" / RUN / "options.json", tmp_path / "study" / RUN)
-    for path in (tmp_path / "apart" / RUN).glob("seed2-*"):
-        shutil.copy(path, tmp_path / "study" / RUN)
-    trained = recorded_training(monkeypatch)
-    found = sl.main(tiny("glyphs", tmp_path / "study"))
-    assert {seed for _, seed, _ in trained} == {1}
-    assert without_clocks(found) == without_clocks(rows)
-    same_pieces(pieces(tmp_path / "study"), pieces(out))
-
-
-def test_studies_that_share_a_member_are_not_pooled_as_independent(tmp_path):
-    """--seed 1 and --seed 2 with two members each have network 2 in common; --runs 2 do not."""
-    earlier = []
-    for argv, seeds, has_error in ((["--seed", 1], ["1", "2", "1+2"], [True, False]),
-                                   (["--seed", 2], ["2", "3", "2+3"], [False, False]),
-                                   (["--seed", 0, "--runs", 2], ["0", "1", "2", "3", "0+1", "2+3"],
-                                    [True, True])):
-        rows = [row for row in sl.main(tiny("glyphs", tmp_path, *argv, methods=["map"]))
-                if "against" not in row]
-        assert [row["seed"] for row in rows] == seeds
-        if argv == ["--seed", 2]:
-            rows += earlier
-        assert ["±" in line["lpd"] for line in common.pool(rows, ["lpd"])] == has_error
-        earlier = rows
-
-
 def quick_in_float64(*argv):
-    """A process of several; of three, the last one is on a machine of its own."""
-    if os.environ["WORLD_SIZE"] == "3":
-        rank = int(os.environ["RANK"])
-        os.environ["LOCAL_RANK"] = str(rank % 2)
-        os.environ["LOCAL_WORLD_SIZE"] = str(2 - rank // 2)
     sl.FLOW_EPOCHS = 2
     sl.NETWORKS["small_bn"] = SMALL_BN
     conftest.run_in_float64(SCRIPT, *argv)
 
 
-
-
-@pytest.mark.parametrize("dataset, size, methods, more", [
-    ("glyphs", 3, ["swa", "swag"], ["--swag-lrs", 0.01, *SWAG, "--model", "small_bn"]),
-    ("reviews", 2, ["llla", "la_nf"], [*SAMPLES, "--dropout", 0]),
-    ("clusters", 2, ["swag", "llla", "la_nf"], ["--swag-lrs", 1e-6, *SWAG])])
-def test_processes_equal_one(tmp_path, dataset, size, methods, more, monkeypatch):
-    """Also where machines have different numbers of processes."""
+@pytest.mark.parametrize("dataset, methods, more", [
+    ("glyphs", ["swag", "llla"], ["--swag-lrs", 0.01, *SWAG, "--model", "small_bn"]),
+    ("clusters", ["llla", "la_nf"], SAMPLES)])
+def test_two_processes_equal_one(tmp_path, dataset, methods, more, monkeypatch):
     monkeypatch.setitem(sl.NETWORKS, "small_bn", SMALL_BN)
-    more = [*more, "--members", 1, "--ensembles", 1, "--predict", OOD[dataset], "--ood"]
+    more = [*more, "--members", 1, "--ensembles", 1, "--ood"]
     argv = [tiny(dataset, tmp_path / n, *more, methods=methods) for n in ("one", "several")]
-    ranks = start_ranks(tmp_path, size, quick_in_float64, *argv[1])
+    ranks = start_ranks(tmp_path, 2, quick_in_float64, *argv[1])
     conftest.in_float64(sl, monkeypatch.setattr)
     rows = sl.main(argv[0])
     for rank in ranks:
         rank.value()
     found = json.loads((tmp_path / "several" / RUN / "results.json").read_text())
     for a, b in zip(rows, found["rows"], strict=True):
-        for key in {"accuracy", "lpd", "ece15", "mae", "brier"} & set(a):
-            # Predictions are stored in float32.
+        for key in {"accuracy", "lpd", "ece15", "mae", "brier"} & set(a):  # of float32
             assert a[key] == pytest.approx(b[key], rel=1e-6, abs=1e-6), (a["method"], key)
     compared = 0
     for path in (tmp_path / "one" / RUN).glob("seed1-*.pt"):
@@ -1433,91 +1162,39 @@ def test_processes_equal_one(tmp_path, dataset, size, methods, more, monkeypatch
             if rtol is not None:  # the noise of heads is float32
                 close(value, b[key], rtol=rtol, atol=rtol / 10)
                 compared += 1
-    assert compared > 15
-    predicted = [(tmp_path / n / RUN / "predictions.csv").read_text().split("\n")
-                 for n in ("one", "several")]
-    assert predicted[0][0] == predicted[1][0] and len(predicted[0]) == len(predicted[1])
+    assert compared > 9
 
 
 # ---- Pretrained networks ------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def photographs(tmp_path_factory):
-    """A folder of two classes, and a file of weights of ShuffleNet with 1000 classes."""
-    from torchvision import models
-
-    folder = tmp_path_factory.mktemp("photographs")
+def test_the_features_of_a_pretrained_network_are_computed_once(tmp_path, monkeypatch):
+    """Of a folder of two classes, and a file of weights with 1000 classes."""
     for part, count in (("train", 12), ("test", 5), ("other", 5)):
-        for label, colour in (("red", (200, 30, 0)), ("green", (30, 200, 0))):
-            (folder / part / label).mkdir(parents=True)
+        for label, colour in (("red", (200, 30)), ("green", (30, 200))):
+            (tmp_path / "own" / part / label).mkdir(parents=True)
             for i in range(count):
-                image = Image.new("RGB", (40, 40), (*colour[:2], 9 * i))
-                image.save(folder / part / label / f"{i}.png")
-    torch.manual_seed(0)
-    torch.save(models.get_model("shufflenet_v2_x0_5").state_dict(), folder / "weights.pt")
-    return folder
-
-
-def of_photographs(folder, out, *more):
-    return [str(word) for word in (
-        "--dataset", f"folder:{folder}", "--model", "torchvision/shufflenet_v2_x0_5", "--weights",
-        folder / "weights.pt", "--image-size", 32, "--workers", 0, "--num-val", 4, "--samples", 4,
-        "--val-samples", 2, "--flow-layers", 1, "--batch-size", 10, "--out-dir", out, *CPU,
-        "--ood", f"folder:{folder}/other", "--no-plot", *more)]
-
-
-def test_your_own_network(photographs, tmp_path, capsys):
-    """Fine-tuned, all of its posteriors are there; SWAG's have batch statistics of their own."""
-    words = ("--epochs 1 --limit-steps 1 --lr 1e-3 --ensembles 1 2 --swag-epochs 2 --name x "
-             "--swag-lrs 1e-4 --members 2 --methods swag llla la_nf").split()
-    argv = of_photographs(photographs, tmp_path, *words)
-    rows = sl.main(argv)
-    assert "new head: 2 classes instead of 1000" in capsys.readouterr().out
-    assert {row["method"] for row in rows} >= {"DE, K=2", "SWAG, K=2", "LLLA, K=1", "LA-NF, K=2"}
-    assert all(row["n"] == 10 for row in rows)
-    start = torch.load(photographs / "weights.pt", weights_only=True)
-    net = torch.load(tmp_path / SCRIPT / "x" / "seed1-map.pt", weights_only=True)["net"]
-    moved = (net["extractor.conv1.0.weight"] - start["conv1.0.weight"]).norm()
-    assert 0 < moved < 0.5 * start["conv1.0.weight"].norm()
-
-
-def test_the_features_of_a_frozen_network_are_computed_once(photographs, tmp_path, monkeypatch):
+                image = Image.new("RGB", (40, 40), (*colour, 9 * i))
+                image.save(tmp_path / "own" / part / label / f"{i}.png")
+    torch.save(models.get_model("shufflenet_v2_x0_5").state_dict(), tmp_path / "weights.pt")
     calls = []
     real = data.with_features
     monkeypatch.setattr(data, "with_features", lambda *a, **k: calls.append(1) or real(*a, **k))
-    argv = of_photographs(photographs, tmp_path, "--freeze", "--members", 2, "--ensembles", 1, 2,
-                          "--epochs", 20, "--methods", "llla", "la_nf", "--predict",
-                          f"folder:{photographs}/other")
-    rows = sl.main(argv)
+    argv = (f"--dataset folder:{tmp_path}/own --model torchvision/shufflenet_v2_x0_5 --weights "
+            f"{tmp_path}/weights.pt --image-size 32 --workers 0 --num-val 4 --samples 4 "
+            f"--val-samples 2 --flow-layers 1 --batch-size 10 --out-dir {tmp_path} --freeze "
+            f"--ood folder:{tmp_path}/own/other --no-plot --members 2 --ensembles 1 2 --epochs 20 "
+            f"--methods llla la_nf --predict folder:{tmp_path}/own/other").split()
+    rows = sl.main(argv + CPU)
     assert len(calls) == 5  # train, val, test, OOD and the predicted set
-    folder = tmp_path / SCRIPT / f"{photographs.name}-torchvision_shufflenet_v2_x0_5-frozen"
+    folder = tmp_path / SCRIPT / "own-torchvision_shufflenet_v2_x0_5-frozen"
     state = torch.load(folder / "seed1-map.pt", weights_only=True)["net"]
     assert set(state) == {"head.weight", "head.bias"} and state["head.weight"].shape == (2, 1024)
     assert max(row["accuracy"] for row in rows if "accuracy" in row) >= 0.9
     header = (folder / "predictions.csv").read_text().splitlines()[0]
     assert header.startswith("file,label,predicted,confidence,total,aleatoric,epistemic")
-    assert header.endswith("confidence_la_nf1,total_la_nf1,aleatoric_la_nf1,epistemic_la_nf1")
-
-
-def test_a_network_that_is_not_trained(photographs, tmp_path):
-    """--epochs 0: the last-layer Laplace approximation of a network as it is."""
-    state = torch.load(photographs / "weights.pt", weights_only=True)
-    for name in ("fc.weight", "fc.bias"):
-        state[name] = state[name][:2]
-    torch.save({"state_dict": {f"module.{key}": own for key, own in state.items()}},
-               tmp_path / "two.pt")
-    argv = of_photographs(photographs, tmp_path, "--weights", tmp_path / "two.pt", "--epochs", 0,
-                          "--methods", "llla", "--name", "x")
-    argv.remove("--flow-layers")
-    argv.remove("1")
     with pytest.raises(UserError, match="all members would be the same network; add --members 1"):
-        sl.main(argv)
-    rows = sl.main(argv + ["--members", "1", "--ensembles", "1"])
-    assert {row["method"] for row in rows} == {"DE, K=1", "LLLA, K=1"}
-    assert not (tmp_path / SCRIPT / "x" / "seed1-map.pt").exists()
-    with pytest.raises(UserError, match="--methods mcdo .* torchvision/NAME"):
-        sl.main(argv + ["--members", "1", "--ensembles", "1", "--methods", "mcdo"])
+        sl.main(argv + [*CPU, "--epochs", "0"])
 
 
 # ---- Missing pieces, misuse ---------------------------------------------------------------------
@@ -1528,39 +1205,21 @@ def test_a_matrix_that_no_memory_holds_is_refused_first(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="last layer needs .* --structure diag"):
         sl.main(tiny("glyphs", tmp_path, "--width", 0.25))
     assert not (tmp_path / SCRIPT).exists()
-    sl.main(tiny("glyphs", tmp_path, methods=["map"]))
 
 
-def test_eval_predicts_another_set_and_makes_lost_predictions_anew(copied, monkeypatch):
-    out, rows = copied()
-    monkeypatch.setattr(sl, "negative_elbo", None)
+def test_lost_pieces_of_the_story_are_made_anew_or_named(copied, monkeypatch):
+    out, rows = copied
     monkeypatch.setattr(sl, "train_epoch", None)
     lost = out / RUN / "seed2-swag-test.pt"
     content = torch.load(lost, weights_only=True)
     lost.unlink()
-    save_images(out / "odd", "a", side=28)
-    again = sl.main(tiny("glyphs", out, "--eval", "--predict", f"folder:{out / 'odd' / 'a'}"))
-    assert without_clocks(again) == without_clocks(rows)
+    assert without_clocks(sl.main(tiny("glyphs", out, "--eval"))) == without_clocks(rows)
     for name, value in torch.load(lost, weights_only=True).items():
         assert name in ("cost", "made_from") or torch.equal(value, content[name])
-    header, *lines = (out / RUN / "predictions.csv").read_text().splitlines()
-    columns = "predicted,confidence,total,aleatoric,epistemic"
-    assert header.startswith(f"file,{columns},predicted_swa,confidence_swa,total_swa")
-    assert len(lines) == 6 and len(header.split(",")) == 1 + 6 * 5
-    # An unwritable directory: stored predictions are read, others refused.
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    again = sl.main(tiny("glyphs", out, "--eval"))
-    assert without_clocks(again) == without_clocks(rows)
-    with pytest.raises(UserError, match="read-only, and lacks predictions"):
-        sl.main(tiny("glyphs", out, "--eval", "--limit-test", 30))
-
-
-def test_missing_pieces_are_named(copied):
-    out, _ = copied()
-    rate = stored_rates(out, 2)[1]
-    (out / RUN / f"seed2-swag-lr{rate:g}-2.pt").unlink()
-    (out / RUN / "seed2-swag-test.pt").unlink()
-    with pytest.raises(UserError, match=f"lr{rate:g}-2.pt cannot be read"):
+    lost.unlink()
+    for path in (out / RUN).glob("seed2-swag-lr*-2.pt"):
+        path.unlink()
+    with pytest.raises(UserError, match="seed2-swag-lr.*-2.pt cannot be read"):
         sl.main(tiny("glyphs", out))
     (out / RUN / "seed2-map.pt").unlink()
     with pytest.raises(UserError, match="seed2-map"):
@@ -1568,34 +1227,16 @@ def test_missing_pieces_are_named(copied):
 
 
 def test_rates_that_diverge_are_skipped(tmp_path, monkeypatch, capsys):
-    argv = tiny("glyphs", tmp_path, "--members", 1, "--ensembles", 1, methods=["map", "swag"])
-    argv += ["--swag-epochs", "2", "--samples", "2", "--val-samples", "2"]
+    words = ["--members", 1, "--ensembles", 1, *SWAG, "--ood"]
+    argv = tiny("glyphs", tmp_path, *words, methods=["map", "swag"])
     sl.main(argv + ["--swag-lrs", "1e9", "0.01"])
     assert "skipped: SWAG at the rate 1e+09" in capsys.readouterr().out
-    assert not list((tmp_path / RUN).glob("*lr1e+09*.pt"))
     with pytest.raises(UserError, match="no value of --swag-lrs"):
         sl.main(argv + ["--swag-lrs", "1e9"])
     # Where MAP diverges, no rate is to blame.
     monkeypatch.setattr(sl, "data_loss", lambda outputs, *_: math.nan * outputs.sum())
     with pytest.raises(UserError, match="seed 1: the loss .* lower the learning rate"):
         sl.main(argv + ["--swag-lrs", "0.01", "--name", "other"])
-
-
-def test_swag_joins_swa_later_without_training(tmp_path, monkeypatch):
-    """The iterates of its rate were kept, too. That no rate will do is stored."""
-    argv = ["--members", 1, "--ensembles", 1, "--swag-epochs", 2, "--val-samples", 2]
-    sl.main(tiny("glyphs", tmp_path, *argv, methods=["map", "swa"]))
-    with monkeypatch.context() as patch:
-        patch.setattr(sl, "train_epoch", None)
-        rows = sl.main(tiny("glyphs", tmp_path, *argv, "--samples", 2,
-                            methods=["map", "swa", "swag"]))
-        assert {row["method"] for row in rows} == {"DE, K=1", "SWA, K=1", "SWAG, K=1"}
-    monkeypatch.setattr(sl, "swag_samples", lambda mean, *_: math.nan * mean.expand(8, -1))
-    argv += ["--name", "other"]
-    sl.main(tiny("glyphs", tmp_path, *argv, methods=["map", "swa"]))
-    monkeypatch.setattr(sl, "train_epoch", None)
-    with pytest.raises(UserError, match="no value of --swag-lrs"):
-        sl.main(tiny("glyphs", tmp_path, *argv, "--samples", 2, methods=["map", "swa", "swag"]))
 
 
 def test_dropout_masks_differ_and_are_repeated(tmp_path):
@@ -1613,41 +1254,10 @@ def test_dropout_masks_differ_and_are_repeated(tmp_path):
     assert not torch.equal(*found[0])
 
 
-def test_own_images(tmp_path):
-    """In a folder whose name is that of a part of the study. Two channels are constant."""
-    own = tmp_path / "data" / "val"
-    for part in ("train", "test"):
-        save_images(own / part, "ab")
-    argv = tiny(f"folder:{own}", tmp_path, "--image-size", 70, "--num-val", 4, "--predict",
-                f"folder:{own}/test", "--ensembles", 1, "--members", 1, *SAMPLES, "--workers", 0,
-                methods=["map", "llla"])
-    assert {row["set"] for row in sl.main(argv)} == {"val"}
-    header, *lines = (tmp_path / RUN / "predictions.csv").read_text().splitlines()
-    assert header.startswith("file,label,predicted,confidence,total,aleatoric,epistemic,")
-    assert [line.split(",")[:2] for line in lines[:2]] == [["a/0.png", "a"], ["a/1.png", "a"]]
-    assert len(lines) == 12
-    # Another image in the same place is predicted anew.
-    Image.effect_noise((70, 70), 90).convert("RGB").save(own / "test" / "a" / "0.png")
-    sl.main(argv)
-    again = (tmp_path / RUN / "predictions.csv").read_text().splitlines()[1:]
-    assert again[0] != lines[0] and again[1:12] == lines[1:12]
-
-
-def test_a_network_of_ones_own_is_one_entry(tmp_path, monkeypatch):
-    def mine(args, shape):
-        """Layers, and the number of their features."""
-        return [nn.Flatten(), nn.Linear(math.prod(shape), 6), nn.Dropout(args.dropout)], 6
-
-    monkeypatch.setitem(sl.NETWORKS, "mine", mine)
-    rows = sl.main(tiny("glyphs", tmp_path, "--model", "mine", "--members", 1))
-    assert {row["method"].split(",")[0] for row in rows} == set(sl.LABELS.values())
-
-
 @pytest.mark.parametrize("network, said", [
     (lambda args, shape: ([nn.Flatten(), nn.Linear(5, 3)], 3), "--model mine fails on images"),
     (lambda args, shape: ([nn.Flatten(), nn.BatchNorm1d(784)], 784), "mine fails on 1 example"),
-    (lambda args, shape: ([nn.Flatten()], 784), "has no dropout"),
-])
+    (lambda args, shape: ([nn.Flatten()], 784), "has no dropout")])
 def test_impossible_networks_are_refused_before_training(tmp_path, monkeypatch, network, said):
     monkeypatch.setitem(sl.NETWORKS, "mine", network)
     argv = tiny("glyphs", tmp_path, "--model", "mine", "--limit-train", 97, "--batch-size", 24)
@@ -1656,22 +1266,17 @@ def test_impossible_networks_are_refused_before_training(tmp_path, monkeypatch, 
     assert not list(tmp_path.iterdir())
 
 
-def test_what_depends_on_other_options(monkeypatch, capsys):
+def test_what_depends_on_other_options(monkeypatch):
     large = options("cifar10", "--preset", "cifar10_wrn_28_10")
     assert (large.structure, large.epochs, large.swag_epochs) == ("diag", 200, 25)
-    assert large.ood == ["svhn+cifar100"] and options("cifar100").ood == ["svhn+cifar10"]
-    assert options("cifar10", "--methods", "swag").methods == ["map", "swag"]
+    assert large.ood == ["svhn+cifar100"]
     # Of points, no number of samples is demanded.
     assert options("cifar10", "--methods", "map", "--ensembles", 30).ensembles == [30]
-    capsys.readouterr()
-    args = options("cifar10", "--members", 2)
-    assert "skipped: ensembles of 5, 10, 20" in capsys.readouterr().out
 
     def members(args):
         study = SimpleNamespace(args=args, seeds=[1, 2, 3, 4])
         return [list(ensemble.seeds) for ensemble in sl.list_ensembles(study, "map")]
 
-    assert members(args) == [[1], [2], [1, 2]]
     # Preset sizes that exceed the number of members become the ensemble of all.
     assert members(options("cifar10", "--members", 4))[-1] == [1, 2, 3, 4]
     explicit = options("cifar10", "--members", 4, "--ensembles", 1, 5)
@@ -1683,22 +1288,12 @@ def test_what_depends_on_other_options(monkeypatch, capsys):
 
 @pytest.mark.parametrize("argv, said", [
     (["--dataset", "clusters", "--target", "homo"], "--target has no effect on clusters"),
-    (["--dataset", "reviews", "--vocab", "x"], "--vocab has no effect on reviews"),
-    (["--dataset", "sst2", "--image-size", "5"], "--image-size has no effect on sst2"),
     (["--dataset", "clusters", "--structure", "diag"], "--structure has no effect on molecules"),
     (["--methods", "map", "--samples", "9"], "--samples has no effect without --methods swag or"),
-    (["--methods", "llla", "--flow-layers", "3"], "without --methods la_nf"),
-    (["--dataset", "reviews", "--model", "painn"], "--model painn"),
     (["--dataset", "reviews", "--model", "torchvision/resnet18"], "choose one of bert_256_2"),
-    (["--freeze"], "--freeze has no effect without --model torchvision/NAME"),
-    (["--model", "torchvision/resnet18", "--width", "2"], "--width has no effect with"),
     (["--members", "2", "--ensembles", "3"], "--ensembles 3: must not exceed --members 2"),
     (["--samples", "2", "--members", "3", "--ensembles", "3"], "at least one for each member"),
-    (["--num-val", "100000"], "--num-val 100000"),
-    (["--dataset", "clusters", "--limit-train", "1"], "--limit-train: 1: must be a whole number"),
-    (["--limit-train", "2"], "raise --limit-train"),
-    (["--ood", "glyphs_letters+nosuch"], "nosuch"),
-])
+    (["--num-val", "100000"], "--num-val 100000"), (["--ood", "glyphs_letters+nosuch"], "nosuch")])
 def test_misuse_is_one_line(tmp_path, argv, said):
     with pytest.raises(UserError, match=said) as error:
         sl.main(["--out-dir", str(tmp_path), *CPU, *argv])
