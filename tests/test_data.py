@@ -1,10 +1,8 @@
 """data.py: splits, published layouts, own folders, OOD sets, the loader, corruptions, glyphs."""
 
 import hashlib
-import importlib
 import math
 import os
-import pickle
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,6 @@ from torchvision.transforms import InterpolationMode
 import common
 import data
 from common import UserError
-from conftest import SCRIPTS
 from data import ImageSet, Loader, StreamedSet, load, load_sets, match, train_val_split
 
 
@@ -57,6 +54,9 @@ def check_ranks(as_rank, world, make):
         for field in set(batch._fields) - {"global_size", "molecules"}:
             together = torch.cat([getattr(part, field) for part in parts])
             assert torch.equal(together, getattr(batch, field)), field
+        if "molecules" in batch._fields:
+            together = torch.cat([part.molecules.positions for part in parts])
+            assert torch.equal(together, batch.molecules.positions)
 
 
 def toy(n=50, shape=(3, 8, 8), seed=0, **fields):
@@ -99,16 +99,13 @@ def test_published_split_of_cifar10_seed_1():
 def test_sets_select_all_their_fields():
     dataset = toy(6, label_probs=torch.eye(6), groups=torch.arange(6) // 2, files=tuple("abcdef"))
     mask = torch.tensor([False, True, False, False, True, False])
-    cases = [(torch.tensor([4, 1]), [4, 1]), ([4, 1], [4, 1]), (mask, [1, 4]), ([], []),
-             (slice(2, 4), [2, 3])]
-    for index, rows in cases:
+    for index, rows in (([4, 1], [4, 1]), (mask, [1, 4]), ([], []), (slice(2, 4), [2, 3])):
         part = dataset.select(index)
         assert torch.equal(part.images, dataset.images[rows])
         assert torch.equal(part.label_probs, torch.eye(6)[rows])
         assert part.labels.tolist() == rows
         assert part.groups.tolist() == [row // 2 for row in rows]
         assert part.files == tuple("abcdef"[row] for row in rows)
-    assert dataset.shape == (3, 8, 8)
     refuses("toy: 6 images and 0 names, but 5 labels", ImageSet, "toy", dataset.images,
             torch.zeros(5).long(), 7, (0.5,), (0.5,))
     refuses("6 images and 5 names", replace, dataset, files=tuple("abcde"))
@@ -130,12 +127,10 @@ def test_a_limit_keeps_the_shares_of_classes():
         assert rows == sorted(rows) and part.files == data.evenly(periodic, limit).files
     uneven = labelled([0] * 50 + [1] * 50 + [2])
     assert data.limit_train(uneven, 21).labels.bincount().tolist() == [10, 10, 1]
-    assert len(data.evenly(uneven, 2)) == 2
     refuses(r"toy: 2 training example\(s\) leave out 1 class\(es\); raise --limit-train",
             data.limit_train, uneven, 2)
     numbers = labelled(torch.arange(6.0))
     assert data.limit_train(numbers, 4).labels.tolist() == [0, 1, 3, 4]  # evenly spaced
-    assert data.evenly(numbers, None) is data.evenly(numbers, 9) is numbers
 
 
 def test_a_limit_keeps_groups_whole():
@@ -153,8 +148,6 @@ def test_a_rare_class_is_never_validation_alone(tmp_path):
         train, val = data.class_split(labels, seed)
         assert labels[val].bincount().tolist() == [5, 5]
         assert sorted([*train, *val]) == list(range(101))
-    assert not torch.equal(val, data.class_split(labels, 1)[1])
-    assert labels[data.class_split(labels, 1, 0.99)[0]].tolist() == [0, 1, 2]
     name = write_folder(tmp_path / "pets", train=("ab", 20), test=("abc", 1))
     save_png(tmp_path / "pets" / "train" / "c" / "0.png")
     for seed in (1, 8, 15):
@@ -174,14 +167,12 @@ def test_concat_of_bytes_and_numbers(first_has, second_has):
         other = replace(other, **truth)
     both = data.concat("both", clean, other)
     assert torch.equal(both.images, torch.cat([clean.images / 255, other.images]))
-    assert torch.equal(data.concat("bytes", clean, toy(7)).images[:7], clean.images)
     for dataset, part in ((clean, both.select(slice(7))), (other, both.select(slice(7, None)))):
         want = torch.eye(7) if dataset.groups is None else dataset.label_probs
         assert torch.equal(part.label_probs, want)
         assert len(part.groups.unique()) == (7 if dataset.groups is None else 4)
     assert not set(both.groups[:7].tolist()) & set(both.groups[7:].tolist())
     refuses("toy .* cannot be joined", data.concat, "x", clean, toy(3, (1, 8, 8)))
-    refuses("cannot be joined", data.concat, "x", clean, replace(other, classes=tuple("abcdefg")))
 
 
 def test_digest_covers_what_training_sees(imagenet):
@@ -197,7 +188,6 @@ def test_digest_covers_what_training_sees(imagenet):
                "classes": tuple("abcdefh"), "num_classes": 8}
     digests = {data.digest(replace(dataset, **{name: new})) for name, new in changes.items()}
     assert len(digests - {want}) == len(changes)
-    assert data.digest(toy(4, (1, 2, 8))) != data.digest(toy(4, (1, 8, 2)))
     streamed = load("imagenet", "test", imagenet)
     again = load("imagenet", "test", imagenet)
     assert data.digest(streamed) == data.digest(again)
@@ -207,49 +197,22 @@ def test_digest_covers_what_training_sees(imagenet):
     assert data.digest(replace(again, name="later")) != data.digest(streamed)
 
 
-def test_sets_too_small_for_the_processes_are_refused(as_rank):
-    data.check_sizes(toy(1), None)
-    as_rank(0, 3)
-    data.check_sizes(toy(3), None, toy(5), limit=3)
-    refuses(r"toy: 2 example\(s\) cannot be distributed over 3 process", data.check_sizes,
-            toy(3), toy(2))
-    refuses(r"toy: 2 example\(s\)", data.check_sizes, toy(3), limit=2)
-
-
 # ---- The sets of a run ---------------------------------------------------------------------
 
 
 def test_load_sets(tmp_path):
-    for name in ("odd", "new/3"):
-        save_png(tmp_path / name / "x.png")
+    save_png(tmp_path / "new" / "3" / "x.png")
     sets = load_sets("glyphs", tmp_path, seed=3, limit_train=500, ood=["glyphs_letters"],
-                     predict=f"folder:{tmp_path}/new")
+                     predict=f"folder:{tmp_path}/new", statistics=([0.25], [0.5]))
     train = load("glyphs", "train", seed=3, limit=500)
     assert torch.equal(sets.train.images, train.images)
     assert torch.equal(sets.val.images, load("glyphs", "val", seed=3).images)
     assert torch.equal(sets.test.images, load("glyphs", "test").images)
-    assert list(sets.ood) == ["glyphs_letters"]
-    assert sets.predict.labels.tolist() == [3]
-    sets = load_sets("glyphs", val_fraction=0, statistics=([0.25], [0.5]),
-                     ood=["glyphs_letters"], predict="glyphs")
-    assert sets.val is None
-    assert len(sets.train) == 10000
+    assert list(sets.ood) == ["glyphs_letters"] and sets.predict.labels.tolist() == [3]
     for dataset in (sets.train, sets.test, sets.ood["glyphs_letters"], sets.predict):
         assert (dataset.mean, dataset.std) == ((0.25,), (0.5,))
-    assert load_sets("glyphs").predict is None
+    assert load_sets("glyphs", val_fraction=0).val is None
     refuses("glyphs: 1 training .*leave out 9.*limit-train", load_sets, "glyphs", limit_train=1)
-    refuses("CIFAR|cifar.*not found", load_sets, "glyphs", tmp_path, ood=["cifar10"],
-            ood_required=True)
-
-
-def test_a_folder_has_its_own_validation_set_or_a_part_of_train(tmp_path):
-    name = write_folder(tmp_path / "two", train=("ab", 10), test=("ab", 3))
-    assert len(load_sets(name, image_size=8).val) == 2
-    assert load_sets(name, val_fraction=0).val is None
-    write_folder(tmp_path / "two", val=("ab", 4))
-    for val_fraction in (0, 0.1):
-        sets = load_sets(name, val_fraction=val_fraction, image_size=8)
-        assert [len(dataset) for dataset in sets[:3]] == [20, 8, 6]
 
 
 # ---- Published sets ------------------------------------------------------------------------
@@ -261,7 +224,6 @@ def test_real_mnist_and_cifar10(real_data):
     assert (len(train), len(val), len(test)) == (54000, 6000, 10000)
     assert (test.shape, test.images.dtype) == ((1, 28, 28), torch.uint8)
     assert test.labels[:5].tolist() == [7, 2, 1, 0, 4]
-    assert test.classes == tuple("0123456789")
     std, mean = torch.std_mean(torch.cat([train.images, val.images]) / 255)
     assert mean == pytest.approx(train.mean[0], abs=5e-5)
     assert std == pytest.approx(train.std[0], abs=1e-4)
@@ -273,29 +235,22 @@ def test_real_mnist_and_cifar10(real_data):
     # The published std is the mean over the images of the std within each.
     within = torch.tensor(raw.data[:5000]).flatten(1, 2).double().std(1).mean(0) / 255
     assert within.tolist() == pytest.approx(val.std, abs=3e-3)
-    refuses("cifar-100-python: not found.*no route to host.*toronto", load, "cifar100", "train",
-            real_data)
 
 
-def test_without_validation_rows_are_in_the_order_of_the_files(real_data, tmp_path):
+def test_without_validation_rows_are_in_the_order_of_the_files(real_data):
     from torchvision.datasets import CIFAR10
     raw = CIFAR10(real_data)
     # The local-posteriors study splits rows in this order by these indices.
     indices = torch.randperm(50000, generator=torch.Generator().manual_seed(0))[:2000]
     assert indices.sum() == 50_129_101
-    for seed in (1, 2):
-        train = load("cifar10", "train", real_data, val_fraction=0, seed=seed)
-        assert train.labels.tolist() == raw.targets
-        assert np.array_equal(train.images[indices].permute(0, 2, 3, 1), raw.data[indices])
-    name = write_folder(tmp_path / "pets", train=("ab", 10), test=("ab", 3))
-    train = load(name, "train", val_fraction=0)
-    assert train.files == tuple(f"{c}/{i}.png" for c in "ab" for i in range(10))
+    train = load("cifar10", "train", real_data, val_fraction=0, seed=2)
+    assert train.labels.tolist() == raw.targets
+    assert np.array_equal(train.images[indices].permute(0, 2, 3, 1), raw.data[indices])
 
 
 @pytest.mark.parametrize("images, labels, says", [
     (10000, 10000, None), (9999, 9999, "MNIST.raw: 9,999 images instead of 10,000; get it from"),
-    (10000, 9999, "10000 images and 0 names, but 9999 labels"),
-    (10000, 200, "but 200 labels")])
+    (10000, 9999, "10000 images and 0 names, but 9999 labels")])
 def test_raw_files_are_checked(tmp_path, monkeypatch, images, labels, says):
     def read(*_, train, download, **__):
         assert download  # so that what a killed download left half done is mended
@@ -308,10 +263,6 @@ def test_raw_files_are_checked(tmp_path, monkeypatch, images, labels, says):
     else:
         assert load("mnist", "test", tmp_path).labels[:12].tolist() == [*range(10), 0, 1]
         refuses("10,000 images instead of 60,000", load, "mnist", "train", tmp_path)
-    folder = tmp_path / "cifar-10-batches-py"
-    folder.mkdir()
-    (folder / "data_batch_1").write_bytes(pickle.dumps({"data": 0})[:-3])
-    refuses("cifar-10-batches-py: not found or damaged", load, "cifar10", "train", tmp_path)
 
 
 @pytest.mark.parametrize("name, path", [
@@ -321,12 +272,8 @@ def test_raw_files_are_checked(tmp_path, monkeypatch, images, labels, says):
     ("ambiguous_mnist", "AmbiguousMNIST.amnist_samples.pt"), ("imagenet_c", "imagenet-c.fog.2"),
     ("tiny_imagenet_c", "Tiny-ImageNet-C.fog.2"), ("sst2", "SST-2.test.tsv"),
     ("qm9", "QM9.gdb9.sdf")])
-def test_absent_sets_name_the_path_and_the_site(tmp_path, monkeypatch, name, path):
-    turns = []  # Reading takes turns, so that an error reaches the other processes.
-    take_turns = common.on_each_machine
-    monkeypatch.setattr(common, "on_each_machine",
-                        lambda work, *args: turns.append(work) or take_turns(work, *args))
-    for attempt in (1, 2):  # a failed download leaves nothing that is taken for the set
+def test_absent_sets_name_the_path_and_the_site(tmp_path, name, path):
+    for _ in range(2):  # a failed download leaves nothing that is taken for the set
         with pytest.raises(data.Absent, match=rf"{path}.*not found.*https?://") as caught:
             if name.endswith("_c"):
                 data.load_corrupted(name, "fog", 2, tmp_path)
@@ -337,27 +284,17 @@ def test_absent_sets_name_the_path_and_the_site(tmp_path, monkeypatch, name, pat
             else:
                 load(name, "test", tmp_path)
         assert "\n" not in str(caught.value)
-        assert len(turns) == attempt
 
 
 @pytest.mark.parametrize("call, match", [
     (lambda: load("mnits", "train"), "'mnits' is unknown.*glyphs"),
     (lambda: load("glyphs", "valid"), "split 'valid'"),
     (lambda: load("glyphs", "val", val_fraction=1e-5), "1e-05 of 10000.*no validation example"),
-    (lambda: load("imagenet_r", "train"), "test split only"),
-    (lambda: load("folder:/nowhere", "test"), "nowhere not found"),
     (lambda: load("mnist", "test", image_size=32), "--image-size has no effect on .*mnist"),
-    (lambda: load_sets("glyphs", image_size=28), "--image-size has no effect on glyphs, .*remove"),
     (lambda: data.load_corrupted("cifar10_c", "x", 1), "x.npy: .*No such file.*zenodo.org/.*there"),
-    (lambda: data.load_corrupted("cifar_c", "fog", 1), "'cifar_c' is unknown"),
     (lambda: data.corruption_kinds("cifar10"), "'cifar10' is unknown.*imagenet_c"),
-    (lambda: data.corrupted(toy(3, (2, 1, 1)), "jpeg", 1), "only be computed for images in mem"),
-    (lambda: data.load_text("sst", "train"), "'sst' is unknown.*reviews.*sst2"),
-    (lambda: data.load_molecules("qm8", "train"), "'qm8' is unknown.*clusters.*qm9"),
     (lambda: data.load_molecules("clusters", "test", target="gap"), "'gap' is unknown.*u0"),
-    (lambda: data.load_molecules("qm9", "test", target="U"), "target 'U' is unknown.*u298"),
     (lambda: Loader(toy(), 0), r"toy: 0 example\(s\) cannot"),
-    (lambda: Loader(toy().select([]), 5), r"0 example\(s\)"),
     (lambda: Loader(toy(3, (2, 1, 1)), 5, augment="crop_flip"), "would destroy features"),
 ])
 def test_errors_of_the_user_are_one_line(call, match):
@@ -388,7 +325,6 @@ def test_ambiguous_mnist(tmp_path, monkeypatch):
     assert not set(train.groups.tolist()) & set(val.groups.tolist())
     pool = load("ambiguous_mnist", "train", tmp_path, val_fraction=0)
     assert len(pool) == 60000
-    assert pool.images.dtype == torch.float32
     assert torch.equal(pool.images[:, 0, 0, 0], (torch.arange(60000) // 10) / 12000)
     assert pool.labels[40:50].tolist() == [4] * 9 + [9]
     assert pool.label_probs[45].tolist() == pytest.approx([0, 0, 0, 0, 0.9, 0, 0, 0, 0, 0.1])
@@ -422,27 +358,18 @@ def test_cifar_c_layout(tmp_path, capsys):
     assert data.corruption_kinds("cifar10_c", tmp_path) == ["fog"]  # a part is named as a part
     out = capsys.readouterr().out
     assert "CIFAR-10-C: lacks all or a part of gaussian_noise, shot_noise, " in out
-    assert out.endswith("get it from https://zenodo.org/records/2535967 and put it there\n")
-    assert data.corrupted_name("cifar10_c", data.CIFAR_C_KINDS) == "cifar10_c"
-    for labels, says in (((rows % 11).astype(np.uint8), "0 to 10"), (rows % 10 + 256, "256 to")):
-        np.save(folder / "labels.npy", labels)
-        refuses(f"labels from {says}", data.load_corrupted, "cifar10_c", "fog", 1, tmp_path)
+    np.save(folder / "labels.npy", (rows % 11).astype(np.uint8))
+    refuses("labels from 0 to 10", data.load_corrupted, "cifar10_c", "fog", 1, tmp_path)
     np.save(folder / "labels.npy", np.zeros(10000, np.uint8))
-    np.save(folder / "frost.npy", np.array([{}], dtype=object))
-    wide = np.lib.format.open_memmap(folder / "snow.npy", "w+", np.int16, (50000, 32, 32, 3))
-    wide.flush()
+    np.save(folder / "snow.npy", np.zeros((3, 32, 32, 3), np.int16))
     (folder / "spatter.npy").write_bytes((folder / "fog.npy").read_bytes()[:100000])
     for kind, says in (("fog", r"labels.npy.*\(10000,\), expected \(50000,\)"),
-                       ("snow", r"snow.npy.*int16 \(50000, 32, 32, 3\), expected"),
-                       ("frost", "frost.npy: "), ("spatter", "spatter.npy: ")):
+                       ("snow", r"snow.npy.*int16 \(3, 32, 32, 3\), expected"),
+                       ("spatter", "spatter.npy: ")):
         refuses(f"{says}.*get it from https", data.load_corrupted, "cifar10_c", kind, 1, tmp_path)
-    (folder / "labels.npy").unlink()
-    assert data.corruption_kinds("cifar10_c", tmp_path) == []
 
 
 def test_missing_severities(tmp_path, capsys):
-    assert data.corruption_kinds("imagenet_c", tmp_path) == []
-    assert "imagenet-c: not found; get it from https://" in capsys.readouterr().out
     for severity in range(1, 6):
         for kind in ("zoom_blur", "spatter"):
             save_png(tmp_path / "imagenet-c" / kind / str(severity) / "n01" / "a.png")
@@ -450,15 +377,10 @@ def test_missing_severities(tmp_path, capsys):
     kinds = data.corruption_kinds("imagenet_c", tmp_path)
     out = capsys.readouterr().out
     assert kinds == ["zoom_blur", "spatter"]
-    assert out.count("\n") == 1
-    assert "snow, frost, fog" in out and "zoom" not in out and out.count("saturate") == 1
+    assert "snow, frost, fog" in out and "zoom" not in out
     assert data.corrupted_name("imagenet_c", kinds) == "imagenet_c_2of19"
     streamed = data.load_corrupted("imagenet_c", "spatter", 4, tmp_path)
     assert (streamed.shape, streamed.resize, len(streamed)) == ((3, 224, 224), 224, 1)
-    other = data.load_corrupted("imagenet_c", "spatter", 4, tmp_path, image_size=128)
-    assert (other.shape, other.resize) == ((3, 128, 128), 128)  # the whole of a published crop
-    save_png(tmp_path / "imagenet" / "val" / "n02" / "a.png")  # a class that the copy lacks
-    refuses("n02: no images", data.load_corrupted, "imagenet_c", "spatter", 4, tmp_path)
 
 
 # ---- Folders -------------------------------------------------------------------------------
@@ -484,7 +406,7 @@ def write_tiny_imagenet(data_dir, place, corrupted):
 
 
 @pytest.mark.parametrize("place, corrupted", [
-    ("tiny-imagenet-200", "Tiny-ImageNet-C"), ("TinyImageNet", "TinyImageNet/corrupt"),
+    ("tiny-imagenet-200", "Tiny-ImageNet-C"),
     ("TinyImageNet/tiny-imagenet-200", "TinyImageNet/corrupt")])
 def test_tiny_imagenet(tmp_path, place, corrupted, capsys):
     root = write_tiny_imagenet(tmp_path, place, corrupted)
@@ -504,13 +426,6 @@ def test_tiny_imagenet(tmp_path, place, corrupted, capsys):
     assert fog.labels.tolist() == [0, 1]  # as in wnids.txt
     assert fog.images[:, 0, 0, 0].tolist() == [20, 200]
     assert data.corruption_kinds("tiny_imagenet_c", tmp_path) == []  # not all severities
-    file = root / "val" / "images" / "val_1.JPEG"
-    file.write_bytes(file.read_bytes()[:200])
-    refuses("val_1.JPEG: unreadable", load, "tiny_imagenet", "test", tmp_path)
-    for file in (root / "train" / "n01" / "images").iterdir():
-        file.unlink()
-    refuses(r"n01.images: no images \(.jpg .*put the images of this class there", load,
-            "tiny_imagenet", "train", tmp_path)
 
 
 def write_folder(root, **parts):
@@ -535,12 +450,9 @@ def test_own_folder_is_never_tested_on_its_training_images(tmp_path):
     assert isinstance(train, ImageSet)
     assert (train.classes, train.shape, train.name) == (("a", "b"), (3, 24, 24), "my_pets_")
     assert train.images.min() > 100 > test.images.max()
-    assert test.labels.tolist() == [0] * 3 + [1] * 3
     assert test.files[4] == "b/1.png"
     assert load(name, "test").shape == (3, 32, 32)
-    large = load(name, "test", image_size=128)
-    assert isinstance(large, StreamedSet)
-    assert large.resize == 146
+    assert load(name, "test", image_size=128).resize == 146
     write_folder(tmp_path / "my pets!", val=("ab", 4))
     sizes = [len(load(name, split)) for split in ("train", "val", "test", "ood")]
     assert sizes == [20, 8, 6, 34]
@@ -548,8 +460,6 @@ def test_own_folder_is_never_tested_on_its_training_images(tmp_path):
 
 @pytest.mark.parametrize("parts, says", [
     (dict(train=("ab", 2)), r"expected .*/train/<class>/.* and .*/test/<class>/\*"),
-    (dict(train=("ab", 2), val=("ab", 2)), "expected .*val.* is for validation"),
-    (dict(test=("ab", 2)), "expected .*train.* two classes or more"),
     (dict(train=("a", 2), test=("a", 2)), "expected .*train.* two classes or more"),
     (dict(cats=("ab", 2), dogs=("ab", 2)), "expected.*never the training set"),
     (dict(train=("ab", 2), test=("ac", 2)), "test.b: no images"),
@@ -563,14 +473,10 @@ def test_other_layouts_are_refused(tmp_path, parts, says):
 def test_files_that_are_skipped_are_named(tmp_path, capsys):
     root = tmp_path / "pets"
     name = write_folder(root, train=("ab", 3), test=("ab", 1))
-    load(name, "train")
-    load(f"folder:{root}", "ood")
-    assert capsys.readouterr().out == ""
     for path in ("train/a/more/x.png", "train/a/more/deep/y.JPG", "train/loose.png",
                  "test/c/z.png"):  # c is no class of train
         save_png(root / path)
     (root / "train" / "b" / "notes.txt").write_text("no image")
-    (root / "train" / ".DS_Store").write_text("hidden")
     (root / "train" / "a" / "._0.png").write_text("hidden")
     for split in ("train", "val", "train"):  # said once
         assert len(load(name, split, val_fraction=0.5)) == 3
@@ -580,10 +486,7 @@ def test_files_that_are_skipped_are_named(tmp_path, capsys):
     assert out.endswith("first of them: a/more/deep/y.JPG, a/more/x.png, b/notes.txt\n")
     assert len(load(name, "test")) == 2
     assert capsys.readouterr().out.endswith("of train, the first of them: c/z.png\n")
-    everything = load(name, "ood")
-    assert len(everything) == 12
-    assert "train/a/more/deep/y.JPG" in everything.files
-    assert capsys.readouterr().out.endswith("of them: train/b/notes.txt\n")
+    assert len(load(name, "ood")) == 12
 
 
 def test_links(tmp_path):
@@ -593,8 +496,6 @@ def test_links(tmp_path):
     (root / "more" / "a" / "round").symlink_to(root / "more")
     (root / "more" / "gone.png").symlink_to("nowhere")
     assert load(f"folder:{root}/more", "ood").files == ("a/0.png", "b/0.png")
-    (root / "test" / "a" / "own.png").symlink_to(root / "more" / "a" / "0.png")
-    assert len(load(name, "test")) == 5
     (root / "test" / "b" / "copy.png").symlink_to(root / "train" / "b" / "2.png")
     refuses("pets: test and train share images, by a link", load, name, "test")
     (root / "test").rename(root / "old")
@@ -640,33 +541,11 @@ def test_unreadable_files_are_listed_together(tmp_path):
         with pytest.raises(UserError, match=r"4 unreadable image\(s\), the ") as caught:
             load(f"folder:{tmp_path}", "ood", image_size=size)
         said = str(caught.value)
-        assert "\n" not in said and "a.png" not in said and "f.tif" not in said
+        assert "\n" not in said and "a.png" not in said
         assert all(f"{name}.png: unreadable (" in said for name in "bcd")
     for name in "bcd":
         (tmp_path / f"{name}.png").unlink()
     refuses("f.tif: unreadable .2 pages or frames, expected one", load, f"folder:{tmp_path}", "ood")
-
-
-def test_names_of_folders_that_are_none(monkeypatch, tmp_path):
-    save_png(tmp_path / "new" / "x.png")
-    (tmp_path / "one.png").touch()
-    monkeypatch.chdir(tmp_path)
-    train = load("glyphs", "train", limit=10)
-    refuses("new is a folder; write folder:new", load, "new", "ood")
-    refuses("folder one.png is a file, not a folder", load, "folder:one.png", "ood")
-    for name in ("folder:", "folder: "):
-        for call in (lambda: load(name, "ood"), lambda: data.ood_sets([name], train),
-                     lambda: data.predict_set(name, train), lambda: data.set_name(name)):
-            refuses("has no path; write folder:", call)
-
-
-def test_names_hold_no_path(tmp_path, monkeypatch):
-    (tmp_path / "ß b" / "c").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "ß b")
-    for name, want in (("folder:/x/y/Z-1.2/", "Z-1.2"), ("folder:.", "_b"), ("folder:c/..", "_b"),
-                       ("/x/z.train.npz", "z.train"), ("a b", "a_b"),
-                       ("folder:/x/.hidden", "hidden"), ("folder:/", "folder"), ("svhn", "svhn")):
-        assert data.set_name(name) == want
 
 
 # ---- Streaming -----------------------------------------------------------------------------
@@ -702,11 +581,10 @@ def test_streamed_set_evaluates_in_order(imagenet):
         images = torch.cat([b.images for b in batches])
         torch.testing.assert_close(images, want, atol=1e-6, rtol=1e-5)
     assert dataset.files[3] == "n01/0.png"
-    assert dataset.select([3, 0]).files == ("n01/0.png", "n00/0.png")
     assert torch.equal(dataset.in_memory().images[4], dataset[4])
 
 
-def test_streamed_augmentation_depends_on_seed_epoch_and_row_alone(imagenet, as_rank, monkeypatch):
+def test_streamed_augmentation_depends_on_seed_epoch_and_row_alone(imagenet, as_rank):
     state = torch.get_rng_state()
     dataset = load("imagenet", "train", imagenet, val_fraction=0)
     dataset = replace(dataset, shape=(3, 24, 24))
@@ -724,12 +602,8 @@ def test_streamed_augmentation_depends_on_seed_epoch_and_row_alone(imagenet, as_
     assert torch.equal(first, images_by_row(4, 4))
     assert not torch.equal(first, images_by_row(4, 1))
     assert not torch.equal(first, images_by_row(3, 4))
-    twins = Loader(dataset.select([0] * 5), 5, augment="crop_flip").epoch()
-    assert len(next(twins).images.unique(dim=0)) == 5
     check_ranks(as_rank, 3, make)  # the last batch has two images
     assert torch.equal(torch.get_rng_state(), state)
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", None)  # a GPU's generator is left alone
-    assert replace(dataset, key=(4, 4))[0].shape == (3, 24, 24)
 
 
 def test_a_preparation_is_that_of_torchvision_s_weights(imagenet, tmp_path):
@@ -752,21 +626,16 @@ def test_a_preparation_is_that_of_torchvision_s_weights(imagenet, tmp_path):
         torch.testing.assert_close(images, torch.stack(expected), atol=1e-5, rtol=1e-5)
     letters = sets.ood["glyphs_letters"]
     assert (letters.shape, letters.mean) == ((3, 96, 96), (0.1, 0.2, 0.3))
-    crops = next(Loader(sets.train, 18, augment="crop_flip").epoch()).images
-    assert crops.shape == (18, 3, 96, 96)
     # Sets in memory keep their size, which the network changes; grey ones become RGB.
     glyphs = load("glyphs", "train", image_size=96, preparation=preparation)
     assert (glyphs.shape, glyphs.mean, glyphs.std) == ((3, 28, 28), *preparation[2:4])
-    assert (glyphs.images == load("glyphs", "train").images).all()
-    assert data.predict_set("glyphs_letters", glyphs).mean == (0.1, 0.2, 0.3)
     small = load(name, "test", preparation=preparation._replace(crop=8, resize=9))
     assert (type(small), small.shape, small.mean) == (ImageSet, (3, 8, 8), (0.1, 0.2, 0.3))
 
 
 def test_an_unreadable_file_is_named_by_a_worker(tmp_path):
-    for name in ("imagenet/train/n0/a", "imagenet/train/n1/a", "imagenet/val/n1/a"):
+    for name in ("imagenet/train/n0/a", "imagenet/train/n1/a"):
         save_png(tmp_path / f"{name}.png")
-    refuses("val.n0: no images", load, "imagenet", "test", tmp_path)
     dataset = load("imagenet", "train", tmp_path, val_fraction=0)
     (tmp_path / "imagenet" / "train" / "n1" / "a.png").write_bytes(b"no image")
     for workers in (0, 1):
@@ -809,18 +678,6 @@ def test_augmentation_equals_one_image_at_a_time(augment, mode, shape):
     torch.testing.assert_close(images, torch.stack(want), atol=1e-5, rtol=1e-5)
 
 
-def test_batches_can_be_reproduced():
-    """A seed means the same batches on every machine."""
-    expected = {"none": "1b06e9c84384", "crop_flip": "45165b053a99",
-                "reflect_crop_flip": "a18d1c8019c7"}
-    for augment, want in expected.items():
-        loader = Loader(toy(40), 16, seed=1, shuffle=True, augment=augment, channels_last=True)
-        batches = list(loader.epoch(3))
-        assert batches[0].images.is_contiguous(memory_format=torch.channels_last)
-        values = torch.cat([b.images for b in batches]).mul(1000).round().int().contiguous()
-        assert digest(values) == want, augment
-
-
 @pytest.mark.parametrize("floating", [False, True])
 def test_evaluation_is_exact_in_order_and_normalised(floating):
     whole = toy(21).select(slice(3, None))
@@ -834,10 +691,8 @@ def test_evaluation_is_exact_in_order_and_normalised(floating):
     assert [b.global_size for b in batches] == [4, 4, 4, 4, 2]
     assert images.dtype == torch.float32
     torch.testing.assert_close(images, (pixels - mean) / std, atol=1e-5, rtol=1e-5)
-    for augment in ("none", "crop_flip"):
-        for batch in Loader(dataset, 4, augment=augment).epoch():
-            batch.images.zero_()  # batches are the caller's: the set is unharmed
-    assert torch.equal(whole.images, toy(21).images[3:])
+    for batch in batches:
+        batch.images.zero_()  # batches are the caller's: the set is unharmed
     assert torch.equal(dataset.images, whole.images / 255 if floating else whole.images)
 
 
@@ -852,30 +707,17 @@ def test_length_of_an_epoch(options, sizes):
     assert len(loader) == len(sizes)
     for batch, same in zip(batches, whole):
         assert torch.equal(batch.index, same.index)
-    assert len(Loader(toy(5), 8, drop_last=True)) == 1  # not none
 
 
-def test_keys_of_loaders_share_nothing(imagenet):
+def test_keys_of_loaders_share_nothing():
     keys = [(a,) for a in range(5)]
     keys += [(a, b) for a in range(5) for b in range(5)]
     keys += [(*pair, row) for pair in keys[5:] for row in range(5)]
     assert len({data._loader_generator(*key).initial_seed() for key in keys}) == len(keys) == 155
-    # The crop of row 0 and the order of an epoch come from different numbers.
-    dataset = load("imagenet", "train", imagenet, val_fraction=0)
-    seeds = []
-    with pytest.MonkeyPatch.context() as patch:
-        make = data._generator
-        patch.setattr(data, "_generator", lambda *key: seeds.append(make(*key).initial_seed())
-                      or make(*key))
-        next(Loader(dataset.select([0, 1]), 2, seed=3, augment="crop_flip").epoch(4))
-    assert len(seeds) == len(set(seeds)) == 3
 
 
 def test_order_depends_on_seed_and_epoch():
-    np.random.seed(0)
-    torch.manual_seed(0)
-    numpy_state = np.random.get_state()[1].copy()
-    torch_state = torch.get_rng_state()
+    state = torch.get_rng_state()
 
     def order(seed, epoch):
         batches = Loader(toy(60), 13, seed=seed, shuffle=True, augment="crop_flip").epoch(epoch)
@@ -885,11 +727,8 @@ def test_order_depends_on_seed_and_epoch():
     assert len(set(orders)) == 9
     assert all(sorted(rows) == list(range(60)) for rows in orders)
     assert order(2, 1) == orders[7]
-    assert order(-5, 0) != order(5, 0)
-    train_val_split(100, 1)
     data.corrupt(toy().images, "shot_noise", 3)
-    assert np.array_equal(np.random.get_state()[1], numpy_state)  # global generators are left alone
-    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert torch.equal(torch.get_rng_state(), state)  # the global generator is left alone
 
 
 # ---- Corruptions ---------------------------------------------------------------------------
@@ -910,7 +749,6 @@ RANDOM = ("gaussian_noise", "shot_noise", "impulse_noise", "motion_blur", "occlu
 @pytest.mark.parametrize("kind", data.CORRUPTIONS)
 def test_corruptions(kind, pictures):
     for images in pictures:
-        before = images.clone()
         distances = [0.3]
         for severity in data.SEVERITIES:
             out = data.corrupt(images, kind, severity, seed=1)
@@ -919,12 +757,9 @@ def test_corruptions(kind, pictures):
             distances.append((out.float() - images.float()).abs().mean().item())
         assert distances == sorted(set(distances))
         assert distances[-1] < 100
-        assert torch.equal(images, before)
         assert torch.equal(out, data.corrupt(images, kind, 5, seed=1))
         assert torch.equal(out, data.corrupt(images, kind, 5, seed=0)) == (kind not in RANDOM)
         real = data.corrupt(images / 255, kind, 5, seed=1)
-        assert real.dtype == torch.float32
-        assert 0 <= real.min() and real.max() <= 1
         assert (real * 255 - out).abs().max() <= 0.51
     twins = data.corrupt(pictures[0][:1].expand(8, -1, -1, -1), kind, 3)
     drawn = len(twins.flatten(1).unique(dim=0))
@@ -943,14 +778,11 @@ def test_corruption_directions():
     assert turned[0, 0].argmax() in (14 * 28 + 17, 13 * 28 + 10)  # (10, 14) goes to a quarter turn
     hidden = (data.corrupt(torch.zeros(9, 3, 32, 32), "occlusion", 2) == 0.5).sum((1, 2, 3))
     assert hidden.tolist() == [3 * round(0.27 * 32) ** 2] * 9
-    grey = torch.full((1001, 3, 16, 16), 0.5)
-    struck = data.corrupt(grey, "impulse_noise", 5)
-    assert (struck == 0).double().mean().item() == pytest.approx(0.09, 0.02)
-    assert (struck == 1).double().mean().item() == pytest.approx(0.09, 0.02)
-    assert not torch.equal(struck[0], struck[1000])  # in the next block
+    struck = data.corrupt(torch.full((300, 3, 16, 16), 0.5), "impulse_noise", 5)
+    for value in (0, 1):
+        assert (struck == value).double().mean().item() == pytest.approx(0.09, rel=0.03)
     dataset = data.corrupted(toy(4), "contrast", 2)
     assert dataset.name == "toy_computed_contrast_s2"
-    assert dataset.labels.tolist() == [0, 1, 2, 3]
     x = toy(4).images.double()
     want = 0.55 * x + 0.45 * x.mean((1, 2, 3), keepdim=True)
     assert (dataset.images - want).abs().max() <= 0.51
@@ -974,12 +806,7 @@ def test_match_takes_channels_size_and_statistics(imagenet):
     assert (small.images[:, 0] - (0.299 * r + 0.587 * g + 0.114 * b)).abs().max() <= 0.55
     want = F.interpolate(colour.images.double(), (16, 16), mode="bilinear", antialias=True)
     assert (match(colour, toy(1, (3, 16, 16))).images - want).abs().max() <= 0.51
-    floats = match(replace(grey, images=grey.images / 255), colour)
-    assert floats.images.dtype == torch.float32
-    assert floats.images.max() <= 1
-    features = toy(3, (5, 1, 1))
-    for a, b in ((colour, features), (features, colour), (features, toy(3, (4, 1, 1)))):
-        refuses("images and features cannot be compared", match, a, b)
+    refuses("images and features cannot be compared", match, colour, toy(3, (5, 1, 1)))
     streamed = load("imagenet", "test", imagenet, image_size=32)
     assert match(streamed, colour).mean == (0.4, 0.5, 0.6)
     refuses("image_size=8", match, streamed, toy())
@@ -997,36 +824,19 @@ def test_ood_sets(tmp_path, capsys):
         assert dataset.shape == (1, 28, 28)
         assert (dataset.mean, dataset.std) == (train.mean, train.std)
     assert sets["odd_one"].files == ("deep/er/x.PNG", "y.jpg")
-    assert len(sets["glyphs_letters"]) == 2000
     out = capsys.readouterr().out.splitlines()
-    assert len(out) == 2
+    assert len(out) == 2 and all("http" in line for line in out)
     assert out[0].startswith("skipped: svhn: ")
-    assert "tiny-imagenet-200" in out[1]
-    assert all("http" in line for line in out)
-    for name in ("svhn", "tiny_imagenet", "folder:/nowhere"):
-        refuses("not found", data.ood_sets, [name], train, tmp_path, required=True)
+    refuses("not found", data.ood_sets, ["svhn"], train, tmp_path, required=True)
     refuses("'swhn' is unknown; .*folder:PATH, nonsense", data.ood_sets, ["swhn"], train)
     assert not data.ood_sets(["glyphs"], train)
-    assert capsys.readouterr().out.startswith(
-        "skipped: OOD set glyphs: another set of this run is called glyphs")
-
-
-@pytest.mark.parametrize("names, title", [
-    (["a/odd", "b/odd"], "odd"), (["c/test"], "test"), (["c/val"], "val"), (["c/train"], "train"),
-    (["c/glyphs"], "glyphs")])
-def test_names_of_ood_sets_are_unique(tmp_path, names, title):
-    for name in names:
-        save_png(tmp_path / name / "x.png")
-    folders = [f"folder:{tmp_path}/{name}" for name in names]
-    refuses(f"another set of this run is called {title}; rename", data.ood_sets, folders,
-            load("glyphs", "train", limit=10), required=True)
+    assert "another set of this run is called glyphs" in capsys.readouterr().out
 
 
 def test_predict_set_knows_labels_by_class_names(tmp_path):
     glyphs = load("glyphs", "train")
-    for name in ("glyphs", "dirty_glyphs"):
-        own = data.predict_set(name, glyphs)
-        assert torch.equal(own.labels, load(name, "test").labels)
+    own = data.predict_set("dirty_glyphs", glyphs)
+    assert torch.equal(own.labels, load("dirty_glyphs", "test").labels)
     letters = data.predict_set("glyphs_letters", glyphs)
     assert letters.labels.unique().tolist() == [-1]
     # Labels and the names that are printed for them are those of the training set.
@@ -1037,17 +847,13 @@ def test_predict_set_knows_labels_by_class_names(tmp_path):
     more = data.predict_set(f"folder:{tmp_path}/more", train)
     assert more.files == ("b/x.png", "c/x.png", "new/a/x.png", "x.png")
     assert more.labels.tolist() == [1, -1, 0, -1]
-    assert more.classes == ("a", "b")
-    assert more.mean == train.mean
-    (tmp_path / "nothing").mkdir()
-    refuses("no images", data.predict_set, f"folder:{tmp_path}/nothing", train)
     refuses("svhn.*not found", data.predict_set, "svhn", glyphs, tmp_path)
 
 
 def test_nonsense_is_prepared_like_the_training_set(tmp_path):
     own = write_folder(tmp_path / "own", train=("ab", 9), test=("ab", 2))
     prepared = data.preparation_of("torchvision/vit_b_16", "none", 40)
-    for train in (load("glyphs", "train"), toy(9, (3, 12, 20)), load(own, "train", image_size=70),
+    for train in (toy(9, (3, 12, 20)), load(own, "train", image_size=70),
                   load(own, "train", preparation=prepared),
                   replace(toy(9), images=toy(9).images / 255)):
         found = data.predict_set("nonsense", train)
@@ -1060,28 +866,13 @@ def test_nonsense_is_prepared_like_the_training_set(tmp_path):
             seen = batch[found.files.index(name)].flatten(1).unique(dim=1)[:, 0]
             want = (pixel - torch.tensor(train.mean)) / torch.tensor(train.std)
             torch.testing.assert_close(seen, want)
+    images = dict(zip(found.files, found.images.double()))
+    for row, column in ((0, 0), (1, 3), (2, 2), (7, 6)):  # stripes and squares of 8 / 3 pixels
+        is_white = (3 * row // 8 + 3 * column // 8) % 2
+        assert (images["checkerboard-1"][:, row, column] == 255 * is_white).all()
+        assert (images["stripes-1"][:, row, column] == 255 * (3 * row // 8 % 2)).all()
     refuses("nonsense are images, but toy has features", data.predict_set, "nonsense",
             toy(9, (3, 1, 1)))
-    refuses("'nonsense' is unknown", load, "nonsense", "train")
-
-
-def test_kinds_of_nonsense():
-    found = data.nonsense(toy(9, (3, 60, 60)))
-    images = dict(zip(found.files, found.images.double()))
-    assert list(images) == sorted(images)
-    assert len({image.numpy().tobytes() for image in images.values()}) == 70
-    assert images["black-9"].unique().tolist() == [23]
-    assert images["white-9"].unique().tolist() == [232]
-    for row, column in ((0, 0), (19, 39), (20, 20), (59, 40)):  # 3 squares or stripes a side
-        square = 255 * ((row // 20 + column // 20) % 2)
-        assert (images["checkerboard-1"][:, row, column] == square).all()
-        assert (images["stripes-1"][:, row, column] == 255 * (row // 20 % 2)).all()
-    gradient = images["gradient-0"][0]  # brighter towards the right
-    assert (gradient == gradient[0]).all() and (gradient[0].diff() > 0).all()
-    for kind, std in (("uniform_noise-0", 255 / 12**0.5), ("gaussian_noise-0", 61)):
-        assert images[kind].mean() == pytest.approx(127.5, abs=3)
-        assert images[kind].std() == pytest.approx(std, abs=2)
-        assert images[kind].flatten(1).corrcoef()[0, 1].abs() < 0.1
 
 
 # ---- Several processes ---------------------------------------------------------------------
@@ -1100,7 +891,6 @@ def read_on_two_machines(folder):
         "predict": lambda: data.predict_set(f"folder:{disk}/odd", train),
         "features": lambda: data.feature_set(disk / "z.npz"),
         "text": lambda: data.load_text("sst2", "test", disk),
-        "molecules": lambda: data.load_molecules("qm9", "test", disk),
         "corrupted": lambda: data.load_corrupted("cifar10_c", "fog", 1, disk),
     }
     for case, call in calls.items():
@@ -1118,9 +908,9 @@ def test_machines_agree_on_what_is_there(tmp_path, ranks):
         save_png(tmp_path / file)
     (tmp_path / "1" / "broken" / "x.png").write_text("no image")
     np.savez(tmp_path / "0" / "z.npz", features=np.eye(3), labels=np.arange(3))
-    for place in ("0/SST-2/dev.tsv", "0/SST-2/train.tsv", "0/SST-2/test.tsv"):
-        (tmp_path / place).parent.mkdir(exist_ok=True)
-        (tmp_path / place).write_text("sentence\tlabel\ngood\t1\nbad\t0\n")
+    (tmp_path / "0" / "SST-2").mkdir()
+    for file in ("dev.tsv", "train.tsv", "test.tsv"):
+        (tmp_path / "0" / "SST-2" / file).write_text("sentence\tlabel\ngood\t1\nbad\t0\n")
     (tmp_path / "0" / "CIFAR-10-C").mkdir()
     np.save(tmp_path / "0" / "CIFAR-10-C" / "fog.npy", np.zeros((50000, 32, 32, 3), np.uint8))
     np.save(tmp_path / "0" / "CIFAR-10-C" / "labels.npy", np.zeros(50000, np.uint8))
@@ -1128,13 +918,10 @@ def test_machines_agree_on_what_is_there(tmp_path, ranks):
     assert first == second
     assert first["kinds"] == ["fog"]  # the main process decides
     assert first["ood"] == ["glyphs_letters"]
-    assert "1/pets not found" in first["folder"]
-    assert "1/broken/x.png: unreadable" in first["unreadable"]
-    assert "1/odd not found" in first["predict"]
-    assert "1/z.npz" in first["features"]
-    assert "1/SST-2" in first["text"]
-    assert "gdb9.sdf" in first["molecules"]
-    assert "1/CIFAR-10-C/fog.npy" in first["corrupted"]
+    for case, says in {"folder": "1/pets not found", "unreadable": "1/broken/x.png: unreadable",
+                       "predict": "1/odd not found", "features": "1/z.npz", "text": "1/SST-2",
+                       "corrupted": "1/CIFAR-10-C/fog.npy"}.items():
+        assert says in first[case]
 
 
 # ---- Features ------------------------------------------------------------------------------
@@ -1156,7 +943,6 @@ def test_feature_set_is_standardised_by_the_loader(tmp_path):
     z = np.hstack([z, np.full((400, 1), 0.1), np.full((400, 1), 0.7)])
     train = data.feature_set(save_features(tmp_path / "z.train.npz", z, np.arange(400) % 6))
     assert (train.name, train.num_classes, train.shape) == ("z.train", 6, (5, 1, 1))
-    assert train.is_features
     assert train.mean == pytest.approx(z.mean(0))
     assert train.std == pytest.approx([*z.std(0)[:3], 1, 1])
     batch = batch_of(train)
@@ -1176,41 +962,31 @@ def test_names_of_classes_and_rows(tmp_path):
     train = data.feature_set(path)
     assert (train.classes, train.labels.tolist()) == (("ant", "cat", "dog"), [2, 0, 2, 1])
     assert train.files == ("w", "x", "y", "z")
-    own = data.read_features(path, labelled=True)
-    assert (own.labels.tolist(), own.classes, own.files) == ([2, 0, 2, 1], train.classes,
-                                                             train.files)
-    assert (len(own), own.select([3]).files) == (4, ("z",))
     # Names mean the same in another file, which may have fewer or others; numbers mean nothing.
     less = save_features(tmp_path / "b.npz", z, ["dog", "dog", "cat", "cat"])
     assert data.feature_set(less, train).labels.tolist() == [2, 2, 1, 1]
-    assert data.read_features(less).labels.tolist() == [-1] * 4
-    assert data.read_features(less, 2, classes=train.classes).labels.tolist() == [2, 2, 1, 1]
     other = save_features(tmp_path / "c.npz", z, ["dog", "elk", "ant", "ant"], list("1234"))
     predicted = data.predict_set(str(other), train)
     assert predicted.labels.tolist() == [2, -1, 0, 0]
-    assert (predicted.files, predicted.classes) == (("1", "2", "3", "4"), train.classes)
+    assert predicted.files == ("1", "2", "3", "4")
     refuses(r"c.npz: 'labels' must be \[4\] classes of a", data.feature_set, other, train)
     numbers = save_features(tmp_path / "d.npz", z, [0, 1, 2, 0])
     assert data.predict_set(str(numbers), train).labels.tolist() == [-1] * 4
     refuses("must be .* classes of a", data.feature_set, numbers, train)
-    refuses("must be .* classes of d", data.feature_set, path, data.feature_set(numbers))
-    for names in (["x"], [1, 2, 3, 4]):
-        bad = save_features(tmp_path / "e.npz", z, [0, 1, 2, 0], names)
-        refuses(r"e.npz: 'names' must be \[4\] texts", data.feature_set, bad)
+    bad = save_features(tmp_path / "e.npz", z, [0, 1, 2, 0], ["x"])
+    refuses(r"e.npz: 'names' must be \[4\] texts", data.feature_set, bad)
 
 
 def test_features_as_ood_may_have_other_classes(tmp_path):
     train = data.feature_set(save_features(tmp_path / "a.npz", np.eye(3, 2), [0, 1, 2]))
-    for name, labels in (("b", [0, 55, 99]), ("c", None), ("d", [0, 2, 3])):
-        save_features(tmp_path / f"{name}.npz", np.ones((3, 2)), labels)
+    save_features(tmp_path / "b.npz", np.ones((3, 2)), [0, 2, 99])
+    save_features(tmp_path / "c.npz", np.ones((3, 2)))
     sets = data.ood_sets([f"{tmp_path}/b.npz", f"{tmp_path}/c.npz"], train)
     assert list(sets) == ["b", "c"]
     assert (sets["c"].mean, sets["c"].num_classes) == (train.mean, 3)
-    for name, labels in (("b", [0, -1, -1]), ("c", [-1] * 3), ("d", [0, 2, -1])):
-        own = data.predict_set(f"{tmp_path}/{name}.npz", train)
-        assert own.labels.tolist() == labels
+    assert data.predict_set(f"{tmp_path}/b.npz", train).labels.tolist() == [0, 2, -1]
+    assert data.predict_set(f"{tmp_path}/c.npz", train).labels.tolist() == [-1] * 3
     refuses("cannot be compared", data.ood_sets, ["glyphs_letters"], train)
-    refuses("cannot be compared with toy", data.ood_sets, [f"{tmp_path}/b.npz"], toy())
 
 
 ROWS = np.ones((3, 2))
@@ -1219,23 +995,16 @@ ROWS = np.ones((3, 2))
 @pytest.mark.parametrize("features, labels, says", [
     (np.ones((3, 2, 1)), [0, 1, 2], "'features' must be"),
     (np.ones((0, 2)), [], "'features' must be"),
-    (np.ones((3, 0)), [0, 1, 2], "'features' must be"),
     (np.full((3, 2), np.nan), [0, 1, 2], "contain NaN"),
-    (np.full((3, 2), np.inf), [0, 1, 2], "infinity"),
     (np.full((3, 2), 1e200), [0, 1, 2], "exceed float32"),
-    (np.full((3, 2), -1e39), [0, 1, 2], "exceed float32"),
-    (np.full((3, 2), "a"), [0, 1, 2], "must hold numbers"),
     (ROWS, [0, 1, -1], "'labels' must be"),
     (ROWS, [0, 1, 10**12], "'labels' must be.*below 1,000,000"),
-    (ROWS, np.array([0, 1, 2**64 - 1], np.uint64), "'labels' must be"),
-    (ROWS, [0.0, 1.0, 2.0], "'labels' must be"),
     (ROWS, [0, 1], r"'labels' must be \[3\]"),
     (ROWS, ["a", "b"], r"'labels' must be \[3\]")])
 def test_bad_features_and_labels(tmp_path, features, labels, says):
     train = data.feature_set(save_features(tmp_path / "train.npz", np.eye(3, 2), [0, 1, 2]))
     path = save_features(tmp_path / "odd.npz", features, labels)
     refuses(f"odd.npz.*{says}", data.read_features, path)
-    refuses(f"odd.npz.*{says}", data.feature_set, path)
     refuses(f"odd.npz.*{says}", data.predict_set, str(path), train)
 
 
@@ -1243,19 +1012,12 @@ def test_features_that_do_not_fit(tmp_path):
     train = data.feature_set(save_features(tmp_path / "train.npz", np.eye(3, 2), [0, 1, 2]))
     path = save_features(tmp_path / "odd.npz", np.ones((3, 4)), [0, 1, 2])
     refuses(r"must be \[N, 2\], not \[3, 4\]", data.feature_set, path, like=train)
-    refuses(r"must be \[N, 2\], not \[3, 4\]", data.read_features, path, 2)
     path = save_features(tmp_path / "odd.npz", np.ones((3, 2)), [0, 1, 3])
     refuses(r"'labels' must be \[3\] classes of train", data.feature_set, path, like=train)
-    refuses("file not found: .*none.npz", data.feature_set, tmp_path / "none.npz")
     path = save_features(tmp_path / "bare.npz", np.ones((3, 2)))
     refuses("bare.npz needs the arrays features, labels; it has features", data.feature_set, path)
     (tmp_path / "text.npz").write_text("text")
     refuses("text.npz is not a readable .npz file", data.load_arrays, tmp_path / "text.npz", ["a"])
-    for kind in (np.float16, np.float32, np.float64):  # kept as they are
-        path = save_features(tmp_path / "z.npz", np.ones((3, 2), kind), [0, 1, 5])
-        features = data.read_features(path, labelled=True)
-        assert features.values.numpy().dtype == kind
-        assert features.labels.tolist() == [0, 1, 5]
 
 
 # ---- Embedded sets -------------------------------------------------------------------------
@@ -1279,12 +1041,10 @@ def test_embedded_sets(name):
     assert len(train) + len(val) == num_rows
     assert abs(len(val) - num_rows // 10) < 100
     assert (len(test), test.num_classes, test.shape) == (num_test_rows, num_classes, (1, 28, 28))
-    assert len(test.classes) == num_classes
     pool = torch.cat([train.images, val.images]) / 255
     assert test.mean == train.mean
     assert pool.mean() == pytest.approx(test.mean[0], abs=1e-4)
     assert pool.std() == pytest.approx(test.std[0], abs=1e-4)
-    assert pool.max() == 1
     images = {image.numpy().tobytes() for image in train.images}
     assert not images & {image.numpy().tobytes() for image in test.images}
     assert digest(test.labels) == labels
@@ -1316,11 +1076,3 @@ def test_dirty_glyphs_are_clean_ones_and_blends():
     assert (test.label_probs.amax(1) == 1).tolist() == [True] * 2000 + [False] * 2000
     assert torch.equal(test.images[2000:], load("glyphs_ambiguous", "test").images)
     assert len(train.groups.unique()) + len(val.groups.unique()) == 8000 + 4000
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_presets_name_sets_that_exist(name):
-    known = {*data.SOURCES, *data.EMBEDDED, *data.TEXTS, *data.MOLECULES}
-    for preset in importlib.import_module(name).PRESETS.values():
-        for ood in preset.get("ood", []):
-            assert set(ood.split("+")) <= known
