@@ -1,4 +1,5 @@
-"""proxy_distill.py against textbook forms, mpmath and brute force; its files; its runs."""
+"""proxy_distill.py against textbook forms, mpmath and brute force; its files; its runs. More of
+the Method is checked in test_copy_paste.py."""
 
 import csv
 import itertools
@@ -7,7 +8,6 @@ import math
 import os
 import re
 import sys
-import warnings
 from argparse import Namespace
 from functools import partial
 
@@ -20,19 +20,13 @@ from conftest import assert_same_checkpoints, refusal, run_in_float64, snapshot,
 from PIL import Image
 from scipy import stats
 from scipy.special import log_softmax, softmax, xlogy
-from sklearn.metrics import log_loss, roc_auc_score, top_k_accuracy_score
+from sklearn.metrics import roc_auc_score
 from torch.distributions import Dirichlet
 from torch.nn.functional import cross_entropy
-from torchmetrics.functional.classification import multiclass_calibration_error
 
 import common
 import data
 import proxy_distill as pd
-from common import UserError
-
-OFFSETS = [(1, 1), (0, 0), (1, 0)]  # of model and target
-ALL = [(loss, m, t) for loss in pd.LOSSES for m, t in OFFSETS]
-
 
 @pytest.fixture(autouse=True)
 def seeded():
@@ -54,23 +48,6 @@ def gradient(loss, z, ensemble, m=1, t=1):
 # ---- Method: statistics and losses --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("m", [1, 6])
-def test_streamed_statistics_are_the_stacked_ones(m):
-    z = members(m=m, b=9, k=11).requires_grad_()
-    ours = pd.ensemble_statistics(member for member in z)
-    log_p = log_softmax(z.detach().numpy(), -1)
-    p = np.exp(log_p)
-    pi = p.mean(0)
-    right = (np.log(pi), log_p.mean(0), stats.entropy(p, axis=-1).mean(0),
-             stats.entropy(pi[None], p, axis=-1).mean(0))
-    for a, b in zip(ours, right):
-        assert a.dtype == torch.float64 and not a.requires_grad
-        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
-    half = members(k=50).bfloat16()  # widened first
-    for a, b in zip(pd.ensemble_statistics(half), pd.ensemble_statistics(half.double())):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_members_that_agree_or_are_certain_stay_finite(dtype):
     z = (4 * torch.randn(50, 1000)).to(dtype)
@@ -86,7 +63,7 @@ def test_members_that_agree_or_are_certain_stay_finite(dtype):
     certain = pd.ensemble_statistics(gap)
     pi = np.array([2 / 3, 1 / 3])
     assert certain.rmi[0].item() == pytest.approx((pi * np.log(pi)).sum() + 1000 * 4 / 9, rel=1e-9)
-    for loss, m, t in ALL:
+    for loss, (m, t) in itertools.product(pd.LOSSES, [(1, 1), (0, 0), (1, 0)]):
         for ensemble, k, b in ((same, 1000, 50), (certain, 40, 2)):
             if loss == "proxy" and not t and ensemble is certain:
                 continue  # a target of concentrations 0 is at no finite distance
@@ -111,23 +88,10 @@ def test_forward_kl_and_likelihood_are_the_definitions():
         np.testing.assert_allclose(rows, right, rtol=1e-10)
 
 
-@pytest.mark.parametrize("t", [0, 1, 1.5])
-def test_the_optima_are_the_targets(t):
-    """Of the reverse KL (m = 1): softmax(z) = pi, sum exp(z) = beta_0 + K t; of the forward one
-    (m = t): the proxy, where it is 0."""
-    ensemble = pd.ensemble_statistics(members())
-    precision = pd.proxy_precision(ensemble)[:, None]
-    best = ensemble.log_probs + (precision + 7 * t).log()
-    rows, grad = gradient("rkl_proxy", best, ensemble, 1, t)
-    worse, _ = gradient("rkl_proxy", best + 0.3 * torch.randn_like(best), ensemble, 1, t)
-    assert grad.abs().max() < 1e-8 and (worse > rows).all()
-    rows, grad = gradient("proxy", ensemble.log_probs + precision.log(), ensemble, t, t)
-    assert rows.abs().max() < 1e-9 and grad.abs().max() < 1e-9
-
-
-@pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize("z", [(-40,) * 4, (22, 20, 3, -40), (16, 12, 3, 2.5), (0, 0, 0, 0),
-                               (3.39, 3.41, 3.4, 31), (60,) + (0,) * 9, (300, 290, 2, -20), None])
+@pytest.mark.parametrize("z, offset", [
+    ((-40,) * 4, 0), ((22, 20, 3, -40), 1), ((16, 12, 3, 2.5), 0), ((0, 0, 0, 0), 1),
+    ((3.39, 3.41, 3.4, 31), 1), ((60,) + (0,) * 9, 1), ((60,) + (0,) * 9, 0),
+    ((300, 290, 2, -20), 1), (None, 1)])
 def test_the_reverse_kl_is_exact_as_far_as_float64_goes(z, offset):
     """Against mpmath, also where the textbook form is noise (logits from 40 on); None: a thousand
     classes, one far above the precision of members that agree."""
@@ -138,7 +102,7 @@ def test_the_reverse_kl_is_exact_as_far_as_float64_goes(z, offset):
     ensemble = pd.ensemble_statistics(members(b=1, k=k, spread=0.5 if z.max() < 20 else 1e-4))
     rows, grad = gradient("rkl_proxy", z[None], ensemble, offset)
     b = (pd.proxy_precision(ensemble) + k).item()
-    with mpmath.workdps(60 if z.max() < 100 else 300):
+    with mpmath.workdps(45 if z.max() < 100 else 300):
         pi = [mpmath.mpf(p) for p in ensemble.log_probs[0].exp().tolist()]
         alpha = [mpmath.exp(x) + offset for x in z.tolist()]
         total = mpmath.fsum(alpha)
@@ -165,50 +129,14 @@ def test_logits_that_float64_cannot_hold_are_pulled_back():
         assert torch.equal(rows, at_limit) and torch.equal(grad, slope)
 
 
-def test_the_tail_outweighs_the_head_except_in_the_reverse_kl():
-    """Of a student at z = 0: the pull of all unlikely classes over that of the likely one, which
-    grows with the classes for the likelihood and the forward divergence."""
-    ratios = {loss: [] for loss in pd.LOSSES}
-    for k in (10, 1000, 10_000):
-        head = torch.linspace(0.93, 0.97, 5).double()
-        p = ((1 - head) / (k - 1))[:, None, None].repeat(1, 1, k)
-        p[:, 0, 0] = head
-        ensemble = pd.ensemble_statistics(p.log())
-        for loss in pd.LOSSES:
-            _, grad = gradient(loss, torch.zeros(1, k).double(), ensemble)
-            ratios[loss].append((grad[0, 1:].abs().sum() / grad[0, 0].abs()).item())
-    assert ratios["forward_kl"] == pytest.approx([1, 1, 1])
-    assert ratios["rkl_proxy"] == pytest.approx([0.766, 0.7645, 0.7645], rel=1e-3)
-    for loss in ("dirichlet_likelihood", "proxy"):
-        assert ratios[loss][0] > 5 and ratios[loss][1] > 300 and ratios[loss][2] > 2000
-
-
-@pytest.mark.parametrize("loss, m, t", ALL)
-def test_losses_change_nothing_and_leave_autocast(loss, m, t):
-    logits = members()
-    z = torch.randn(6, 7).double()
-    ensemble = pd.ensemble_statistics(logits)
-    rows, grad = gradient(loss, z, ensemble, m, t)
-    again, grad_again = gradient(loss, z, ensemble, m, t)
-    assert torch.equal(again, rows) and torch.equal(grad_again, grad)
-    one = pd.Ensemble(*[column[2:3] for column in ensemble])
-    alone, grad_alone = gradient(loss, z[2:3], one, m, t)
-    np.testing.assert_allclose(alone, rows[2:3], rtol=1e-12)
-    np.testing.assert_allclose(grad_alone, grad[2:3], rtol=1e-10, atol=1e-14)
-    with torch.autocast("cpu", torch.bfloat16):
-        inside, _ = gradient(loss, z.float(), pd.ensemble_statistics(logits.float()), m, t)
-    np.testing.assert_allclose(inside, rows, rtol=1e-4, atol=1e-5)
-    assert inside.dtype == torch.float64
-
-
 # ---- Method: uncertainties, schedule, MIMO ------------------------------------------------------
 
 
-@pytest.mark.parametrize("spread", [0.05, 0.5, 5.0])
-def test_ensemble_measures_are_loops_over_pairs(spread):
-    z = members(m=4, b=8, k=6, spread=spread)
-    out = pd.ensemble_outputs(pd.ensemble_statistics(z))
-    p = softmax(z.numpy(), -1)
+def test_ensemble_measures_are_loops_over_pairs():
+    """Members are taken one by one, and widened first."""
+    z = members(m=4, b=8, k=6).bfloat16().requires_grad_()
+    out = pd.ensemble_outputs(pd.ensemble_statistics(member for member in z))
+    p = softmax(z.detach().double().numpy(), -1)
     pi = p.mean(0)
     got = out.measures
     right = {"one_minus_max": 1 - pi.max(-1), "total": stats.entropy(pi, axis=-1),
@@ -218,10 +146,11 @@ def test_ensemble_measures_are_loops_over_pairs(spread):
              "rmi": np.mean([stats.entropy(pi, a, axis=-1) for a in p], 0)}
     assert got.keys() == right.keys() == set(pd.MEASURES[:-1]) and out.log_precision is None
     for name, value in right.items():
+        assert not got[name].requires_grad
         np.testing.assert_allclose(got[name], value, rtol=1e-9, atol=1e-14, err_msg=name)
 
 
-@pytest.mark.parametrize("alpha", [[2.5, 1.5, 6.0, 3.0], [1.0] * 10, [0.3, 40.0]])
+@pytest.mark.parametrize("alpha", [[2.5, 1.5, 6.0, 3.0], [0.3, 40.0]])
 def test_dirichlet_measures_are_integrals_over_its_marginals(alpha):
     alpha = np.array(alpha)
     mean = alpha / alpha.sum()
@@ -238,13 +167,6 @@ def test_dirichlet_measures_are_integrals_over_its_marginals(alpha):
     assert {k: v.item() for k, v in out.measures.items()} == pytest.approx(right, rel=1e-6)
 
 
-def test_the_proxy_is_scored_with_the_number_of_classes():
-    ensemble = pd.ensemble_statistics(members(k=1000))
-    out = pd.proxy_outputs(ensemble)
-    np.testing.assert_allclose(out.measures["epkl"], 2 * ensemble.rmi, rtol=1e-5)
-    np.testing.assert_allclose(out.log_precision.exp(), 999 / (2 * ensemble.rmi), rtol=1e-5)
-
-
 def test_a_student_is_the_dirichlet_whose_mean_it_predicts():
     z = 3 * torch.randn(40, 8).double()
     out = pd.student_outputs(z)
@@ -254,11 +176,10 @@ def test_a_student_is_the_dirichlet_whose_mean_it_predicts():
     assert plain.log_precision is None and "energy" not in out.measures
     np.testing.assert_allclose(out.log_precision.exp(), z.exp().sum(-1), rtol=1e-12)
     np.testing.assert_allclose(-plain.measures["energy"], z.exp().sum(-1).log(), rtol=1e-12)
-    p = softmax(z, -1)
     for own in (out, plain):
         np.testing.assert_allclose(own.log_probs, log_softmax(z.numpy(), -1), rtol=1e-12)
-        np.testing.assert_allclose(own.measures["total"], stats.entropy(p, axis=-1), rtol=1e-9)
-    np.testing.assert_allclose(plain.measures["one_minus_max"], 1 - p.max(-1), atol=1e-15)
+        right = stats.entropy(softmax(z, -1), axis=-1)
+        np.testing.assert_allclose(own.measures["total"], right, rtol=1e-9)
     # exp overflows at 709; out-of-distribution inputs of large nets reach it
     z = torch.tensor([[800.0, 0.0, -5.0], [2000.0, 1999.0, 0.0], [-900.0, -800.0, -999.0]])
     for out in (pd.softmax_outputs(z), pd.student_outputs(z)):
@@ -267,42 +188,31 @@ def test_a_student_is_the_dirichlet_whose_mean_it_predicts():
 
 
 def test_learning_rates():
-    def rate(epoch, epochs, step=0):
-        return 0.8 * pd.learning_rate(epoch * 7 + step, 7, epochs, "step")
-
-    for epoch, right in ((0, 0.8), (39, 0.8), (40, 0.08), (79, 0.08), (80, 0.008), (105, 0.008),
-                         (106, 0.0008), (119, 0.0008)):
-        assert rate(epoch, 120) == pytest.approx(right) == rate(epoch, 120, step=6)
-    assert rate(0, 1) == rate(0, 2) == rate(0, 3) == 0.8  # not a thousandth of it
+    for epoch, right in ((0, 1), (39, 1), (40, 0.1), (79, 0.1), (80, 0.01), (105, 0.01),
+                         (106, 1e-3), (119, 1e-3)):
+        assert pd.learning_rate(7 * epoch + 6, 7, 120, "step") == pytest.approx(right)
+    assert pd.learning_rate(0, 7, 1, "step") == 1  # not a thousandth of it
     rates = [pd.learning_rate(step, 10, 10, "cosine") for step in range(100)]
     np.testing.assert_allclose(np.diff(rates[:20]), 1 / 21)  # linear, not from zero
     right = [0.5 * (1 + math.cos(math.pi * step / 80)) for step in range(80)]
     np.testing.assert_allclose(rates[20:], right, rtol=1e-12)
 
 
-@pytest.mark.parametrize("n, r, p, e", [(128, 2, 0.6, 2), (10, 1, 0.0, 3), (8, 3, 1.0, 2),
-                                        (5, 2, 0.5, 2)])
+@pytest.mark.parametrize("n, r, p, e", [(128, 2, 0.6, 2), (5, 3, 0.5, 2), (10, 1, 0.0, 3)])
 def test_mimo_rows(n, r, p, e):
-    def draw(seed):
-        return pd.mimo_rows(n, e, torch.Generator().manual_seed(seed), r, p)
-
-    rows = draw(0)
+    rows = pd.mimo_rows(n, e, torch.Generator().manual_seed(0), r, p)
     own = int(n * r * (1 - p))
-    assert rows.shape == (n * r, e) and torch.equal(draw(3), draw(3))
+    assert rows.shape == (n * r, e)
     for column in rows.T:
         assert torch.equal(column.sort().values, torch.arange(n).repeat_interleave(r))
     assert (rows[own:] == rows[own:, :1]).all()
-    if (n, p) == (128, 0.6):  # published: 256 rows, 102 shuffled, 154 shared
+    if n == 128:  # published: 256 rows, 102 shuffled, 154 shared
         assert own == 102 and (rows[:102, 0] == rows[:102, 1]).sum() < 10
-
-
-def test_mimo_pairs_images_with_their_labels():
-    labels = torch.arange(8)
-    images = labels[:, None, None, None].expand(8, 3, 2, 2).float()
-    rows = pd.mimo_rows(8, 2, torch.Generator().manual_seed(1), shared=0.3)
-    x, y = pd.mimo_batch(data.Batch(images, labels, labels, 8), rows)
-    assert y.shape == (16, 2) and not torch.equal(y[:, 0], y[:, 1])
-    assert torch.equal(x, y[:, :, None, None, None].expand(16, 2, 3, 2, 2).float())
+    # Images stay with their labels.
+    labels = torch.arange(n)
+    images = labels[:, None, None, None].expand(n, 3, 2, 2).float()
+    x, y = pd.mimo_batch(data.Batch(images, labels, labels, n), rows)
+    assert torch.equal(y, rows) and torch.equal(x[:, :, 0, 0, 0], rows.float())
 
 
 # ---- Model, files -------------------------------------------------------------------------------
@@ -315,8 +225,8 @@ def arguments(**changes):
     return Namespace(**{**values, **changes})
 
 
-def network(model="resnet50", classes=1000, size=224, channels=3, width=1.0, subnetworks=None):
-    args = arguments(model=model, width=width)
+def network(model="resnet50", classes=1000, size=224, channels=3, subnetworks=None, **changes):
+    args = arguments(model=model, **changes)
     if subnetworks:
         return pd.make_mimo(args, classes, (channels, size, size), subnetworks)
     return pd.make_network(args, classes, (channels, size, size))
@@ -327,9 +237,10 @@ def count(net):
 
 
 def test_parameters_and_residual_branches():
-    one = network()
-    assert count(one) == 25_557_032 and count(network("resnet18")) == 11_689_512
-    assert count(network("resnet50", 1000, 224, subnetworks=2)) == 27_615_440
+    with torch.device("meta"):
+        one = network(device="meta")
+        assert count(one) == 25_557_032 and count(network("resnet18", device="meta")) == 11_689_512
+        assert count(network(subnetworks=2, device="meta")) == 27_615_440
     groups = pd.make_optimiser(one, Namespace(opt="sgd", weight_decay=1e-4)).param_groups
     sizes = {}
     for group in groups:
@@ -337,27 +248,7 @@ def test_parameters_and_residual_branches():
         sizes[group["weight_decay"]] = (len(numbers), sum(numbers))
         assert group["momentum"] == 0.9 and group["nesterov"]
     assert sizes == {1e-4: (65, 25_511_720), 0.0: (96, 45_312)}
-    net = network("resnet18", 5, 32)
-    blocks = [module for module in net.modules() if isinstance(module, pd.Block)]
-    assert len(blocks) == 8 and all((block.bn2.weight == 0).all() for block in blocks)
-    weight = net.layer2[0].conv1.weight
-    assert weight.std().item() == pytest.approx(math.sqrt(2 / (128 * 9)), rel=0.05)
-
-
-@pytest.mark.parametrize("model, size", [("convnet", 16), ("resnet50", 96)])
-def test_output_shapes_and_a_head_in_float32(model, size):
-    x = torch.randn(2, 1, size, size)
-    net = network(model, 7, size, 1, 0.25).eval()
-    mimo = network(model, 7, size, 1, 0.25, subnetworks=3).eval()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert net(x).shape == (2, 7) and net(x).dtype == torch.float32
-        assert mimo(x).shape == (2, 3, 7) and mimo(x).dtype == torch.float32
-    plain = mimo(x)
-    with torch.no_grad():  # subnetwork e has the e-th block of K outputs
-        mimo.net.fc.weight[7:14] = 0
-        mimo.net.fc.bias[7:14] = 5
-    changed = mimo(x)
-    assert (changed[:, 1] == 5).all() and torch.allclose(changed[:, 0], plain[:, 0])
+    assert (network("resnet18", 5, 32).layer4[1].bn2.weight == 0).all()
 
 
 LIGHTNING = "pytorch_lightning.utilities.parsing", "pytorch_lightning.callbacks.model_checkpoint"
@@ -386,25 +277,25 @@ def read(path, kind="member", model="convnet", classes=5, size=16, channels=1, w
     return pd.read_network(path, kind, like, arguments(model=model, width=width))
 
 
-@pytest.mark.parametrize("style", ["1.4", "1.5"])
-def test_lightnings_files_load_and_predict_what_torchvisions_networks_do(tmp_path, style):
-    theirs = torchvision.models.resnet50(num_classes=20).eval()
+@pytest.mark.parametrize("style, model", [("1.4", "resnet18"), ("1.5", "resnet50")])
+def test_lightnings_files_load_and_predict_what_torchvisions_networks_do(tmp_path, style, model):
+    theirs = getattr(torchvision.models, model)(num_classes=20).eval()
     for name, value in theirs.state_dict().items():
         if ("bn" in name or "downsample.1" in name) and value.is_floating_point():
             value.uniform_(0.5, 1.5)
     path = tmp_path / "student.ckpt"
     save_as_lightning(path, theirs, style, loss_type="rkl_proxy", model_offset=0.5)
-    resnet = dict(model="resnet50", classes=20, size=96, channels=3, width=1.0)
+    resnet = dict(model=model, classes=20, size=96, channels=3, width=1.0)
     ours, kind = read(path, "student", **resnet)
     assert kind == "student_rkl_proxy"
     x = torch.randn(2, 3, 96, 96)
     with torch.no_grad():
         right = theirs(x)
-        logits = ours(x)
-    np.testing.assert_allclose(logits, right, rtol=1e-4, atol=1e-4 * right.abs().max())
-    torch.save(dict(reversed(theirs.state_dict().items())), path)  # torchvision's own, any order
-    ours, kind = read(path, **resnet)
-    assert kind is None and torch.equal(ours.conv1.weight, theirs.conv1.weight)
+        np.testing.assert_allclose(ours(x), right, rtol=1e-4, atol=1e-4 * right.abs().max())
+    if model == "resnet18":  # torchvision's own file, too
+        torch.save(theirs.state_dict(), path)
+        ours, kind = read(path, **resnet)
+        assert kind is None and torch.equal(ours.conv1.weight, theirs.conv1.weight)
 
 
 class Hostile:
@@ -416,23 +307,19 @@ class Hostile:
 
 def test_other_files_are_refused_in_one_line_and_run_nothing(tmp_path):
     path = tmp_path / "member.pt"
-    net = network("convnet", 5, 16, 1, 0.1)
+    net = network("convnet", 5, 16, 1, width=0.1)
     state = net.state_dict()
     Hostile.folder = str(tmp_path / "ran")
     save_as_lightning(path, net, "1.4", more=Hostile())
-    hostile = path.read_bytes()
+    assert "tensors" in refusal(read, path)
     without = {k: v for k, v in state.items() if k != "fc.bias"}
+    other = network("convnet", 6, 16, 1, width=0.1).state_dict()
     for content, match in (
-            (hostile, "tensors"), (b"not a checkpoint", "is damaged"),
             ({"state_dict": state, "hyper_parameters": Hostile()}, "tensors"),
-            (network("convnet", 6, 16, 1, 0.1).state_dict(), "not fit.*mismatch for fc.weight"),
-            (without, "Missing key.*fc.bias"),
+            (other, "not fit.*mismatch for fc.weight"), (without, "Missing key.*fc.bias"),
             ({**state, "fc.scale": torch.ones(1)}, "Unexpected key.*fc.scale"),
             ({"state_dict": torch.ones(2)}, "does not fit")):
-        if isinstance(content, bytes):
-            path.write_bytes(content)
-        else:
-            torch.save(content, path)
+        torch.save(content, path)
         assert re.search(f"{path}.*{match}", refusal(read, path))
     assert not (tmp_path / "ran").exists()
     save_as_lightning(path, net, "1.5")
@@ -445,61 +332,46 @@ def test_members_of_torchvision_with_their_own_heads(tmp_path):
     theirs = torchvision.models.mobilenet_v3_small(num_classes=5).eval()
     path = tmp_path / "member.pt"
     torch.save({"model": theirs.state_dict()}, path)
-    model = "torchvision/mobilenet_v3_small"
-    ours, _ = read(path, model=model, size=32, channels=3)
+    options = dict(model="torchvision/mobilenet_v3_small", size=32, channels=3)
+    ours, _ = read(path, **options)
     x = torch.randn(3, 3, 32, 32)
     torch.testing.assert_close(ours(x), theirs(x))
-    torch.save(ours.state_dict(), path)
-    torch.save({"net": ours.state_dict(), "made_from": {"kinds of networks": "member"}}, path)
-    again, _ = read(path, model=model, size=32, channels=3)
-    assert torch.equal(ours(x), again(x))
-    torch.save(theirs.state_dict(), path)
-    said = refusal(partial(read, path, model=model, classes=6, size=32, channels=3))
+    said = refusal(partial(read, path, classes=6, **options))
     assert f"{path} does not fit" in said and "5 classes" in said
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
 
 
-def test_metrics_are_scikit_learns_and_torchmetrics():
+def test_metrics_are_those_of_the_outputs():
     z = 2 * torch.randn(500, 12).double()
     labels = torch.distributions.Categorical(logits=0.6 * z).sample()  # a colder truth
-    p = softmax(z.numpy(), -1)
     out = pd.student_outputs(z)
     own = pd.columns_of(out.log_probs, out, labels)
     values = pd.prediction_metrics(own)
-    y = labels.numpy()
-    classes = np.arange(12)
-    assert values["accuracy"] == (p.argmax(1) == y).mean()
-    assert values["top5_accuracy"] == top_k_accuracy_score(y, p, k=5, labels=classes)
-    assert values["nll"] == pytest.approx(log_loss(y, p, labels=classes), rel=1e-9)
-    assert values["brier"] == pytest.approx(((p - np.eye(12)[y]) ** 2).sum(1).mean(), rel=1e-9)
-    right = multiclass_calibration_error(torch.tensor(p), labels, 12, 15, "l1").item()
-    assert values["ece15"] == pytest.approx(right, abs=1e-6)
-    wrong = p.argmax(1) != y
+    wrong = z.argmax(1) != labels
+    assert values["accuracy"] == pytest.approx(1 - wrong.double().mean())
+    top5 = (z.topk(5).indices == labels[:, None]).any(1).double().mean()
+    assert values["top5_accuracy"] == pytest.approx(top5)
+    assert values["nll"] == pytest.approx(cross_entropy(z, labels).item(), rel=1e-9)
+    assert values["ece15"] == pytest.approx(common.ece(z.softmax(1), labels))
     for name in pd.MEASURES[:-1]:
         right = 2 * roc_auc_score(wrong, own[name]) - 1
         assert values[f"prr_{name}"] == pytest.approx(right)
-    out = pd.softmax_outputs(1e4 * torch.eye(6).double())
-    values = pd.prediction_metrics(pd.columns_of(out.log_probs, out, torch.arange(6)))
-    # Without errors there is no rejection ratio.
-    assert values["ece15"] == 0 and values["accuracy"] == 1 and values["prr_total"] is None
 
 
 def test_published_calibration_errors_are_those_of_its_bins():
     """[a, b), and a bin of its own for 1; a confidence on a border counts above it."""
-    confidence = np.array([0.0, 0.05, 0.1, 0.1, 0.25, 0.3, 0.95, 1.0, 1.0, 0.5, 0.59])
+    confidence = np.array([0.0, 0.05, 0.1, 0.1, 0.25, 0.35, 0.95, 1.0, 1.0, 0.5, 0.59])
     correct = np.array([0, 1, 1, 0, 1, 0, 1, 1, 0, 1, 1.0])
+    parts = []
     gaps = []
-    edges = list(np.linspace(0, 1, 11)) + [2]
-    for low, high in zip(edges, edges[1:]):
-        inside = (confidence >= low) & (confidence < high)
-        if inside.any():
-            gap = abs(confidence[inside].mean() - correct[inside].mean())
-            gaps.append((inside.mean() * gap, gap))
+    for members in ([0, 1], [2, 3], [4], [5], [9, 10], [6], [7, 8]):  # of a bin
+        gaps.append(abs(confidence[members].mean() - correct[members].mean()))
+        parts.append(len(members) / 11 * gaps[-1])
     found = pd.published_calibration(confidence, correct)
-    assert found["ece10"] == pytest.approx(sum(part for part, _ in gaps))
-    assert found["mce10"] == pytest.approx(max(gap for _, gap in gaps))
+    assert found["ece10"] == pytest.approx(sum(parts))
+    assert found["mce10"] == pytest.approx(max(gaps))
 
 
 def as_logits(by_network, labels):
@@ -541,22 +413,15 @@ def test_rows_compare_the_sets_that_they_name():
     for kept, name in ((within | True, "test"), (within, "test, its classes")):
         row = by["proxy, reverse KL", name, "odd"]
         assert row["n"] == kept.sum()
-        assert "auroc_epistemic" not in by["single network", name, "odd"]
         for measure in pd.MEASURES[:-1]:
-            a = own.measures[measure][kept]
-            b = other.measures[measure]
-            right = roc_auc_score([0] * len(a) + [1] * 40, torch.cat([a, b]))
+            both = torch.cat([own.measures[measure][kept], other.measures[measure]])
+            right = roc_auc_score([0] * int(kept.sum()) + [1] * 40, both)
             assert row[f"auroc_{measure}"] == pytest.approx(right)
-            limit = min(t for t in a if (a <= t).double().mean() >= 0.95)
-            assert row[f"fpr95_{measure}"] == pytest.approx((b <= limit).double().mean().item())
-        z = torch.cat([inside["member0"][kept], outside["member0"]])
-        right = roc_auc_score([0] * kept.sum() + [1] * 40, -z.logsumexp(1))
-        assert by["single network", name, "odd"]["auroc_energy"] == pytest.approx(right)
     # Each single network has a row of its own, by its seed; an ensemble takes all of them.
     seeds = [row["seed"] for row in rows if row["method"] == "single network"]
     assert seeds == [7, 8, 9] * 4 and by["ensemble", "test", None]["seed"] == 7
-    for method, ms, size in (("single network", 2.5, 32), ("ensemble", 6.5, 96)):
-        assert (by[method, "test", None]["ms"], by[method, "test", None]["bytes"]) == (ms, size)
+    row = by["ensemble", "test", None]
+    assert (row["ms"], row["bytes"]) == (6.5, 96)
     few = outside["student_rkl_proxy"][:, classes]  # the labels number these classes
     right = (few.argmax(1) == odd.labels).double().mean().item()
     assert by["proxy, reverse KL", "odd", None]["accuracy"] == pytest.approx(right)
@@ -566,10 +431,6 @@ def test_rows_compare_the_sets_that_they_name():
     total = torch.cat([own.measures["total"], other.measures["total"]])
     pair = by["proxy, reverse KL", "test", "odd"]
     assert pair["prr_both_total"] == pytest.approx(2 * roc_auc_score(wrong, total) - 1)
-    odd.name = "imagenet_o"  # its labels mean nothing
-    of_odd = pd.score(as_logits(outside, odd.labels))
-    rows = pd.ood_rows(odd, of_odd, classes, test, scored, 7)
-    assert all(row["set"] != "imagenet_o" and "prr_both_total" not in row for row in rows)
 
 
 def test_digits_are_never_read_as_classes_of_cifar():
@@ -585,26 +446,24 @@ def test_digits_are_never_read_as_classes_of_cifar():
 
 def test_students_are_correlated_with_the_ensemble_and_its_proxy():
     scored = pd.score(as_logits(draw(60, 5, 3.0), torch.arange(60) % 5))
-    proxy = scored["ensemble_proxy", 0]
-    for name in ("student_rkl_proxy", "student_forward_kl"):
-        student = scored[name, 0]
-        found = pd.rank_correlations(student, scored["ensemble", 0], proxy)
-        sum_of_exp = student.get("log_precision", -student.get("energy", torch.zeros(60)))
-        pairs = {"precision": (sum_of_exp, proxy["log_precision"])}
-        for measure in pd.MEASURES[1:2] if name == "student_forward_kl" else pd.MEASURES[1:-1]:
-            pairs[measure] = (student[measure], scored["ensemble", 0][measure])
-        right = {f"spearman_{m}": stats.spearmanr(*pair).statistic for m, pair in pairs.items()}
+    ensemble = scored["ensemble", 0]
+    precision = scored["ensemble_proxy", 0]["log_precision"]
+    student = scored["student_rkl_proxy", 0]
+    soft = scored["student_forward_kl", 0]  # its sum of exp(z), and no epistemic uncertainty
+    pairs = {measure: (student[measure], ensemble[measure]) for measure in pd.MEASURES[1:-1]}
+    for own, wanted in (
+            (student, pairs | {"precision": (student["log_precision"], precision)}),
+            (soft, {"precision": (-soft["energy"], precision),
+                    "total": (soft["total"], ensemble["total"])})):
+        right = {f"spearman_{m}": stats.spearmanr(*pair).statistic for m, pair in wanted.items()}
+        found = pd.rank_correlations(own, ensemble, scored["ensemble_proxy", 0])
         assert found == pytest.approx(right)
-    constant = {name: torch.ones(60).double() for name in proxy}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert pd.rank_correlations(constant, proxy, proxy) == {}  # a constant has none
 
 
 def test_a_subset_of_classes_is_that_of_its_logits():
-    """Of an ensemble: of each member's, before its softmax; uncertainties are of all classes. The
-    rows are scored in blocks."""
+    """Of an ensemble: of each member's, before its softmax; uncertainties are of all classes."""
     classes = torch.tensor([2, 3, 7, 11])
+    # The rows are scored in blocks.
     logits = {**draw(4500, 13), "mimo": torch.randn(4500, 2, 13)}
     own = pd.score(as_logits(logits, torch.arange(4500) % 4), classes)
     whole = pd.all_outputs(logits)
@@ -619,8 +478,6 @@ def test_a_subset_of_classes_is_that_of_its_logits():
         np.testing.assert_allclose(own[name]["max_prob"], p.amax(1), rtol=1e-9)
         for measure, value in whole[name].measures.items():
             np.testing.assert_allclose(own[name][measure], value, rtol=1e-12, atol=1e-14)
-    assert set(pd.all_outputs({"member0": logits["member0"]})) == {("single", 0)}
-    assert pd.score(as_logits({}, torch.arange(3))) == {}  # a process that is not the main one
 
 
 def test_means_over_corruptions():
@@ -700,10 +557,6 @@ def weights(path):
     return torch.load(path, weights_only=True)["net"]
 
 
-def equal(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 def checkpoints(root):
     return {path.name: path.read_bytes() for path in root.glob("*.pt")}
 
@@ -727,20 +580,17 @@ def test_the_whole_study_and_its_evaluation(small, images, tmp_path, capsys, mon
     some = dict(itertools.islice(data.CORRUPTIONS.items(), 2))
     monkeypatch.setattr(data, "CORRUPTIONS", some)
     options = small(f"run --losses {' '.join(pd.LOSSES)} --shift computed --shift-examples 4 "
-                    f"{MIMO} --predict folder:{images}/own/test --plot")
-    rows = pd.main(options)
+                    f"{MIMO} --predict folder:{images}/own/test")
+    rows = pd.main([*options, "--plot"])
     root = tmp_path / "proxy_distill/run"
     said, table = capsys.readouterr().out.split("\n\n", 1)
     # Of students, which see no labels, the log tells what shows a collapse.
-    students = 0
     for line in said.splitlines():
         if line.startswith(("member", "mimo")):
             assert " accuracy " in line and "agreement" not in line
         if line.startswith("student"):
-            students += 1
             assert re.search(" agreement .* log_precision .* log_precision_of_proxy ", line)
-            assert "accuracy" not in line
-    assert students == 8 and "member-seed2  epoch 2" in said
+    assert said.count("\nstudent") == 8 and "member-seed2  epoch 2" in said
     assert "computed" not in table  # the table shows the test set, alone and against OOD sets
     for picture in ("rejection.png", "training.png"):
         with Image.open(root / picture) as image:
@@ -759,36 +609,25 @@ def test_the_whole_study_and_its_evaluation(small, images, tmp_path, capsys, mon
         parts = [by[method, f"own_computed {kind} 5", None] for kind in some]
         mean = by[method, "own_computed mean of 2 kinds 5", None]
         assert mean["nll"] == pytest.approx((parts[0]["nll"] + parts[1]["nll"]) / 2)
-        pair = by[method, "own", "own_computed mean of 2 kinds"]
-        assert parts[0]["n"] == 4 and pair["n"] == 11 and 0 <= pair["auroc_total"] <= 1
+        assert parts[0]["n"] == 4
+        assert 0 <= by[method, "own", "own_computed mean of 2 kinds"]["auroc_total"] <= 1
     assert by["ensemble", "own", None]["nll"] == by["its proxy", "own", None]["nll"]
-    names = [name.removesuffix(".pt") for name in sorted(checkpoints(root))]
-    assert names == ["member-seed1", "member-seed2", "mimo2-2epochs-seed1",
-                     "student_dirichlet_likelihood-2epochs-m1-of2-seed1",
-                     "student_forward_kl-2epochs-of2-seed1",
-                     "student_proxy-2epochs-m1-t1-of2-seed1", STUDENT]
-    kept = checkpoints(root)
-    odd = f"folder:{images}/imagenet-o/n02"  # files in no folder of a class: no labels
-    for more in (["--eval", "--predict", odd], []):
-        again = pd.main(options + more)
-        assert same_rows(again, rows, rel=1e-3, abs=1e-4)
-    assert kept == checkpoints(root)
+    assert len(checkpoints(root)) == 7
     # The predictions are those of the last student, and beside them the ensemble's.
     lines = list(csv.DictReader((root / "predictions.csv").open()))
     right = by["proxy, reverse KL", "own", None]["accuracy"]
-    columns = {"file", "label", "predicted", "confidence", "total", "aleatoric", "epistemic",
-               "epkl", "rmi", "predicted_ensemble", "epistemic_ensemble"}
-    assert len(lines) == 11 and columns <= lines[0].keys()
+    assert {"file", "epkl", "predicted_ensemble", "epistemic_ensemble"} <= lines[0].keys()
     assert np.mean([line["label"] == line["predicted"] for line in lines]) == pytest.approx(right)
     for line in lines:
         total, aleatoric, epistemic = (float(line[k]) for k in ("total", "aleatoric", "epistemic"))
         assert epistemic > 0 and total == pytest.approx(aleatoric + epistemic, rel=1e-4)
-        assert float(line["confidence"]) > 1 / 3
+    odd = f"folder:{images}/imagenet-o/n02"  # files in no folder of a class: no labels
+    again = pd.main([*options, "--eval", "--predict", odd])
+    assert same_rows(again, rows, rel=1e-3, abs=1e-4)
 
 
 def test_killed_again_and_again_equals_uninterrupted(small, tmp_path, monkeypatch):
-    more = f"{MIMO} --member-epochs 3"
-    pd.main(small(f"calm {more}"))
+    pd.main(small(f"calm {MIMO}"))
     progress = common.progress
     calls = itertools.count(1)
 
@@ -799,14 +638,13 @@ def test_killed_again_and_again_equals_uninterrupted(small, tmp_path, monkeypatc
             yield batch
 
     monkeypatch.setattr(common, "progress", killed)
-    kills = 0
-    while kills < 20:
+    for kills in range(20):
         try:
-            pd.main(small(f"run {more}"))
+            pd.main(small(f"run {MIMO}"))
             break
         except KeyboardInterrupt:
-            kills += 1
-    assert 4 < kills < 20
+            pass
+    assert 3 < kills < 19
     root = tmp_path / "proxy_distill"
     names = checkpoints(root / "calm")
     assert len(names) == 4
@@ -820,7 +658,7 @@ run_proxy_distill_in_float64 = partial(run_in_float64, "proxy_distill")
 def test_two_processes_that_share_no_disk_equal_one(small, tmp_path):
     """All of it: members, the cache of the teachers, students, MIMO's shuffled rows, evaluation;
     the second has nothing of the last batch, of one image."""
-    more = f"--batch-size 18 --lr .1 {MIMO} --losses rkl_proxy forward_kl"
+    more = "--batch-size 18 --lr .1 --member-epochs 1 --mimo 2 --mimo-epochs 1"
     start_ranks(tmp_path, 1, run_proxy_distill_in_float64, *small(f"one {more}"))[0].value()
 
     def elsewhere(rank):
@@ -831,7 +669,7 @@ def test_two_processes_that_share_no_disk_equal_one(small, tmp_path):
         child.value()
     root = tmp_path / "proxy_distill"
     names = checkpoints(root / "one")
-    assert len(names) == 5
+    assert len(names) == 4
     for name in names:
         two = weights(root / "two" / name)
         one = weights(root / "one" / name)
@@ -848,17 +686,15 @@ def test_all_sets_are_noisy_and_no_noise_is_used_twice(small, images):
     args = pd.parse_args(small(f"{more} 2"))
     noisy = pd.load_sets(args)
     shifted = pd.corrupted_set(noisy.test, "gaussian_noise", 2, args)
-    pairs = {"train": (clean.train, noisy.train), "test": (clean.test, noisy.test),
-             "ood": (clean.ood["imagenet-o"], noisy.ood["imagenet-o"])}
-    noises = {"shift": shifted.images.double() - noisy.test.images.double()}
-    for name, (a, b) in pairs.items():
+    noises = [shifted.images.double() - noisy.test.images.double()]
+    for a, b in ((clean.train, noisy.train), (clean.test, noisy.test),
+                 (clean.ood["imagenet-o"], noisy.ood["imagenet-o"])):
         assert a.name == b.name and (a.images != b.images).float().mean() > 0.5
-        noises[name] = b.images.double() - a.images.double()
-    for a, b in itertools.combinations(noises.values(), 2):
+        noises.append(b.images.double() - a.images.double())
+    for a, b in itertools.combinations(noises, 2):
         both = torch.stack([noise[:9].flatten() for noise in (a, b)])
         assert abs(torch.corrcoef(both)[0, 1]) < 0.05
     assert torch.equal(noisy.predict.images, noisy.test.images)  # both are what is predicted
-    assert clean.val is None and len(clean.train) == 37
 
 
 def test_training_is_plain_sgd_on_augmented_images(small, tmp_path):
@@ -870,17 +706,12 @@ def test_training_is_plain_sgd_on_augmented_images(small, tmp_path):
     train = pd.load_sets(pd.parse_args(options)).train
     optimiser = torch.optim.SGD(net.parameters(), 1, 0.9, weight_decay=0.05, nesterov=True)
     loader = data.Loader(train, 16, seed=1, shuffle=True, augment="crop_flip", channels_last=True)
-    losses = []
     for step, batch in enumerate(itertools.chain.from_iterable(map(loader.epoch, range(3)))):
         optimiser.param_groups[0]["lr"] = pd.learning_rate(step, 2, 3, "cosine") / 32
         optimiser.zero_grad()
-        loss = cross_entropy(net(batch.images), batch.labels)
-        loss.backward()
+        cross_entropy(net(batch.images), batch.labels).backward()
         optimiser.step()
-        losses.append(loss.item() * len(batch.labels) / 30)
     state = torch.load(tmp_path / "proxy_distill/run/member-seed1.pt", weights_only=True)
-    logged = [row["loss"] for row in state["history"]]
-    assert logged == pytest.approx([a + b for a, b in zip(losses[::2], losses[1::2])])
     torch.testing.assert_close(state["net"], dict(net.state_dict()), rtol=1e-4, atol=1e-6)
 
 
@@ -894,15 +725,15 @@ def test_cached_teachers_are_the_members(small, monkeypatch):
     assert pd.make_teachers([], pd.load_sets(args).train, args).cached is None
 
 
-def test_what_diverged_is_refused(small, tmp_path):
+def test_members_that_changed_are_other_teachers(small, tmp_path):
     pd.main(small("run"))
-    root = tmp_path / "proxy_distill/run"
-    state = torch.load(root / "member-seed2.pt", weights_only=True)
+    path = tmp_path / "proxy_distill/run/member-seed2.pt"
+    state = torch.load(path, weights_only=True)
     state["net"]["fc.weight"] *= 2
-    torch.save(state, root / "member-seed2.pt")
+    torch.save(state, path)
     assert "was made from other teachers" in refusal(pd.main, small("run"))
     state["net"]["fc.weight"] *= math.inf
-    torch.save(state, root / "member-seed2.pt")
+    torch.save(state, path)
     said = refusal(pd.main, given(small("run --eval"), "--losses", without=["--losses"]))
     assert re.search("single network.*not finite", said)
 
@@ -913,33 +744,31 @@ def test_other_training_images_are_noticed(small, tmp_path):
     save_images(root, {"train": (6, 6, 6), "test": (2, 2, 2)})
     options = small(f"run --dataset folder:{root}")
     pd.main(options)
-    kept = checkpoints(tmp_path / "proxy_distill/run")
-    (root / "train/n00").rename(root / "train/other")
-    (root / "train/n01").rename(root / "train/n00")
-    (root / "train/other").rename(root / "train/n01")
-    assert "member-seed1.pt was made from other training images" in refusal(pd.main, options)
-    assert checkpoints(tmp_path / "proxy_distill/run") == kept
     # Students, too: these members are the same files for both sets.
     members = [str(tmp_path / f"proxy_distill/run/member-seed{seed}.pt") for seed in (1, 2)]
     taught = given(options, "--ensemble-paths", *members, "--name", "taught")
     pd.main(taught)
-    for path in (root / "train/n02").iterdir():
-        path.write_bytes((root / "test/n00/0.png").read_bytes())
+    kept = snapshot(tmp_path / "proxy_distill")
+    (root / "train/n00").rename(root / "train/other")
+    (root / "train/n01").rename(root / "train/n00")
+    (root / "train/other").rename(root / "train/n01")
+    assert "member-seed1.pt was made from other training images" in refusal(pd.main, options)
     assert re.search("student.*was made from other training images", refusal(pd.main, taught))
+    assert snapshot(tmp_path / "proxy_distill") == kept
 
 
-def test_options_of_students_train_no_member_again(small, tmp_path, capsys):
+def test_options_of_students_train_no_member_again(small, tmp_path):
     """Other losses, offsets, epochs, more members, MIMO: what is there stays, in one directory."""
-    pd.main(small("run --losses rkl_proxy forward_kl"))
+    pd.main(small("run"))
     root = tmp_path / "proxy_distill/run"
     kept = checkpoints(root)
-    assert len(kept) == 4
-    changes = {"--target-offset 0": {"student_rkl_proxy-2epochs-m1-t0-of2-seed1.pt"},
-               "--epochs 1 --model-offset 0.5":
-                   {"student_rkl_proxy-1epochs-m0.5-t1-of2-seed1.pt"},
-               f"--members 3 {MIMO}": {"member-seed3.pt", "mimo2-2epochs-seed1.pt",
-                                       "student_rkl_proxy-2epochs-m1-t1-of3-seed1.pt"},
-               "--losses proxy": {"student_proxy-2epochs-m1-t1-of2-seed1.pt"}}
+    assert len(kept) == 3
+    changes = {"--target-offset 0 --losses rkl_proxy forward_kl":
+                   {"student_rkl_proxy-2epochs-m1-t0-of2-seed1.pt",
+                    "student_forward_kl-2epochs-of2-seed1.pt"},
+               f"--members 3 {MIMO} --epochs 1 --model-offset 0.5":
+                   {"member-seed3.pt", "mimo2-2epochs-seed1.pt",
+                    "student_rkl_proxy-1epochs-m0.5-t1-of3-seed1.pt"}}
     for more, expected in changes.items():
         pd.main(small(f"run {more}"))
         now = checkpoints(root)
@@ -952,61 +781,29 @@ def test_options_of_students_train_no_member_again(small, tmp_path, capsys):
     assert "made with other options: lr 0.5" in refusal(pd.main, small("run --lr 7"))
 
 
-def test_members_of_several_commands_are_the_members_of_one(small, images, tmp_path):
-    """Trained one by one, with seeds from 0, and given as Lightning's files: the same students."""
-    whole = pd.main(small("whole --seed 0"))
-    root = tmp_path / "proxy_distill"
-    student = "student_rkl_proxy-2epochs-m1-t1-of2-seed0.pt"
-    paths = [tmp_path / f"{name}.ckpt" for name in (1, 0, "student")]
-    for path, file in zip(paths, ("m1/member-seed1.pt", "m0/member-seed0.pt", f"whole/{student}")):
-        if path.stem in "01":
-            pd.main(given(small(f"m{path.stem} --seed {path.stem}"), "--members", 1, "--losses",
-                          "--predict", f"folder:{images}/own/test", without=["--epochs"]))
-        net = network("convnet", 3, 32, width=0.1)
-        net.load_state_dict(weights(root / file))
-        options = dict(loss_type="rkl_proxy") if path.stem == "student" else {}
-        save_as_lightning(path, net, "1.5", **options)
-    # Where there is no ensemble and no student, --predict is by the network itself.
-    lines = list(csv.DictReader((root / "m1/predictions.csv").open()))
-    assert len(lines) == 11 and {line["epistemic"] for line in lines} == {""}
-    pd.main(given(small("taught --seed 0"), "--ensemble-paths", *paths[:2]))
-    assert equal(weights(root / "taught" / student), weights(root / "whole" / student))
-    files = given(small("files --seed 0"), "--ensemble-paths", *paths[:2], "--student-path",
-                  paths[2], without=FILES)
-    assert timeless(pd.main(files)) == timeless(whole)
-
-
 FILES = ["--losses", "--members", "--member-epochs", "--epochs"]
 
 
 def test_files_say_what_they_are(small, tmp_path, capsys):
     """A member is no student, and a student no member; Lightning's files may tell it, too."""
-    pd.main(small(f"run {MIMO}"))
+    pd.main(small())
     root = tmp_path / "proxy_distill"
-    member, student, mimo = (root / f"run/{name}.pt" for name in
-                             ("member-seed1", STUDENT, "mimo2-2epochs-seed1"))
+    member = root / "run/member-seed1.pt"
+    student = root / f"run/{STUDENT}.pt"
     bare = tmp_path / "bare.pt"
     torch.save(weights(student), bare)
-    lightning = tmp_path / "student.ckpt"
-    net = network("convnet", 3, 32, width=0.1)
-    net.load_state_dict(weights(student))
-    save_as_lightning(lightning, net, "1.5", loss_type="proxy", model_offset=0.5)
     before = snapshot(root)
     files = given(small("files"), without=FILES)
     for argv, said in (
             (["--student-path", member], "a member, not a student; members are given with --ens"),
-            (["--student-path", mimo], "is a mimo, not a student"),
             (["--ensemble-paths", member, bare, member, "--losses"], "hold the same network"),
-            (["--ensemble-paths", member, student, "--losses"], "is a student_rkl_proxy, not a"),
-            (["--ensemble-paths", member, lightning, "--losses"], "is a student_proxy, not a m")):
+            (["--ensemble-paths", member, student, "--losses"], "is a student_rkl_proxy, not a")):
         assert said in refusal(pd.main, given(files, *argv))
     assert snapshot(root) == before
     capsys.readouterr()
-    # The file of a student says which loss it has, but not a state dict alone.
-    for path, method in ((lightning, "proxy, forward KL"), (bare, "proxy, reverse KL")):
-        rows = pd.main(given(files, "--name", path.stem, "--student-path", path))
-        assert {row["method"] for row in rows} == {method}
-        assert (f"{path} does not name" in capsys.readouterr().out) == (path == bare)
+    rows = pd.main(given(files, "--student-path", bare))  # a state dict does not say its loss
+    assert {row["method"] for row in rows} == {"proxy, reverse KL"}
+    assert f"{bare} does not name" in capsys.readouterr().out
 
 
 def test_other_files_have_a_run_directory_of_their_own(small, tmp_path):
@@ -1019,39 +816,15 @@ def test_other_files_have_a_run_directory_of_their_own(small, tmp_path):
     pd.main(given(run, "--ensemble-paths", *paths))
     taught, = set(root.iterdir()) - {first}
     assert re.fullmatch(r"own-convnet-w0.1-files_[0-9a-f]{8}-seed1", taught.name)
-    kept = checkpoints(taught)
     # The same command with --eval is the same table, in any order of the files.
-    for order in (paths, paths[::-1]):
-        again = pd.main(given(run, "--eval", "--ensemble-paths", *order))
-        assert timeless(again) == timeless(rows)
-    assert checkpoints(taught) == kept
+    again = pd.main(given(run, "--eval", "--ensemble-paths", *paths[::-1]))
+    assert timeless(again) == timeless(rows)
     before = snapshot(root)
     # Evaluated alone, whatever the options of training are, they have another directory.
-    alone = given(run, "--opt", "adam", "--lr", 7, "--ensemble-paths", *paths[::-1], without=FILES)
+    alone = given(run, "--opt", "adam", "--lr", 7, "--ensemble-paths", *paths, without=FILES)
     found = pd.main([*alone, "--losses"])
     assert {row["method"] for row in found} == {"single network", "ensemble", "its proxy"}
-    student = str(first / f"{STUDENT}.pt")
-    assert len(pd.main([*alone, "--eval", "--student-path", student])) > len(found)
-    assert len(list(root.iterdir())) == 4 and before.items() <= snapshot(root).items()
-
-
-def test_own_networks_are_one_entry(small, tmp_path, monkeypatch):
-    def mine(args, shape):
-        width = round(10 * args.width)
-        return [torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(),
-                torch.nn.Linear(4 * shape[0], width), torch.nn.Dropout(0.2)], width
-
-    def whole(args, shape):
-        return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(),
-                                   torch.nn.Linear(4 * shape[0], 6))
-
-    monkeypatch.setitem(pd.NETWORKS, "mine", mine)
-    monkeypatch.setitem(pd.NETWORKS, "whole", whole)
-    pd.main(small(f"run {MIMO} --width 1 --model mine"))
-    state = weights(tmp_path / f"proxy_distill/run/{STUDENT}.pt")
-    assert state["2.weight"].shape == (10, 12) and state["fc.weight"].shape == (3, 10)
-    pd.main(small("whole --model whole"))
-    assert weights(tmp_path / f"proxy_distill/whole/{STUDENT}.pt")["fc.weight"].shape == (3, 12)
+    assert len(list(root.iterdir())) == 3 and before.items() <= snapshot(root).items()
 
 
 TORCHVISION = "--model torchvision/mobilenet_v3_small --weights none --image-size 32 --noise 0"
@@ -1061,38 +834,35 @@ TORCHVISION = "--model torchvision/mobilenet_v3_small --weights none --image-siz
 def test_networks_of_torchvision(small, images, tmp_path, more):
     """Members and students are whole networks, or with --freeze heads on features."""
     options = given(small(f"run {TORCHVISION} {more} --predict folder:{images}/own/test"),
-                    without=["--width", "--members"])
+                    without=["--width", "--member-epochs", "--epochs"])
     options.remove("--no-augment")
-    rows = pd.main(options)
+    rows = pd.main([*options, "--member-epochs", "1", "--epochs", "1"])
     root = tmp_path / "proxy_distill/run"
     assert len(list(csv.DictReader((root / "predictions.csv").open()))) == 11
+    assert keyed(rows)["proxy, reverse KL", "own", None]["n"] == 11
     state = weights(root / "member-seed1.pt")
     assert ("backbone.features.0.0.weight" in state) == ("freeze" not in more)
-    student, = root.glob("student*.pt")
     # The same members, given as files.
-    members = sorted(root.glob("member*.pt"))
-    pd.main(given(options, "--name", "again", "--ensemble-paths", *members,
-                  without=["--member-epochs"]))
-    again, = (tmp_path / "proxy_distill/again").glob("student*.pt")
-    assert again.name == student.name and equal(weights(again), weights(student))
+    paths = root.glob("member*.pt")
+    pd.main(given(options, "--name", "again", "--epochs", 1, "--ensemble-paths", *paths))
+    student, = root.glob("student*.pt")
+    again = weights(tmp_path / "proxy_distill/again" / student.name)
+    assert all(torch.equal(again[key], value) for key, value in weights(student).items())
 
 
-@pytest.mark.parametrize("more, seeds", [
-    ("--losses rkl_proxy --model-offset 0 --target-offset 0 --lr 1e-3", {1, 2}),
-    ("--losses forward_kl dirichlet_likelihood --model resnet18 --width 0.05 --amp bf16 --augment "
-     "--opt adam --lr .01 --schedule step --runs 2", {1, 2, 3, 4})])  # other members in each run
-def test_options(small, more, seeds):
-    rows = pd.main(small(f"run --member-epochs 1 --epochs 1 {more}"))
+def test_options(small):
+    rows = pd.main(small("run --member-epochs 1 --epochs 1 --losses forward_kl --model resnet18 "
+                         "--width 0.05 --amp bf16 --augment --opt adam --lr .01 --schedule step "
+                         "--limit-steps 1 --runs 2"))
     for row in rows:
         assert all(math.isfinite(v) for v in row.values() if isinstance(v, float))
-    assert {row["seed"] for row in rows} == seeds
+    assert {row["seed"] for row in rows} == {1, 2, 3, 4}  # other members in each run
 
 
 def test_a_batch_is_at_most_the_training_set(small):
     """And so is the learning rate, which is proportional to it."""
-    rows = [pd.main(small(f"b{size} {MIMO} --batch-size {size}")) for size in (10**9, 37)]
-    assert timeless(rows[0]) == timeless(rows[1])
-    pd.main(small(f"few {MIMO} --batch-size 3"))
+    args = pd.parse_args(small(f"run --batch-size {10**9}"))
+    assert pd.limit_batch_size(pd.load_sets(args).train, args).batch_size == 37
 
 
 STREAMED = ("--dataset imagenet --model convnet --width .05 --members 2 --member-epochs 1 "
@@ -1102,7 +872,7 @@ STREAMED = ("--dataset imagenet --model convnet --width .05 --members 2 --member
 
 def test_streamed_folders(images, tmp_path):
     options = f"{STREAMED} --data-dir {images} --out-dir {tmp_path} --name run".split()
-    rows = pd.main([*options, "--shift-examples", "2", "--image-size", "128"])
+    rows = pd.main([*options, "--shift-examples", "2", "--image-size", "64"])
     by = keyed(rows)
     for method in ("single network", "its proxy", "proxy, reverse KL"):
         assert by[method, "imagenet", None]["n"] == 11
@@ -1113,13 +883,10 @@ def test_streamed_folders(images, tmp_path):
         assert (method, "imagenet_o", None) not in by  # its labels mean nothing
         assert by[method, "imagenet", "imagenet_o"]["n"] == 11
         assert by[method, "imagenet_c_1of19 fog 5", None]["n"] == 2
-        # Detection of shifted images, with the images of the test set in -distribution.
-        pair = by[method, "imagenet", "imagenet_c_1of19 mean of 1 kinds"]
-        assert pair["n"] == 11 and 0 <= pair["auroc_total"] <= 1
-    shifts = {name for _, name, _ in by if "_c" in name}  # a part is never reported as the whole
-    assert not any("snow" in s for s in shifts) and "imagenet_c_1of19 mean of 1 kinds" in shifts
+        assert "auroc_total" in by[method, "imagenet", "imagenet_c_1of19 mean of 1 kinds"]
+    assert not any("snow" in name for _, name, _ in by)  # a part is never reported as the whole
     plain = [row for row in rows if "_c_" not in row["set"] + row.get("against", "")]
-    again = pd.main([*options, "--eval", "--shift", "none", "--image-size", "128"])
+    again = pd.main([*options, "--eval", "--shift", "none", "--image-size", "64"])
     assert same_rows(again, plain)
     for more, said in (("--shift computed", "in memory"), ("--noise 2", "not in memory")):
         argv = [*options, "--name", "refused", *more.split()]
@@ -1140,31 +907,24 @@ def test_the_published_evaluation_squeezes_all_images_but_those_of_training(imag
             small = image.resize((256, 256), Image.Resampling.BILINEAR)
         right = np.asarray(small)[16:240, 16:240].transpose(2, 0, 1)
         assert np.array_equal(dataset[0].numpy(), right)
-    assert "--published-evaluation" in refusal(pd.parse_args, [*line.split(), "--image-size", "64",
-                                                               "--published-evaluation"])
 
 
 @pytest.mark.parametrize("argv, said", [
-    ("--members 1", "add --losses"), ("--ood none", "none"), ("--method base", "--method"),
-    ("--losses rkl", "rkl"), ("--eval", "without --eval"),
+    ("--members 1", "add --losses"),
     ("--ensemble-paths no.pt no.pt", "--member-epochs has no effect with --ensemble-paths"),
     ("--student-path {file}", "--losses has no effect with --student-path"),
     ("--mimo 1", "at least"),
     ("--mimo 3 --batch-size 2", "--batch-size 2 for 37 training images: --mimo 3"),
-    ("--mimo 4 --limit-train 3", "--batch-size 3 for 3 training images: --mimo 4 needs"),
     ("--losses proxy rkl_proxy --target-offset 0", "--target-offset 0"),
     ("--mimo-epochs 3", "without --mimo"), ("--shift published", "--shift"),
-    ("--shift-examples 3", "without --shift"), ("--model nothing", "convnet, resnet18, resnet50"),
-    ("--image-size 7", "8 x 8 pixels"), ("--freeze", "without --model torchvision"),
+    ("--shift-examples 3", "without --shift"), ("--freeze", "without --model torchvision"),
     ("--model torchvision/resnet18 --weights none", "--width has no effect"),
     ("--published-evaluation", "for --dataset imagenet"),
     ("--image-size 8 --batch-size 36 --model resnet18", "--batch-size"),
-    ("files --ensemble-paths no.pt no2.pt", "no.pt cannot be read"),
     ("files --ensemble-paths {file} {file} --runs 2", "--runs"),
     ("files --ensemble-paths {file}", "at least 2"),
     ("files --ensemble-paths {file} {file}", "is damaged"),
     ("files --losses --model-offset 0.5", "--model-offset has no effect without --losses"),
-    ("files --losses --target-offset 0.5", "--target-offset has no effect without --losses"),
     ("files --student-path {file}", "is damaged")])
 def test_misuse_is_one_line(small, tmp_path, argv, said):
     """Of files, without the options of training; before anything is trained or made."""
@@ -1179,15 +939,10 @@ def test_misuse_is_one_line(small, tmp_path, argv, said):
 
 
 def test_presets():
-    """lr .8 for a batch of 2,048, as in the published command; own images train in minutes."""
-    for dataset, expected in {
-            "imagenet": dict(lr=0.1, batch_size=2048, member_epochs=120, epochs=90,
-                             mimo_epochs=150, weight_decay=1e-4, model_offset=1, target_offset=1,
-                             members=10, losses=["forward_kl", "rkl_proxy"]),
-            "folder:any": dict(model="convnet", batch_size=16, augment=True, ood=[], epochs=40),
-            "numbers": dict(losses=list(pd.LOSSES), noise=3, augment=False)}.items():
-        args = pd.parse_args(["--dataset", dataset, "--device", "cpu"])
-        assert expected.items() <= vars(args).items()
-    # The published spellings.
-    args = pd.parse_args("--wd 0.1 --model_offset 0 --target_offset 0.5 --device cpu".split())
-    assert (args.weight_decay, args.model_offset, args.target_offset) == (0.1, 0, 0.5)
+    """lr .8 for a batch of 2,048, as in the published command; and the published spellings."""
+    args = pd.parse_args("--dataset imagenet --wd 0.1 --model_offset 0 --target_offset 0.5 "
+                         "--device cpu".split())
+    expected = dict(lr=0.1, batch_size=2048, member_epochs=120, epochs=90, mimo_epochs=150,
+                    weight_decay=0.1, model_offset=0, target_offset=0.5, members=10,
+                    losses=["forward_kl", "rkl_proxy"])
+    assert expected.items() <= vars(args).items()
