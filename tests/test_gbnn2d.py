@@ -480,7 +480,7 @@ def test_the_mode_of_sampled_labels_is_the_published_accuracy():
     mode = gbnn2d.mean_prediction(logits[:4], uniform)["mode"]  # 0, 0, 0, 2 and 2, 2, 0, 0
     assert mode.tolist() == [0, 0]
     prediction = gbnn2d.Prediction(logits[0].log_softmax(1), logits[0], mode, mode, 0.0)
-    assert gbnn2d.prediction_metrics(prediction, torch.tensor([0, 2]))["accuracy_mode"] == 0.5
+    assert gbnn2d.prediction_metrics(prediction, torch.tensor([0, 0]))["accuracy_mode"] == 1
 
 
 # ---- Published checkpoints ----------------------------------------------------------------------
