@@ -705,9 +705,10 @@ def _part(pool, name, split, seed, val_fraction):
 
 def load_sets(name, data_dir="data", *, seed=1, val_fraction=0.1, image_size=None,
               preparation=None, limit_train=None, statistics=None, ood=(), ood_required=False,
-              predict=None):
+              predict=None, train_part="train"):
     """The image sets of a run: training, validation, test, OOD and predicted set, as Sets.
 
+    train_part       "test" where nothing is trained, if the statistics are not those of a folder
     limit_train      number of training examples, see the function limit_train
     statistics       (mean, std) per channel, instead of those of the training set
     ood              names of OOD sets, see ood_sets; `ood_required`: the user named them
@@ -718,7 +719,7 @@ def load_sets(name, data_dir="data", *, seed=1, val_fraction=0.1, image_size=Non
     """
     read = partial(load, name, data_dir=data_dir, seed=seed, val_fraction=val_fraction,
                    image_size=image_size, preparation=preparation)
-    train = read("train", limit=limit_train)
+    train = read(train_part, limit=limit_train)
     if len(train) < 2:
         raise UserError(f"{train.name}: {len(train)} training example(s); at least two are needed")
     if statistics is not None:

@@ -1279,10 +1279,12 @@ def in_published_size(dataset, args):
 def load_sets(args):
     """All sets, with --noise; no validation set is needed."""
     preparation = data.preparation_of(args.model, args.weights, args.image_size)
+    # Published networks are evaluated without the training images of ImageNet.
+    reads_train = is_trained(args) or args.dataset != "imagenet"
     sets = data.load_sets(args.dataset, args.data_dir, val_fraction=0, image_size=args.image_size,
                           limit_train=args.limit_train, ood=args.ood,
                           ood_required="ood" in args.given, predict=args.predict,
-                          preparation=preparation)
+                          preparation=preparation, train_part="train" if reads_train else "test")
     ood = {}
     for seed, (name, dataset) in enumerate(sets.ood.items(), OOD_NOISE):
         ood[name] = in_published_size(with_noise(dataset, args.noise, seed), args)

@@ -909,6 +909,20 @@ def test_the_published_evaluation_squeezes_all_images_but_those_of_training(imag
         assert np.array_equal(dataset[0].numpy(), right)
 
 
+def test_published_networks_need_no_training_images(images, tmp_path):
+    (tmp_path / "data/imagenet").mkdir(parents=True)
+    (tmp_path / "data/imagenet/val").symlink_to(images / "imagenet/val")
+    line = f"{STREAMED} --data-dir {tmp_path}/data --ood --shift none".split()
+    with pytest.raises(common.UserError, match="imagenet.train"):
+        pd.load_sets(pd.parse_args(line))
+    args = pd.parse_args(["--dataset", "imagenet", "--data-dir", f"{tmp_path}/data", "--workers",
+                          "0", "--ensemble-paths", "a.ckpt", "b.ckpt", "--losses", "--ood"])
+    whole = pd.load_sets(pd.parse_args(given(line, "--data-dir", images)))
+    sets = pd.load_sets(args)
+    assert sets.train.classes == sets.test.classes == whole.test.classes
+    assert (sets.test.mean, sets.test.std) == (whole.test.mean, whole.test.std)
+
+
 @pytest.mark.parametrize("argv, said", [
     ("--members 1", "add --losses"),
     ("--ensemble-paths no.pt no.pt", "--member-epochs has no effect with --ensemble-paths"),
