@@ -1566,7 +1566,7 @@ class Loader(_Batches):
     augment    "none"; "crop_flip" pads with 4 black pixels, crops and flips at random;
                "reflect_crop_flip" mirrors the border instead. Files: random resized crop and
                flip in both cases
-    workers    number of processes that decode a StreamedSet
+    workers    number of processes that decode a StreamedSet, at most one for each core
     """
 
     def __init__(self, dataset, batch_size, device="cpu", *, seed=0, shuffle=False,
@@ -1576,7 +1576,7 @@ class Loader(_Batches):
         if augment != "none" and dataset.is_features:
             raise UserError(f"{dataset.name}: {augment} would destroy features; augment images")
         self.augment = augment
-        self.workers = workers
+        self.workers = min(workers, os.cpu_count() or 1)
         self.format = torch.channels_last if channels_last else torch.contiguous_format
         self.streamed = isinstance(dataset, StreamedSet)
         # Images are normalised on the scale on which they arrive: (x - shift) * scale. Features

@@ -1375,7 +1375,7 @@ def load_sets(args, statistics=None):
 
 
 def check_network(train_set, args):
-    """Refuse, before training, a network or a number of Gaussians that is impossible."""
+    """Refuse, before training, a network or a --k0 that is impossible; lower that of a preset."""
     net = make_network(args, train_set.num_classes, train_set.shape)
     # The last batch of an epoch is the smallest; two images show errors of shape.
     smallest = len(train_set) % args.batch_size or args.batch_size
@@ -1390,9 +1390,12 @@ def check_network(train_set, args):
                         "--batch-size") from None
     count = sum(shape.numel() for shape in shapes.values())
     most = count // (CompressionOptions().min_cluster + 1)
-    if args.k0 > most:
+    if args.k0 > most and "k0" in args.given:
         raise UserError(f"--k0 {args.k0}: the network has only {count} weights to compress, "
                         f"enough for at most {most} Gaussians")
+    if args.k0 > most:
+        args.k0 = max(2, count // 64)
+        common.print_on_main(f"note: --k0 {args.k0}, as there are only {count} weights to compress")
 
 
 def run_name(args):

@@ -926,22 +926,25 @@ def test_a_replaced_image_is_noticed(tmp_path):
     assert "was made from other training images" in refusal(gbnn2d.main, argv)
 
 
-def test_pretrained_networks(tmp_path, capsys):
+def test_pretrained_networks(tmp_path, capsys, monkeypatch):
     """A state dict with other classes is fine-tuned whole; with --freeze, its head alone is."""
+    monkeypatch.setitem(gbnn2d.PRESETS["frozen"], "k0", 200)  # more than 4,096 weights allow
     net = torchvision.models.shufflenet_v2_x0_5(weights=None, num_classes=6)
     path = tmp_path / "net.pt"
     torch.save(net.state_dict(), path)
     argv = ["--dataset", own_folder(tmp_path), "--model", "torchvision/shufflenet_v2_x0_5",
             "--weights", str(path), "--out-dir", str(tmp_path), *CPU,
-            *"--image-size 32 --ood --mc 2 --epochs 1 --workers 0 --tau-w 9 --k0 64".split(),
+            *"--image-size 32 --ood --mc 2 --epochs 1 --workers 0 --tau-w 9".split(),
             *"--stoch-epochs 1 --final-epochs 1 --no-plot".split()]
-    rows = by_method(run([*argv, "--limit-steps", "1", "-b", "8", "--name", "whole"]))
+    rows = by_method(run([*argv, "--limit-steps", "1", "-b", "8", "--k0", "64", "--name", "whole"]))
     assert list(rows) == METHODS and rows["final"]["weights"] == 337_936
     assert "bytes" not in capsys.readouterr().out.split("run directory")[0]
     rows = by_method(run([*argv, "--freeze", "--name", "head"]))
     assert list(rows) == METHODS and rows["final"]["weights"] == 4 * 1024
     assert rows["deterministic"]["bytes"] == 4 * (4 * 1024 + 4)
-    assert "bytes: of the head alone" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "bytes: of the head alone" in said and "note: --k0 64, as there are only 4096" in said
+    assert "--k0 200" in refusal(gbnn2d.main, [*argv, "--freeze", "--k0", "200", "--name", "other"])
     for name in ("whole", "head"):
         path = tmp_path / "gbnn2d" / name / "seed1-compressed.pt"
         [row] = run(["--load", path, *argv[:2], "--mc", 2, "--out-dir", tmp_path, "--ood", *CPU])
