@@ -17,9 +17,9 @@ Usage:
   python forde.py --dataset folder:images --model torchvision/resnet18  # your images and network
   python forde.py --dataset features --features train.npz test.npz      # your own features
 
-Expected (more in tests/RESULTS.md): `python forde.py --runs 10`: NLL under corruption 0.541 +- 0.007
-  (deep ensemble), by FoRDE-PCA 0.008 +- 0.003 and by FoRDE-identity 0.020 +- 0.004 lower; ECE by
-  0.9 +- 0.2 % and 0.6 +- 0.1 % lower (mean +- standard error of paired differences, n = 10).
+Expected (more in tests/RESULTS.md): `python forde.py --runs 10`: NLL under corruption 0.541 +-
+  0.007 (deep ensemble), by FoRDE-PCA 0.008 +- 0.003 and by FoRDE-identity 0.020 +- 0.004 lower; ECE
+  by 0.9 +- 0.2 % and 0.6 +- 0.1 % lower (mean +- standard error of paired differences, n = 10).
 
 Differences from the published code (github.com/AaltoPML/FoRDE, commit e8f9d74; JAX and Haiku):
   - The paper's Algorithm 1 doubles the exponent and has one bandwidth per example; the published

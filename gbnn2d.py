@@ -18,9 +18,8 @@ Usage:
   python gbnn2d.py --load 2DGBNNs.pth --dataset cifar100     # a file of the authors, or of a run
   python gbnn2d.py --dataset folder:images --model torchvision/resnet18   # your images and network
 
-Expected (more in tests/RESULTS.md): `python gbnn2d.py --runs 3`: 565 Gaussians merge into 104.
-  Accuracy 99.75 % (deterministic: 99.77 +- 0.03 %), ECE 1.3 +- 0.3 % (0.3 +- 0.1 %), bytes 32 % of
-  mean-field and 63 % of the deterministic network's; mean +- standard error, n = 3.
+Expected (more in tests/RESULTS.md): `--runs 3`: 565 Gaussians merge into 104; accuracy 99.75 %
+  (deterministic: 99.77), ECE 1.3 +- 0.3 % (0.3 +- 0.1), 63 % of the deterministic network's bytes.
 
 Differences from the published code (github.com/gfhvbjk/Anonymous, commit ad31235), "there":
   - The last stage there cannot learn: drawn weights are detached, and the optimiser makes no step.

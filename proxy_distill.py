@@ -21,7 +21,8 @@ Usage:
     # the ten members of https://storage.yandexcloud.net/yandex-research/proxy-dirichlet-
     # distillation/imagenet/ensemble.tar.gz; without --losses they also teach students
 
-Expected (more in tests/RESULTS.md): to be measured.
+Expected (more in tests/RESULTS.md): 99.6 % right by the ensemble, 98.1 by one network, 98.0 by the
+  student, 0.1 by EnD2 and the forward KL; AUROC of letters 0.998 by student and ensemble (n = 3).
 
 Differences from the published code (github.com/yandex-research/proxy-dirichlet-distillation):
   - The default loss is the paper's (there, for ImageNet: forward KL); offsets are 1 (there, 0).
@@ -36,10 +37,9 @@ Differences from the published code (github.com/yandex-research/proxy-dirichlet-
   - MIMO averages probabilities (there, logits) and is evaluated as an ensemble.
   - Batch norm and metrics are over all processes (there, of one GPU); --opt adam has the schedule
     (there, AdamW without); the step schedule has no milestone before the second epoch.
-  - Images are resized in proportion, those of ImageNet-C not at all. --published-evaluation
-    resizes both sides to 256, as there, but by Pillow with antialiasing (there, OpenCV). On equal
-    logits, metrics then agree (ece10 has their bins), but for those of the ensemble's RMI, of its
-    proxy and of MIMO.
+  - Images are resized in proportion, those of ImageNet-C not at all; --published-evaluation makes
+    both sides 256, as there, but by Pillow with antialiasing (there, OpenCV). On equal logits,
+    metrics then agree (ece10 has their bins), but for the ensemble's RMI, its proxy and MIMO.
   - --amp is bfloat16 (there, float16). Ties share a rank in PRR (there, the order of rows). Means
     over corruptions are new. The last epoch counts (there, also the best on validation images).
 Not here: the paper's machine translation and speech recognition.
