@@ -301,7 +301,10 @@ def batch_norm_gradient(g, x, weight, mean, inv_std, count):
     if not alone:
         mean_gx, mean_g = common.all_reduce(torch.stack([sum_gx, sum_g])) / count
         scale = weight * inv_std
-        d_g = d_g - F.batch_norm(x, mean, var, scale * mean_gx, scale * mean_g, eps=0.0)
+        # Not F.batch_norm, which PyTorch 2.11 refuses to call with eps 0.
+        of_means = torch.native_batch_norm(x, scale * mean_gx, scale * mean_g, mean, var, False,
+                                           0.0, 0.0)[0]
+        d_g = d_g - of_means
     return d_g, sum_gx, sum_g
 
 
