@@ -942,16 +942,16 @@ def plot_reliability(outputs, temperature, run):
     """Accuracy against confidence on the test set, before and after temperature scaling."""
     figure, axis = common.make_figure(1, 1, figsize=(4, 3.8))
     axis.plot([0, 1], [0, 1], color="black", ls="--", lw=1)
-    for colour, label, value in zip(common.COLOURS, ["as trained", "scaled"], [1.0, temperature]):
+    for colour, value in zip(common.COLOURS, [1.0, temperature]):
         probs = (outputs.logits.double() / value).softmax(1)
         confidence, predicted = probs.max(1)
         bars = common.reliability(confidence, predicted == outputs.labels)
         filled = bars.counts > 0
         error = common.ece(probs, outputs.labels)
         axis.plot(bars.confidence[filled], bars.accuracy[filled], ".-", color=colour,
-                  label=f"{label} (temperature {value:.2f}): ECE {error:.3f}")
+                  label=f"temperature {value:.2f}: ECE {error:.3f}")
     axis.set(xlabel="mean confidence of a bin", ylabel="accuracy of the bin")
-    axis.legend(frameon=False)
+    axis.legend(loc="upper left", frameon=False)
     run.save_figure(figure, "reliability.png")
 
 

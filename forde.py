@@ -1075,6 +1075,11 @@ PLANE_SIDE = 120  # points per side of the toy's picture
 PLANE_LIMIT = 12  # its largest coordinate
 
 
+TITLES = {"deep_ensemble": "deep ensemble", "forde_pca": "FoRDE-PCA",
+          "forde_identity": "FoRDE-identity", "forde_tuned": "FoRDE, tuned",
+          "weight_rde": "weight-RDE", "function_rde": "function-RDE", "lit": "LIT"}
+
+
 def plot_shift(rows, test_name, shift_name, run):
     """SHIFT_METRICS by severity (0 is clean), with standard errors over the seeds."""
     sets = [test_name] + [f"{shift_name}_s{severity}" for severity in data.SEVERITIES]
@@ -1090,7 +1095,7 @@ def plot_shift(rows, test_name, shift_name, run):
                 mean.append(np.mean(found))
                 error.append(common.standard_error(found) or 0)
             axis.errorbar(range(len(sets)), mean, error, marker=marker, ms=4, capsize=2,
-                          color=colour, label=method.replace("_", " "))
+                          color=colour, label=TITLES[method])
         axis.set(xlabel=f"severity ({shift_name}; 0 is clean)", ylabel=label)
     axes[0, 0].legend(frameon=False)
     run.save_figure(figure, "shift.png")
@@ -1111,7 +1116,7 @@ def plot_toy(points, predictions, run):
     for axis, name in zip(axes[0], pictures):
         image = axis.imshow(pictures[name], origin="lower", extent=extent, vmin=0, vmax=highest)
         axis.scatter(x, y, 9, colours, edgecolors="white", linewidths=0.4)
-        axis.set(title=name.replace("_", " "))
+        axis.set(title=TITLES[name])
     figure.colorbar(image, ax=axes, label="epistemic uncertainty (nats)")
     run.save_figure(figure, "toy.png")
 

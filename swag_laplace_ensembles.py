@@ -1868,7 +1868,7 @@ def plot_differences(differences, run):
             places = [ks.index(d.k) + 0.08 * (i - len(methods) / 2) for d in shown]
             axis.errorbar(places, [d.mean for d in shown], [d.interval for d in shown], fmt="o-",
                           ms=4, lw=1, capsize=2, color=colour, label=method)
-        axis.set(xlabel="number of members K", ylabel=f"{metric} minus that of DE")
+        axis.set(xlabel="number of members K", ylabel=f"{metric.replace('lpd', 'LPD')} minus that of DE")
         axis.set_xticks(range(len(ks)), ks)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
