@@ -11,7 +11,7 @@
 No model, no loss, no loop: those are in the scripts. As a program, this file tabulates finished
 runs:
 
-  python common.py table runs/ddu/* [--metrics accuracy nll] [--sets glyphs]
+  python common.py table runs/ddu/* [--metrics accuracy nll] [--sets glyphs] [--side-by-side]
 """
 
 import argparse
@@ -1290,12 +1290,13 @@ def pool(rows, metrics):
         members = sum([row.get("members") or [] for row in group], [])
         independent = len(group) == len(seeds) and len(set(members)) == len(members)
         for metric in metrics:
-            line[metric] = pooled_text([row.get(metric) for row in group], independent)
+            digits = ".1f" if metric.endswith("_milli") else None
+            line[metric] = pooled_text([row.get(metric) for row in group], independent, digits)
         lines.append(line)
     return lines
 
 
-def pooled_text(values, independent=True):
+def pooled_text(values, independent=True, digits=None):
     """The mean and, where it is defined, the standard error of numbers: "0.912 ± 0.004".
 
     None stands for a number that is missing, infinite or not a number; the text then says how many
@@ -1308,9 +1309,8 @@ def pooled_text(values, independent=True):
     is_count = isinstance(found[0], int) and len(set(found)) == 1
     if isinstance(found[0], (int, float)) and not is_count:
         mean = float(np.mean(found))
-        digits = ".5g"
-        if abs(mean) < 1000:
-            digits = ".4f" if abs(mean) < 10 else ".1f"
+        if digits is None:
+            digits = ".5g" if abs(mean) >= 1000 else ".1f" if abs(mean) >= 10 else ".4f"
         text = format(mean, digits)
         if len(found) > 1 and independent:
             text += f" ± {standard_error(found):{digits}}"
@@ -1336,24 +1336,55 @@ def six_digits(value):
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
-def format_table(rows):
-    """Rows {column: value} as lines of text, without empty columns."""
+def format_table(rows, style="text"):
+    """Rows {column: value} as aligned text, or for LaTeX (style "latex"), without empty columns."""
     columns = []
     for name in rows[0]:
         cells = ["" if row[name] is None else str(row[name]) for row in rows]
         if any(cells):
-            width = max(len(name), *map(len, cells))
-            rule = "".ljust(width, "-")
-            columns.append([cell.ljust(width) for cell in [name, rule] + cells])
+            columns.append([name] + cells)
+    if style == "latex":
+        return as_latex(columns)
+    for cells in columns:
+        width = max(map(len, cells))
+        cells.insert(1, "".ljust(width, "-"))
+        cells[:] = [cell.ljust(width) for cell in cells]
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns))
 
 
-def format_results(rows, metrics):
+def as_latex(columns):
+    """Columns of cells, the first of each its name, as a tabular of LaTeX."""
+    def escape(cell):
+        cell = re.sub(r"([_%&#])", r"\\\1", cell)
+        return re.sub("^-", "$-$", cell).replace("±", r"$\pm$")  # a minus, not a hyphen
+
+    head, *lines = [" & ".join(map(escape, line)) + r" \\" for line in zip(*columns)]
+    begin = r"\begin{tabular}{" + "l" * len(columns) + "}"
+    return "\n".join([begin, head, r"\hline", *lines, r"\end{tabular}"])
+
+
+def format_results(rows, metrics, style="text"):
     """A table of the predictions on each set, then one of the comparisons of two sets."""
     single = [row for row in rows if not row.get("against")]
     pairs = [row for row in rows if row.get("against")]
-    tables = [format_table(pool(part, metrics)) for part in (single, pairs) if part]
+    tables = [format_table(pool(part, metrics), style) for part in (single, pairs) if part]
     return "\n\n".join(tables)
+
+
+def side_by_side(lines, metrics):
+    """Lines of pool() as papers print them: a row for each method, the data sets side by side."""
+    rows = {}  # {method: row}
+    seen = set()
+    for line in lines:
+        row = rows.setdefault(line["method"], {"method": line["method"]})
+        where = "/".join(filter(None, (line["set"], line["against"])))
+        if (line["method"], where) in seen:
+            raise UserError(f"--side-by-side: several runs have {line['method']} on {where}; give "
+                            "one of them, or only runs that differ in their seeds")
+        seen.add((line["method"], where))
+        row |= {f"{where} {metric}": line[metric] for metric in metrics}
+    columns = dict.fromkeys(name for row in rows.values() for name in row)
+    return [{name: row.get(name) for name in columns} for row in rows.values()]
 
 
 def run_label(content, contents):
@@ -1395,6 +1426,9 @@ def table(argv=None):
     parser.add_argument("runs", nargs="+", help="run directories")
     parser.add_argument("--metrics", nargs="+", help="columns [default: those that the runs print]")
     parser.add_argument("--sets", nargs="+", help="show only rows of these sets")
+    parser.add_argument("--side-by-side", action="store_true",
+                        help="a row for each method, the data sets in columns")
+    parser.add_argument("--format", choices=["text", "latex"], default="text")
     args = parser.parse_args(argv)
     contents = []
     for directory in args.runs:
@@ -1411,7 +1445,8 @@ def table(argv=None):
         # Runs with the same label differ only in their seeds: their rows are pooled.
         label = run_label(content, contents)
         columns |= dict.fromkeys(content["columns"])
-        rows_of_run = content["rows"] if one_script else join_pairs(content["rows"])
+        joined = not (one_script or args.side_by_side)
+        rows_of_run = join_pairs(content["rows"]) if joined else content["rows"]
         for row in rows_of_run:
             known |= {row["set"]} | row.keys()
             if not args.sets or row["set"] in args.sets:
@@ -1421,10 +1456,14 @@ def table(argv=None):
             raise UserError(f"--metrics or --sets {name}: not found in any row")
     if not rows:
         raise UserError("no rows to show: give the directories of finished runs")
-    if one_script:
-        text = format_results(rows, args.metrics or list(columns))
+    metrics = args.metrics or (columns if one_script else SHARED_COLUMNS)
+    if one_script and not args.side_by_side:
+        text = format_results(rows, metrics, args.format)
     else:
-        text = format_table(pool(rows, args.metrics or SHARED_COLUMNS))
+        lines = pool(rows, metrics)
+        if args.side_by_side:
+            lines = side_by_side(lines, metrics)
+        text = format_table(lines, args.format)
     print(text, flush=True)
 
 

@@ -1058,6 +1058,30 @@ def test_runs_of_several_scripts_make_one_table(tmp_path, capsys):
     assert "2 in 4 runs" in table(capsys, *folders).out
 
 
+def test_data_sets_side_by_side(tmp_path, capsys):
+    """Papers' tables: a row for each method; data sets, and metrics that only some have, beside."""
+    images = [{"method": method, "seed": seed, "set": "a_b", "n": 9, "accuracy": 0.25 * seed}
+              for seed in (1, 2) for method in ("MAP", "SWAG")]
+    images.append({"method": "SWAG", "seed": 1, "set": "a_b", "against": "o", "auroc": 0.75})
+    energies = [{"method": "SWAG", "seed": 1, "set": "q", "n": 5, "lpd": -1.5, "mae_milli": 9.06}]
+    folders = [write_results(tmp_path / "i", images, columns=("accuracy", "auroc"), width=1),
+               write_results(tmp_path / "e", energies, columns=("lpd", "mae_milli"), width=2)]
+    lines = table(capsys, *folders, "--side-by-side").out.splitlines()
+    assert [re.split("  +", line) for line in lines if "---" not in line] == [
+        ["method", "a_b accuracy", "a_b/o auroc", "q lpd", "q mae_milli"],
+        ["MAP", "0.3750 ± 0.1250"], ["SWAG", "0.3750 ± 0.1250", "0.7500", "-1.5000", "9.1"]]
+    latex = table(capsys, *folders, "--side-by-side", "--format", "latex").out.splitlines()
+    assert latex == [
+        r"\begin{tabular}{lllll}",
+        r"method & a\_b accuracy & a\_b/o auroc & q lpd & q mae\_milli \\", r"\hline",
+        r"MAP & 0.3750 $\pm$ 0.1250 &  &  &  \\",
+        r"SWAG & 0.3750 $\pm$ 0.1250 & 0.7500 & $-$1.5000 & 9.1 \\", r"\end{tabular}"]
+    # Of two runs with other options, one would hide the other.
+    folders.append(write_results(tmp_path / "j", images, columns=("accuracy",), width=3))
+    message = refusal(table, capsys, *folders, "--side-by-side")
+    assert "several runs have MAP on a_b" in message
+
+
 def test_other_directories_are_skipped_in_one_line(tmp_path, capsys):
     run = write_results(tmp_path / "run", rows_of([1]))
     alone = table(capsys, run)
