@@ -812,7 +812,7 @@ def add_training_options(parser, datasets, networks):
     add("--preset", metavar="NAME", help="use the settings of another data set")
     add("--image-size", type=between(1, 4096, int),
         help="side length in pixels, of images from files (folders: 32) and for torchvision/NAME "
-        "(what its weights were trained on)")
+        "(files and --weights DEFAULT: the size of torchvision's weights)")
     add("--limit-train", type=at_least(2), metavar="N",
         help="train on N examples only, in which the classes keep their shares")
     add("--model", metavar="NAME",
@@ -958,14 +958,18 @@ def load_tensors(path):
         # testzip names the first record with a wrong checksum; before PyTorch 1.6 there was no zip.
         damaged = zipfile.is_zipfile(file) and zipfile.ZipFile(file).testzip()
         file.seek(0)
-        if not damaged:
-            state = torch.load(file, map_location="cpu", weights_only=True)
+        # torchvision's own training scripts keep their options in a Namespace.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            if not damaged:
+                state = torch.load(file, map_location="cpu", weights_only=True)
     except MemoryError:
         raise
     except Exception as error:  # of many types; PyTorch's own text proposes weights_only=False
-        if "Unsupported global" in str(error):
-            raise UserError(f"{path} holds a whole pickled network, which can run any code when it "
-                            "is read; save tensors: torch.save(net.state_dict(), FILE)") from None
+        kind = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+        if kind:
+            raise UserError(f"{path} holds an object of {kind[1]} (a whole pickled network?), "
+                            "which can run any code when it is read; save tensors alone: "
+                            "torch.save(net.state_dict(), FILE)") from None
     if not isinstance(state, dict):
         raise UserError(f"{path} is damaged, or holds no dictionary of tensors; a checkpoint of "
                         "this script is replaced by --fresh")
@@ -1449,7 +1453,8 @@ def table(argv=None):
         rows_of_run = join_pairs(content["rows"]) if joined else content["rows"]
         for row in rows_of_run:
             known |= {row["set"]} | row.keys()
-            if not args.sets or row["set"] in args.sets:
+            # Parts of a set, such as a kind of corruption, are in results.csv.
+            if row["set"] in args.sets if args.sets else "kind" not in row:
                 rows.append({**row, "run": label})
     for name in (args.metrics or []) + (args.sets or []):
         if known and name not in known:

@@ -18,6 +18,7 @@ set must be called by all processes together. Errors that the user can fix are `
 of one line.
 """
 
+import contextlib
 import hashlib
 import io
 import itertools
@@ -114,7 +115,8 @@ SOURCES = {
 FOLDER = Source("", "", 0, 0, *IMAGENET_STATISTICS)._replace(side=32)  # own images
 # Where published scripts and other libraries put these sets.
 OTHER_PLACES = {
-    "tiny_imagenet": ("TinyImageNet", "TinyImageNet/tiny-imagenet-200"),
+    # The published repository has a wnids.txt in the outer folder, too.
+    "tiny_imagenet": ("TinyImageNet/tiny-imagenet-200", "TinyImageNet"),
     "tiny_imagenet_c": ("TinyImageNet/corrupt",),
     "qm9": ("QM9/raw",),
 }
@@ -635,7 +637,7 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, image_size=N
     """
     _choose_from("split", split, SPLITS)
     dataset = _read(name, split, Path(data_dir), image_size, preparation)
-    if split in ("train", "val") and not _has_own_val(name):
+    if split in ("train", "val") and not has_own_val(name):
         dataset = _part(dataset, name, split, seed, val_fraction)
     dataset = limit_train(dataset, limit) if split == "train" else evenly(dataset, limit)
     if isinstance(dataset, ImageSet):
@@ -726,7 +728,7 @@ def load_sets(name, data_dir="data", *, seed=1, val_fraction=0.1, image_size=Non
         mean, std = statistics
         train = replace(train, mean=tuple(mean), std=tuple(std))
     val = None
-    if val_fraction > 0 or common.on_main(_has_own_val, name):
+    if val_fraction > 0 or common.on_main(has_own_val, name):
         val = match(read("val"), train)
     test = match(read("test"), train)
     others = ood_sets(ood, train, data_dir, required=ood_required)
@@ -903,7 +905,7 @@ def _class_folders(name, root, classes, preparation, place=""):
     return _streamed(name, root, files, labels, classes, preparation)
 
 
-def _has_own_val(name):
+def has_own_val(name):
     """Whether `name` is a folder of the user with validation images."""
     return name.startswith("folder:") and bool(_folders_in(_folder_path(name) / "val"))
 
@@ -921,7 +923,7 @@ def _own_folder(name, split, preparation):
         raise UserError(f"folder {root}: expected {root}/train/<class>/* with two classes or more "
                         f"and {root}/test/<class>/*; {root}/val/<class>/* is for validation. "
                         "A test set is never the training set")
-    part = "train" if split == "val" and not _has_own_val(name) else split
+    part = "train" if split == "val" and not has_own_val(name) else split
     dataset = _class_folders(set_name(name), root / part, classes, preparation)
     _print_skipped(root / part, dataset.files)
     here = _places_on_disk(root / part)
@@ -1044,12 +1046,13 @@ def corrupted_name(name, kinds):
 
 
 @_together
-def load_corrupted(name, kind, severity, data_dir="data", *, image_size=None):
+def load_corrupted(name, kind, severity, data_dir="data", *, preparation=None):
     """A test set under one corruption at severity 1..5, in memory except for large images.
 
     It is read from CIFAR-10-C/<kind>.npy and labels.npy (10,000 rows per severity), from
     imagenet-c/<kind>/<severity>/<class>/* or from Tiny-ImageNet-C/<kind>/<severity>/<class>/*.
-    The files of the last two are centre crops: they are resized to `image_size` as a whole.
+    preparation: that of the images of the clean test set [default: the usual one]. The files of
+    ImageNet-C are centre crops already: they are resized as a whole.
     """
     _choose_from("corrupted set", name, CORRUPTED)
     data_dir = Path(data_dir)
@@ -1072,8 +1075,9 @@ def load_corrupted(name, kind, severity, data_dir="data", *, image_size=None):
         classes = _wnids(_place("tiny_imagenet", data_dir, "wnids.txt"))
     else:
         classes = _folders_in(data_dir / "imagenet" / "val") or _folders_in(path)
-    preparation = _usual_preparation(SOURCES[name], image_size)
-    preparation = preparation._replace(resize=preparation.crop)
+    preparation = preparation or _usual_preparation(SOURCES[name], None)
+    if name == "imagenet_c":
+        preparation = preparation._replace(resize=preparation.crop)
     dataset = _class_folders(title, path, classes, preparation)
     return dataset.in_memory() if dataset.shape[-1] <= SMALL else dataset
 
@@ -1762,32 +1766,45 @@ def _torchvision_name(model):
     return name
 
 
-def backbone_and_head(args, networks, num_classes, shape):
+def is_pretrained(args):
+    """Whether --model and --weights are those of a network that was trained elsewhere."""
+    return args.model.startswith("torchvision/") and args.weights != "none"
+
+
+def backbone_and_head(args, networks, num_classes, shape, epochs=None):
     """The network --model for images of `shape` (C, H, W), as (backbone, linear head).
 
     The backbone makes features [B, D]. networks: the table NETWORKS of a script, whose functions
-    return the layers of the backbone (a list, or by name) and D; or a whole classifier, whose head
-    is replaced if it has other classes. For features [D, 1, 1] of --freeze, it is a head alone.
+    return the backbone (a module, a list of layers, or layers by name) and D; or a whole
+    classifier, whose head is replaced if it has other classes. For features [D, 1, 1] of --freeze,
+    it is a head alone. epochs: those for which this network is trained [default: --epochs].
     """
+    is_trained = (args.epochs if epochs is None else epochs) > 0
     if args.freeze and tuple(shape[1:]) == (1, 1):
+        if not is_trained:
+            raise UserError("--freeze trains a new last layer, for one epoch or more")
         return nn.Flatten(), nn.Linear(shape[0], num_classes)
     if args.model.startswith("torchvision/"):
+        # --eval restores what was trained: the file of its first weights need not be there.
         return pretrained_network(args.model, args.weights or "DEFAULT", num_classes, shape,
-                                  args.image_size, is_trained=args.epochs > 0)
+                                  args.image_size, is_trained=is_trained,
+                                  is_restored=args.eval and is_trained)
     if args.model not in networks:
         raise UserError(f"--model {args.model}: choose one of {', '.join(networks)}, or "
                         "torchvision/NAME")
     made = networks[args.model](args, shape)
     if isinstance(made, nn.Module):
         backbone, head = split_head(made, args.model, shape)
-        return backbone, _fit_head(head, num_classes, args.model, args.epochs > 0)
+        return backbone, _fit_head(head, num_classes, args.model, is_trained)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], int)):
         raise UserError(f"--model {args.model}: its function must return a classifier, or the "
                         "layers before the head and the number of their features")
     layers, dim = made
-    if not isinstance(layers, dict):
-        layers = {str(number): layer for number, layer in enumerate(layers)}
-    backbone = nn.Sequential(OrderedDict(layers))
+    backbone = layers
+    if not isinstance(layers, nn.Module):
+        if not isinstance(layers, dict):
+            layers = {str(number): layer for number, layer in enumerate(layers)}
+        backbone = nn.Sequential(OrderedDict(layers))
     found = list(_outputs_of_one_image(backbone, args.model, shape).shape)
     if found != [1, dim]:
         raise UserError(f"--model {args.model}: its layers make outputs {found} of one image, but "
@@ -1796,7 +1813,8 @@ def backbone_and_head(args, networks, num_classes, shape):
     return backbone, nn.Linear(dim, num_classes)
 
 
-def pretrained_network(model, weights, num_classes, shape, image_size=None, *, is_trained=True):
+def pretrained_network(model, weights, num_classes, shape, image_size=None, *, is_trained=True,
+                       is_restored=False):
     """torchvision/NAME for images of `shape` (C, H, W), as (backbone, linear head).
 
     weights      "DEFAULT": torchvision's, which are downloaded; "none": random ones; else a file,
@@ -1804,6 +1822,7 @@ def pretrained_network(model, weights, num_classes, shape, image_size=None, *, i
     image_size   to which the backbone resizes images of another size; None is the size of the
                  weights for "DEFAULT", and the size of the images otherwise
     is_trained   whether the network will be trained: otherwise a new head is refused
+    is_restored  whether it will get all its weights from a checkpoint: these here are not loaded
     """
     name = _torchvision_name(model)
     if shape[0] not in (1, 3):
@@ -1820,7 +1839,9 @@ def pretrained_network(model, weights, num_classes, shape, image_size=None, *, i
         options.update(init_weights=True, transform_input=weights != "none")
     net = models.get_model(name, num_classes=num_classes, **options)
     _switch_off_auxiliary(net)
-    if weights == "DEFAULT":
+    if is_restored:
+        pass
+    elif weights == "DEFAULT":
         _load_weights(net, common.on_each_machine(_download_weights, name), model, weights)
     elif weights != "none":
         _load_weights(net, read_state_dict(weights), model, weights)
@@ -1871,13 +1892,14 @@ def _download_weights(name):
 
 def _load_weights(net, state, model, weights):
     """Load a state dict into a network of torchvision, which gets a head of as many classes."""
-    name = _last_linear_layer(net)
+    name = _linear_layers(net)[0]
     head = net.get_submodule(name)
     if f"{name}.weight" in state:
         rows = len(state[f"{name}.weight"])
         net.set_submodule(name, nn.Linear(head.in_features, rows, head.bias is not None))
     for key in list(state):
         value = state.pop(key)
+        key = key[PREFIXES.match(key).end():]  # still there if another name has none
         if not key.startswith(AUXILIARY):
             # DenseNet's weights still have old names: "denselayer1.norm.1" is now "norm1".
             state[re.sub(r"(denselayer\d+\.\w+)\.(\d)", r"\1\2", key)] = value
@@ -1885,8 +1907,11 @@ def _load_weights(net, state, model, weights):
     # Files of PyTorch 0.4 have no number of batches.
     missing = [key for key in expected if key not in state and "num_batches" not in key]
     left_over = [key for key in state if key not in expected]
+    # Quantised weights are integers.
+    integers = [key for key in expected.keys() & state.keys()
+                if expected[key].is_floating_point() and not state[key].is_floating_point()]
     problem = ""
-    for what, names in (("missing", missing), ("left over", left_over)):
+    for what, names in (("missing", missing), ("left over", left_over), ("integers", integers)):
         if names:
             problem += f"{len(names)} {what} ({', '.join(names[:3])}); "
     try:
@@ -1913,38 +1938,37 @@ def _switch_off_auxiliary(net):
                 setattr(net, name, None)
 
 
-def _last_linear_layer(net):
-    """The name of the last linear layer of a network, or None."""
+def _linear_layers(net):
+    """The names of the linear layers of a network, the last one first."""
     names = [name for name, layer in net.named_modules() if isinstance(layer, nn.Linear)]
-    return names[-1] if names else None
+    return names[::-1]
 
 
 USUAL_ADVICE = "use another --model or --image-size"
 
 
 def split_head(net, model, shape, advice=USUAL_ADVICE):
-    """Split a classifier into (backbone, head): the head is its last linear layer.
+    """Split a classifier into (backbone, head): the head is the linear layer that it ends in.
 
     The backbone is `net` without it, and without auxiliary outputs. One image shows that the head
     makes the classifier's outputs of the backbone's.
     """
     _switch_off_auxiliary(net)
     logits = _outputs_of_one_image(net, model, shape, advice)
-    name = _last_linear_layer(net)
-    is_head = False
-    if name:
+    for name in _linear_layers(net):  # the head need not be the last that the class names
         head = net.get_submodule(name)
         net.set_submodule(name, nn.Identity())
-        features = _outputs_of_one_image(net, model, shape, advice)
-        if features.shape == (1, head.in_features) and logits.shape == (1, head.out_features):
-            is_head = torch.allclose(head(features), logits)
-    if not is_head:
-        raise UserError(f"--model {model}: its last layer is not a linear layer that makes logits "
-                        "[B, K] of features [B, D]; let its function return the layers before the "
-                        "head, and the number of their features")
-    if head.bias is None:
-        head.bias = nn.Parameter(torch.zeros(head.out_features))
-    return net, head
+        with contextlib.suppress(UserError):  # without this layer, the network may fail
+            features = _outputs_of_one_image(net, model, shape, advice)
+            sizes = [(1, head.in_features), (1, head.out_features)]
+            if [features.shape, logits.shape] == sizes and torch.allclose(head(features), logits):
+                if head.bias is None:
+                    head.bias = nn.Parameter(torch.zeros(head.out_features))
+                return net, head
+        net.set_submodule(name, head)
+    raise UserError(f"--model {model}: its last layer is not a linear layer that makes logits "
+                    "[B, K] of features [B, D]; let its function return the layers before the "
+                    "head, and the number of their features")
 
 
 def _outputs_of_one_image(net, model, shape, advice=USUAL_ADVICE):
@@ -1958,7 +1982,8 @@ def _outputs_of_one_image(net, model, shape, advice=USUAL_ADVICE):
     try:
         with torch.no_grad():
             outputs = net(image)
-    except (RuntimeError, ValueError, AssertionError) as error:
+    except (RuntimeError, ValueError, AssertionError, AttributeError, TypeError,
+            LookupError) as error:
         raise UserError(f"--model {model} fails on images {tuple(shape)}: "
                         f"{common.one_line(error)}; {advice}") from None
     net.train()
@@ -1975,8 +2000,8 @@ def _fit_head(head, num_classes, model, is_trained):
                         "in folders are counted in alphabetical order")
         return head
     if not is_trained:
-        raise UserError(f"--epochs 0 --model {model}: its head has {head.out_features} classes, "
-                        f"the data have {num_classes}; train a new head, with --epochs 1 or more")
+        raise UserError(f"--model {model}: its head has {head.out_features} classes, the data have "
+                        f"{num_classes}; train a new head, for one epoch or more")
     _print_once(f"{model}: new head: {num_classes} classes instead of {head.out_features}")
     return nn.Linear(head.in_features, num_classes)
 
@@ -2001,8 +2026,8 @@ def frozen_features(sets, args):
     They are those of torchvision/NAME, which is not trained, computed once, without augmentation,
     see with_features. `backbone_and_head` then gives a new head for them.
     """
-    if args.epochs == 0:
-        raise UserError("--freeze trains a new last layer: --epochs must be 1 or more")
+    _print_once(f"{args.model}: a new head is trained on its features; ms and bytes are that "
+                "head's")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(args.seed)  # for --weights none
         backbone, _ = pretrained_network(args.model, args.weights or "DEFAULT",
@@ -2057,8 +2082,11 @@ def origin(train_set, args):
     All processes call this together.
     """
     made_from = {"training images": digest(train_set)}
-    if args.weights not in (None, "DEFAULT", "none"):
-        made_from["initial weights"] = common.on_main(_file_digest, args.weights)
+    path = args.weights
+    is_file = path and path not in ("DEFAULT", "none")
+    # A finished network can be evaluated without it.
+    if is_file and not (args.eval and not common.on_main(os.path.exists, path)):
+        made_from["initial weights"] = common.on_main(_file_digest, path)
     return made_from
 
 

@@ -1032,6 +1032,9 @@ def fit_features(train, args):
     labels = train.labels
     if args.validation:
         val = data.read_features(args.validation, features.shape[1]).values
+        if val.shape == features.shape and torch.equal(val, features):
+            raise UserError(f"--validation {args.validation} holds the training features: their "
+                            "densities are too large for thresholds; give others, or no file")
     else:
         rows, val_rows = data.class_split(labels, args.seed)
         if len(val_rows) == 0:
@@ -1402,6 +1405,9 @@ def load_sets(args, seed):
         sets = sets._replace(val=sets.test.select(val), test=sets.test.select(test))
         common.print_on_main("the thresholds and the temperature come from a tenth of the test "
                              "set, which is not evaluated, because the network is not trained here")
+    elif args.dataset == "imagenet" and data.is_pretrained(args):
+        common.print_on_main("note: the thresholds and the temperature are optimistic, because "
+                             "they come from images that the pretrained network was trained on")
     if args.freeze:
         sets = data.frozen_features(sets, args)
     return sets

@@ -119,6 +119,8 @@ def metric_root(eigenvectors, eigenvalues, alpha=1.0):
     With alpha 1 a common factor of the eigenvalues cancels, because it is in the bandwidth, too. A
     has the dtype of the eigenvectors, which must be that of the gradients: float32 after `pca`.
     """
+    if alpha == 0:
+        return eigenvectors
     precision = eigenvalues / (alpha + (1 - alpha) * eigenvalues).clamp_min(1e-30)
     return eigenvectors * precision.sqrt()
 
@@ -838,7 +840,10 @@ def forward(nets, dataset, args):
 
 @torch.no_grad()
 def gradient_distance(nets, dataset, args):
-    """Mean of 1 - cos of two members' input gradients in eval mode, over pairs and examples."""
+    """Mean of 1 - cos of two members' input gradients in eval mode, over pairs and examples.
+
+    A gradient of zeros, which a head of zeros has before training, counts as orthogonal to all.
+    """
     if len(nets) == 1:
         return 0.0
     nets.eval()
@@ -959,8 +964,12 @@ def find_shift(test_set, args):
         name = f"{args.dataset}_c"
         kinds = data.corruption_kinds(name, args.data_dir)
         if not kinds:
+            if "shift" in args.given:
+                raise UserError(f"--shift published: {name} not found; use --shift none or "
+                                "computed")
             return None
-        read = partial(data.load_corrupted, name, data_dir=args.data_dir)
+        read = partial(data.load_corrupted, name, data_dir=args.data_dir,
+                       preparation=test_set.preparation)
         return Shift(data.corrupted_name(name, kinds), kinds, read)
     data.check_sizes(test_set, limit=args.shift_examples or math.inf)
     clean = data.evenly(test_set, args.shift_examples or None)
@@ -1195,7 +1204,8 @@ def parse_args(argv=None):
     add("--val-fraction", type=between(0, 0.9), default=0.0,
         help="fraction of the training set that is held out to fit a temperature (paper: 0)")
     add("--published-split", action=flag, default=False,
-        help="hold out the same examples as the published code: the same fraction of every class")
+        help="hold out the same examples as the published code: the same fraction of every class "
+        "(of CIFAR, the same rows)")
     add("--features", nargs=2, metavar="NPZ", help="training and test file of --dataset features, "
         "with 'features' [N, D] and 'labels' [N]; --ood and --predict then take such files, too")
     add("--ood", nargs="*", metavar="NAME", default=[],
@@ -1207,7 +1217,7 @@ def parse_args(argv=None):
         help="number of test images under each corruption; 0 is all")
     add("--chunk", type=at_least(0), default=0, metavar="C",
         help="number of members whose activations are in memory at a time; 0 is all. Less memory, "
-        "but one more forward pass per step")
+        "but outputs and input gradients are computed twice")
     args = parser.parse(argv)
     args.methods = list(dict.fromkeys(args.methods))
     check_options(args)
@@ -1335,6 +1345,7 @@ def stratified_split(labels, val_fraction=0.1, seed=88):
     published code: scikit-learn's train_test_split with this seed. The rows are the same where
     val_fraction n_c is a whole number for each class.
     """
+    val_fraction += 1e-12  # 0.29 * 100 is a little less than 29
     generator = np.random.RandomState(seed)
     train = []
     val = []
@@ -1376,6 +1387,8 @@ def load_sets(args, seed):
     if args.published_split:
         val_fraction = 0.0
         limit_train = None
+    if common.on_main(data.has_own_val, args.dataset):
+        common.refuse(args, ["val_fraction"], "on a folder with a part val")
     preparation = data.preparation_of(args.model, args.weights, args.image_size)
     sets = data.load_sets(args.dataset, args.data_dir, seed=seed, val_fraction=val_fraction,
                           image_size=args.image_size, preparation=preparation,
@@ -1421,8 +1434,14 @@ def check_basis(train_set, args):
 def read_basis(train_set, args):
     """The basis in the file --basis; None if there is none for these training images."""
     basis = common.load_tensors(args.basis) if args.basis else {}
-    is_theirs = basis.get("images") == data.digest(train_set)
-    return basis if is_theirs else None
+    if basis.get("images") != data.digest(train_set):
+        return None
+    dim = math.prod(train_set.shape)
+    shapes = [getattr(basis.get(name), "shape", None) for name in ("eigenvectors", "eigenvalues")]
+    if shapes != [(dim, dim), (dim,)] or not common.all_finite(basis):
+        raise UserError(f"--basis {args.basis} has no finite eigenvectors of {dim} dimensions; "
+                        "remove this option to compute them")
+    return basis
 
 
 def compute_basis(train_set, args):

@@ -16,14 +16,17 @@ Usage:
   python gbnn2d.py                                           # glyphs, offline, two CPU cores
   torchrun --nproc_per_node 8 gbnn2d.py --dataset cifar100   # the published ResNet-18
   python gbnn2d.py --load 2DGBNNs.pth --dataset cifar100     # a file of the authors, or of a run
+  python gbnn2d.py --dataset cifar100 --weights FILE   # the authors' first or second stage goes on
   python gbnn2d.py --dataset folder:images --model torchvision/resnet18   # your images and network
 
 Expected (more in tests/RESULTS.md): `--runs 3`: 565 Gaussians merge into 104; accuracy 99.75 %
   (deterministic: 99.77), ECE 1.3 +- 0.3 % (0.3 +- 0.1), 63 % of the deterministic network's bytes.
+  Bytes are those of the tensors; the file (file_bytes) is a little larger.
 
 Differences from the published code (github.com/gfhvbjk/Anonymous, commit ad31235), "there":
   - The last stage there cannot learn: drawn weights are detached, and the optimiser makes no step.
-  - Every stage there keeps the epoch that is best on the test set; here, the last one.
+  - The first two stages there keep the epoch that is best on the test set, and the last one saves
+    all, with their test accuracies; here, the last epoch counts.
   - Mean-field stage there: no KL (--stoch-kl 0), sigma = log(0.0003 + e^rho), at times negative
     (here softplus), SGD (here Adam), weight decay 5e-4 on mu and rho, and random biases.
   - Mixture there: k-means of all weights, not scaled; nearest centres (here EM without outliers).
@@ -36,8 +39,8 @@ Differences from the published code (github.com/gfhvbjk/Anonymous, commit ad3123
     of which counts above a density of e^12 only; the scripts for ResNet-18 overwrite them.
   - Predictions here: mean probabilities, with the same draws for all batches; accuracy_mode, ece10
     and *_logits are as published. Draws there: --mc, 30 of WRN, 100 for OOD. FPR there: 85 % TPR.
-  - Last stage there: batches of 256, KL times 1. Batch norm there drifts, in the test, too; here
-    it is fixed after the first stage, and norms and biases train on with --lr-mu.
+  - Last stage there: batches of 256, mean cross entropy + KL / 256. Batch norm there drifts, in
+    the test, too; here it is fixed after the first stage; norms and biases train on (--lr-mu).
   - ResNet-18 for CIFAR there has biases in convolutions, WRN Kaiming's initialisation. Images
     there have the statistics of CIFAR-100 for ResNet-18 on any CIFAR, (125.3, 123.0, 113.9) and
     (63.0, 62.1, 66.7) for WRN, crops padded with zeros for ResNet-18, rotations on CIFAR-10; MNIST
@@ -745,7 +748,7 @@ CIFAR_NAMES = {".conv1.": ".residual_function.0.", ".bn1.": ".residual_function.
 def published_model(state, path):
     """(--model, --width, (mean, std) in training) of a published state dict."""
     for name, (model, full_width, statistics) in PUBLISHED.items():
-        if name in state and "fc.bias" in state:
+        if all(getattr(state.get(part), "ndim", 0) == 1 for part in (name, "fc.bias")):
             return model, len(state[name]) / full_width, statistics
     raise UserError(f"{path}: no published network, fc.bias is missing or all of "
                     f"{', '.join(PUBLISHED)}")
@@ -809,16 +812,15 @@ def read_stage(path):
     return rest | mu, rest | rho
 
 
-def set_published_sigma(field, args, train_set):
-    """Give a mean-field network the sigma in a file of the published stage 1, if it is one."""
-    _, with_rho = read_stage(args.weights)
-    if with_rho:
-        net = published_network(with_rho, args.weights, args, train_set.num_classes,
-                                train_set.shape)
-        rho = [net.get_parameter(name).detach().flatten() for name in weight_shapes(net)]
-        # published code: this can be negative, which is the same Gaussian as that of its magnitude
-        sigma = (0.0003 + torch.cat(rho).exp()).log().abs().clamp_min(1e-8)
-        field.posterior.rho.data.copy_(inverse_softplus(sigma))
+def published_sigma(args, train_set):
+    """The sigma [N] in a file --weights of the published stage 1; None of other files."""
+    with_rho = is_published(args) and read_stage(args.weights)[1]
+    if not with_rho:
+        return None
+    net = published_network(with_rho, args.weights, args, train_set.num_classes, train_set.shape)
+    rho = [net.get_parameter(name).detach().flatten() for name in weight_shapes(net)]
+    # published code: this can be negative, which is the same Gaussian as that of its magnitude
+    return (0.0003 + torch.cat(rho).exp()).log().abs().clamp_min(1e-8)
 
 
 # ---- Training -----------------------------------------------------------------------------------
@@ -1036,8 +1038,10 @@ def evaluate(method, module, sets, size, seed, args):
 def make_rows(method, test_set, test, ood, size, seed, args):
     """A row for the test set, and one for each OOD set."""
     if not common.all_finite([test, ood]):
-        raise UserError(f"the outputs of the {method} network are not finite: training diverged; "
-                        "use lower learning rates")
+        cause = "its file is damaged"
+        if not args.load:
+            cause = "training diverged; use lower learning rates"
+        raise UserError(f"the outputs of the {method} network are not finite: {cause}")
     row = {"method": method, "seed": seed, "set": test_set.name, "n": len(test_set)}
     metrics = prediction_metrics(test, test_set.labels)
     rows = [row | metrics | {"ms": test.ms} | size]
@@ -1150,6 +1154,7 @@ def decompress(state, train_set, args):
         if not tensor.is_floating_point():
             tensor = tensor.long()
         weights[name] = tensor
+    args = common.with_options(args, eval=True)  # all weights come from this file
     net = make_network(args, train_set.num_classes, train_set.shape)
     shared = network_of(net, SharedWeights(**weights), args)
     net.load_state_dict(state["rest"] | shared.split(shared.posterior()))
@@ -1179,9 +1184,8 @@ def read_published(state, train_set, args):
     """The network of a file of the published last stage; raises errors like `decompress`."""
     net = published_network(state["state_dict_no_weight"], args.load, args, train_set.num_classes,
                             train_set.shape, has_weights=False)
-    if not common.all_finite(state):
-        raise ValueError("a value is not finite")
     guide = {OTHER_NAMES.get(name, name): value for name, value in state["params_guide"].items()}
+    check_published(guide | state["params_dict_indices"], net)
     mu = guide["outliers_posterior_loc"]
     sigma = guide["outliers_posterior_sigma"]
     centre = guide["centers_guide"]
@@ -1202,12 +1206,37 @@ def read_published(state, train_set, args):
     return network_of(net, weights, args)
 
 
+def check_published(parts, net):
+    """Refuse parts of a published file that are missing, or have other shapes or values."""
+    n = sum(shape.numel() for shape in weight_shapes(net).values())
+    k = len(parts.get("centers_guide", ()))
+    o = len(parts.get("outliers_indices", ()))
+    shapes = {"centers_guide": (k, 2), "scale_tril_posterior": (k, 2, 2),
+              "outliers_posterior_loc": (o,), "outliers_posterior_sigma": (o,),
+              "outliers_indices": (o,), "filtered_labels": (n,)}
+    missing = [name for name in (*shapes, "ellipse_outdices") if name not in parts]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} is missing")
+    for name, shape in shapes.items():
+        found = tuple(getattr(parts[name], "shape", ()))
+        if found != shape:
+            raise ValueError(f"{name} has the shape {found}, expected {shape}")
+    if not common.all_finite(parts):
+        raise ValueError("a value is not finite")
+    if (parts["outliers_posterior_sigma"] < 0).any():
+        raise ValueError("a value of outliers_posterior_sigma is negative")
+    if n > 0 and parts["filtered_labels"].max() >= k:
+        raise ValueError(f"filtered_labels has {int(parts['filtered_labels'].max())}, expected at "
+                         f"most {k - 1}")
+
+
 def published_blend(centre, indices):
     """alpha_1 c_1 + alpha_2 c_2 [E] of ellipse points, the second where both values > e^12."""
     rows = indices["ellipse_outdices"]
-    k = torch.tensor([indices["ellipse_outdices_dict"][row] for row in rows])  # [E, 2]
+    k = [indices["ellipse_outdices_dict"][row] for row in rows]
+    k = torch.tensor(k, dtype=torch.long).view(-1, 2)                  # [E, 2]
     values = [indices["ellipse_outdices_value_dict"][row] for row in rows]
-    values = torch.tensor(values, dtype=torch.float64)                 # [E, 2]
+    values = torch.tensor(values, dtype=torch.float64).view(-1, 2)     # [E, 2]
     parts = values.softmax(1) * centre[k, 0]                           # [E, 2]
     parts[:, 1] *= (values > torch.tensor(12.0).exp()).all(1)
     return parts.sum(1).float()
@@ -1287,7 +1316,7 @@ def parse_args(argv=None):
         help="weight of the KL term of the mean-field stage; with 1 the posterior collapses onto "
         "the prior (published: 0)")
     add("--beta", type=at_least(0, float), default=0.1,
-        help="weight of the KL term of the last stage (published: 1)")
+        help="weight of the KL term of the last stage, which is KL / n (published: KL / 256)")
     add("--tau-w", type=at_least(1e-9, float), default=0.2,
         help="weights with a larger |mu| are outliers (paper: 0.2)")
     add("--grad-frac", type=between(0, 0.9), default=0.01, help="share of the weights that are "
@@ -1338,6 +1367,7 @@ def check_options(args):
         (not pretrained, ["freeze"], "without --model torchvision/NAME"),
         (args.freeze, ["augment"], "with --freeze"),
         (pretrained or args.weights, ["width"], "on a network that has been trained"),
+        (args.epochs == 0, ["lr", "weight_decay"], "with --epochs 0"),
         (args.stoch_epochs == 0, ["stoch_kl", "lr_rho"], "with --stoch-epochs 0"),
         (args.final_epochs == 0, ["beta", "lr_final"], "with --final-epochs 0"),
     ]
@@ -1357,7 +1387,7 @@ PUBLISHED_COLUMNS = ["outliers", "ellipse_points", "gaussians", "accuracy_mode",
                      "nll_logits", "ece15_logits", "ece10_logits"] + COLUMNS[:5]
 
 
-def load_sets(args, statistics=None):
+def load_sets(args, statistics=None, train_part="train"):
     """All sets of a run; all training images are for training."""
     if is_published(args):
         state, _ = read_stage(args.weights)
@@ -1366,16 +1396,16 @@ def load_sets(args, statistics=None):
     sets = data.load_sets(args.dataset, args.data_dir, val_fraction=0, image_size=args.image_size,
                           preparation=preparation, limit_train=args.limit_train,
                           statistics=statistics, ood=args.ood, ood_required="ood" in args.given,
-                          predict=args.predict)
+                          predict=args.predict, train_part=train_part)
     if args.freeze:
         sets = data.frozen_features(sets, args)
-        common.print_on_main("bytes: of the head alone, without the frozen layers")
     return sets
 
 
 def check_network(train_set, args):
     """Refuse, before training, a network or a --k0 that is impossible; lower that of a preset."""
     net = make_network(args, train_set.num_classes, train_set.shape)
+    published_sigma(args, train_set)
     # The last batch of an epoch is the smallest; two images show errors of shape.
     smallest = len(train_set) % args.batch_size or args.batch_size
     images = torch.zeros(min(smallest, 2), *train_set.shape).to(next(net.parameters()))
@@ -1419,8 +1449,9 @@ def run_seed(seed, sets, args, run):
     predictions = {}
     if args.predict and seed == args.seed:
         predictions["deterministic"] = predict(net, sets.predict, seed, args)
-    if is_published(args):
-        set_published_sigma(field, args, sets.train)
+    sigma = published_sigma(args, sets.train)
+    if sigma is not None:
+        field.posterior.rho.data.copy_(inverse_softplus(sigma))
     stage = Stage("mean-field", 1, args.stoch_epochs, args.stoch_kl)
     made_from = origin | {"deterministic weights": common.digest(field)}
     train(field, stage, seed, sets.train, args, run, made_from)
@@ -1456,20 +1487,25 @@ def run_loaded(args):
     if missing and not is_ours:
         raise UserError(f"--load {args.load}: no compressed network of this version; for one of "
                         f"the published code, {', '.join(missing)} is missing")
+    content = state.get("options" if is_ours else "state_dict_no_weight")
+    if not isinstance(content, dict):
+        raise UserError(f"--load {args.load} is damaged: its options or its network are missing")
     statistics = None
+    train_part = "train"
     if is_ours:
         for name in STORED_OPTIONS:
             if name in state["options"] and name not in args.given:
                 setattr(args, name, state["options"][name])
     else:
-        rest = state["state_dict_no_weight"]
-        args.model, args.width, statistics = published_model(rest, args.load)
+        common.refuse(args, ["weights"], "with a published file")
+        args.model, args.width, statistics = published_model(content, args.load)
         args.draw = "equal"
+        train_part = "test"  # the training images are not read
         if args.model == "wide_resnet":
             # published code: its test has other statistics than its training, and 30 draws
             statistics = CIFAR100
             args.mc = args.mc if "mc" in args.given else 30
-    sets = load_sets(args, statistics)
+    sets = load_sets(args, statistics, train_part)
     read = decompress if is_ours else read_published
     try:
         shared = read(state, sets.train, args)
@@ -1480,6 +1516,10 @@ def run_loaded(args):
     size = storage(shared.posterior.weights(), rest_bytes(shared))
     size["file_bytes"] = common.on_main(Path(args.load).stat).st_size
     if not is_ours:
+        outputs = len(content["fc.bias"])
+        if outputs > sets.test.num_classes:
+            common.print_on_main(f"note: the network has {outputs} outputs, the data have "
+                                 f"{sets.test.num_classes} classes")
         indices = state["params_dict_indices"]
         size["outliers"] = len(indices["outliers_indices"])
         size["ellipse_points"] = len(indices["ellipse_outdices"])

@@ -15,7 +15,8 @@ Targets", NeurIPS 2021, arXiv:2105.06987. The method:
 
 Usage:
   python proxy_distill.py                          # numbers (1000 classes), offline, two CPU cores
-  torchrun --nproc_per_node 8 proxy_distill.py --dataset imagenet --mimo 2   # ten members, MIMO
+  torchrun --nproc_per_node 8 proxy_distill.py --dataset imagenet            # the paper's row
+  torchrun --nproc_per_node 8 proxy_distill.py --dataset imagenet --members 0 --mimo 2  # MIMO alone
   python proxy_distill.py --dataset folder:images --model torchvision/resnet18     # your network
   python proxy_distill.py --dataset imagenet --published-evaluation --losses --ensemble-paths FILES
     # the ten members of https://storage.yandexcloud.net/yandex-research/proxy-dirichlet-
@@ -37,9 +38,11 @@ Differences from the published code (github.com/yandex-research/proxy-dirichlet-
   - MIMO averages probabilities (there, logits) and is evaluated as an ensemble.
   - Batch norm and metrics are over all processes (there, of one GPU); --opt adam has the schedule
     (there, AdamW without); the step schedule has no milestone before the second epoch.
-  - Images are resized in proportion, those of ImageNet-C not at all; --published-evaluation makes
-    both sides 256, as there, but by Pillow with antialiasing (there, OpenCV). On equal logits,
-    metrics then agree (ece10 has their bins), but for the ensemble's RMI, its proxy and MIMO.
+  - Images are resized in proportion, those of ImageNet-C only with --image-size;
+    --published-evaluation makes both sides 256, as there, but by Pillow with antialiasing (there,
+    OpenCV). On equal logits, metrics then agree (ece10 and mce10 have their bins), but for the
+    ensemble's RMI, its proxy and MIMO. Not computed: the area under precision and recall of
+    errors; for ImageNet-O, whose labels mean nothing, all that needs labels.
   - --amp is bfloat16 (there, float16). Ties share a rank in PRR (there, the order of rows). Means
     over corruptions are new. The last epoch counts (there, also the best on validation images).
 Not here: the paper's machine translation and speech recognition.
@@ -54,6 +57,7 @@ import time
 from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -129,7 +133,7 @@ def dirichlet_likelihood_loss(logits, ensemble, offset=1.0):
     """EnD2: -(1/M) sum_m ln Dir(p_m; alpha) [B], with alpha = exp(z) + offset.
 
     Training collapsed in all trials with offset 1: for 1000 classes (numbers) and for ten (MNIST),
-    by Adam and by SGD (--lr 0.1 to 0.001), accuracy stayed near chance. (By SGD, EnD learnt at
+    by Adam and by SGD (--lr 0.1 to 1e-5), accuracy stayed near chance. (By SGD, EnD learnt at
     0.1; the reverse KL did at 0.02, and diverged at 0.1.) The unlikely classes together outweigh
     the likely one in the gradient, by a factor that grows with their number: they pull all logits
     down to where exp(z), and so the gradient, vanishes.
@@ -460,10 +464,13 @@ NETWORKS = {
 }
 
 
-def make_network(args, num_classes, shape):
-    """The network --model for images of `shape` (C, H, W), on its device: logits [B, K]."""
-    net = Network(*data.backbone_and_head(args, NETWORKS, num_classes, shape))
-    if args.model.startswith("resnet"):
+def make_network(args, num_classes, shape, epochs=None):
+    """The network --model for images of `shape` (C, H, W), on its device: logits [B, K].
+
+    epochs: those for which it will be trained, see data.backbone_and_head.
+    """
+    net = Network(*data.backbone_and_head(args, NETWORKS, num_classes, shape, epochs))
+    if args.model in ("resnet18", "resnet50"):
         # as torchvision's ResNets
         for module in net.modules():
             if isinstance(module, nn.Conv2d):
@@ -497,12 +504,13 @@ def read_file(path):
         weights = data.read_state_dict(path)
     kind = None
     if isinstance(state.get("made_from"), dict):  # a checkpoint of this script
-        kind = state["made_from"].get("kinds of networks")
+        kind = str(state["made_from"].get("kinds of networks"))
     # Of the published networks, students alone have a loss among their options.
-    options = state.get("hyper_parameters") or {}
-    loss = options.get("loss_type", options.get("loss"))
-    if loss in LOSSES:
-        kind = f"student_{loss}"
+    options = state.get("hyper_parameters")
+    if isinstance(options, dict):
+        loss = options.get("loss_type", options.get("loss"))
+        if loss in LOSSES:
+            kind = f"student_{loss}"
     return weights, kind
 
 
@@ -515,15 +523,17 @@ def read_network(path, kind, like, args):
     if found is not None and not found.startswith(kind):
         raise UserError(f"{path} is a {found}, not a {kind}; members are given with "
                         "--ensemble-paths, a student with --student-path")
-    source = "none"
-    if found is None and args.model.startswith("torchvision/") and not args.freeze:
-        # torchvision's heads have several names, all of which --weights FILE knows.
-        source = path
+    is_pretrained = args.model.startswith("torchvision/") and not args.freeze
     try:
-        # Without epochs, no head is replaced by a new one.
-        net = make_network(common.with_options(args, weights=source, epochs=0), like.num_classes,
-                           like.shape)
-        if source == "none":
+        if found is None and is_pretrained:
+            # torchvision's heads have several names, all of which --weights FILE knows. Without
+            # epochs, none is replaced by a new one.
+            net = make_network(common.with_options(args, weights=path), like.num_classes,
+                               like.shape, 0)
+        else:
+            # As with --eval, all weights come from the file.
+            net = make_network(common.with_options(args, eval=True), like.num_classes, like.shape,
+                               1)
             net.load_state_dict(weights)
     except (RuntimeError, UserError) as error:
         raise UserError(f"{path} does not fit --model {args.model} --width {args.width:g} and "
@@ -635,7 +645,7 @@ def column_sums(columns):
 def train_member(train_set, args, run, seed):
     """Step 1: train one member of the ensemble by cross entropy."""
     common.seed_all(seed, KINDS["member"])
-    net = make_network(args, train_set.num_classes, train_set.shape)
+    net = make_network(args, train_set.num_classes, train_set.shape, args.member_epochs)
     made_from = {**data.origin(train_set, args), "kinds of networks": "member"}
     plan = Plan(f"member-seed{seed}", made_from, seed, args.member_epochs, args.batch_size,
                 args.lr * args.batch_size / 256)
@@ -702,7 +712,7 @@ def teacher_statistics(teachers, batch, args):
 def train_student(loss, teachers, train_set, args, run, seed):
     """Step 3: train a student, a network like a member, from scratch; it sees no labels."""
     common.seed_all(seed, KINDS["student"])
-    net = make_network(args, train_set.num_classes, train_set.shape)
+    net = make_network(args, train_set.num_classes, train_set.shape, args.epochs)
     made_from = {**data.origin(train_set, args), "kinds of networks": f"student_{loss}",
                  "teachers": sorted(common.digest(member) for member in teachers.members)}
     plan = Plan(student_name(loss, len(teachers.members), args, seed), made_from, seed,
@@ -903,7 +913,9 @@ def prediction_metrics(columns):
         "brier": columns["brier"].mean().item(),
         "ece15": float((bars.counts * gaps).sum() / bars.counts.sum()),
     }
-    metrics |= published_calibration(columns["max_prob"].numpy(), columns["correct"].numpy())
+    # published code: float32, in which a confidence of 1 - 1e-8 is 1, with a bin of its own
+    confidence = columns["max_prob"].float().numpy()
+    metrics |= published_calibration(confidence, columns["correct"].numpy())
     return metrics | rejection_metrics("prr", columns)
 
 
@@ -1040,10 +1052,10 @@ def shift_rows(rows_of_sets, corruptions):
     if len(standard) == 15 and len(corruptions.kinds) > 15:
         groups.append(standard)
     for kinds in groups:
-        title = f"{corruptions.name} mean of {len(kinds)} kinds"
+        title = f"{corruptions.name}_mean_of_{len(kinds)}"
         for severity in data.SEVERITIES:
             selected = [rows_of_sets[kind, severity] for kind in kinds]
-            rows += mean_rows(f"{title} {severity}", selected)
+            rows += mean_rows(f"{title}_s{severity}", selected)
         selected = [rows_of_sets[key] for key in itertools.product(kinds, data.SEVERITIES)]
         rows += mean_rows(title, selected)
     return rows
@@ -1150,8 +1162,9 @@ def parse_args(argv=None):
     parser = common.Parser("proxy_distill", __doc__, PRESETS, NETWORKS, dataset="numbers",
                            model="resnet50", epochs=90, batch_size=2048, lr=0.1)
     add = parser.add_argument_group("proxy_distill.py").add_argument
-    add("--members", type=at_least(1), default=10, metavar="M",
-        help="number of networks in the ensemble; their seeds start at --seed (paper: 10)")
+    add("--members", type=at_least(0), default=10, metavar="M",
+        help="number of networks in the ensemble; their seeds start at --seed (paper: 10); 0: "
+        "only the network of --mimo")
     add("--member-epochs", type=at_least(0), default=120,
         help="number of epochs of a member; --epochs is that of a student (paper: 120 and 90)")
     add("--opt", choices=["sgd", "adam"], default="sgd",
@@ -1193,11 +1206,13 @@ def parse_args(argv=None):
         help="resize images to 256 x 256 pixels before the crop, ImageNet-C's too, as the "
         "published code does; its calibration errors are ece10 and mce10 in results.csv")
     args = parser.parse(argv)
-    # The order of the files does not matter.
-    args.ensemble_paths = sorted(args.ensemble_paths)
+    args.ensemble_paths = sorted(args.ensemble_paths)  # in any order, they are the same ensemble
     if args.target_offset == 0 and "losses" not in args.given:
-        # The forward KL overflows at concentrations of 0.
-        args.losses = [loss for loss in args.losses if loss != "proxy"]
+        if "proxy" in args.losses:
+            common.print_on_main("skipped: the loss proxy, which overflows with --target-offset 0")
+            args.losses.remove("proxy")
+    if args.members == 0 and args.mimo and "losses" not in args.given:
+        args.losses = []
     check_options(args)
     if args.student_path:
         # Files are evaluated, and nothing is trained.
@@ -1205,12 +1220,17 @@ def parse_args(argv=None):
         args.mimo = 0
     if args.student_path or args.ensemble_paths:
         args.members = len(args.ensemble_paths)
+    if not (args.members or args.mimo or args.student_path):
+        raise UserError("--members 0 is for --mimo alone; add --mimo 2")
     if args.losses and args.members < 2:
         raise UserError(f"--members {args.members}: an ensemble has at least 2; to train one "
                         "member alone, add --losses without a name")
     if not is_trained(args):
         args.epochs = 0
     return args
+
+
+OF_STUDENTS = ["epochs", "model_offset", "target_offset"]
 
 
 def check_options(args):
@@ -1230,11 +1250,13 @@ def check_options(args):
 
     pretrained = args.model.startswith("torchvision/")
     no_effect = [
-        (args.student_path, ["members", "losses", "mimo"], "with --student-path"),
+        (args.student_path, ["members", "losses", "mimo", *OF_STUDENTS], "with --student-path"),
         (args.ensemble_paths, ["members", "member_epochs"], "with --ensemble-paths"),
         (not args.mimo, ["mimo_epochs"], "without --mimo"),
-        (not args.losses and not args.eval, ["epochs", "model_offset", "target_offset"],
-         "without --losses"),
+        (not args.losses and not args.eval, OF_STUDENTS, "without --losses"),
+        (set(args.losses) <= {"forward_kl"}, ["model_offset"], "on the loss forward_kl"),
+        (not {"proxy", "rkl_proxy"} & set(args.losses), ["target_offset"],
+         "without the losses proxy and rkl_proxy"),
         (args.shift == "none", ["shift_examples"], "without --shift"),
         (not pretrained, ["weights", "freeze"], "without --model torchvision/NAME"),
         (pretrained, ["width", "mimo"], f"with --model {args.model}"),
@@ -1289,8 +1311,12 @@ def load_sets(args):
     for seed, (name, dataset) in enumerate(sets.ood.items(), OOD_NOISE):
         ood[name] = in_published_size(with_noise(dataset, args.noise, seed), args)
     test = in_published_size(with_noise(sets.test, args.noise, TEST_NOISE), args)
+    if args.published_evaluation and test.shape[-1] > 256:
+        raise UserError(f"--published-evaluation cuts images out of 256 x 256 pixels, and --model "
+                        f"{args.model} has images of {test.shape[-1]}; remove one of the two")
+    predict = in_published_size(with_noise(sets.predict, args.noise, TEST_NOISE), args)
     sets = sets._replace(train=with_noise(sets.train, args.noise, TRAIN_NOISE), test=test, ood=ood,
-                         predict=with_noise(sets.predict, args.noise, TEST_NOISE))
+                         predict=predict)
     if args.freeze:
         sets = data.frozen_features(sets, args)
     return sets
@@ -1334,7 +1360,7 @@ def corrupted_set(test_set, kind, severity, args):
     if args.shift == "computed":
         return data.corrupted(data.evenly(test_set, limit), kind, severity)
     dataset = data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir,
-                                  image_size=test_set.shape[-1])
+                                  preparation=test_set.preparation)
     dataset = data.match(data.evenly(in_published_size(dataset, args), limit), test_set)
     return with_noise(dataset, args.noise, TEST_NOISE)
 
@@ -1355,7 +1381,13 @@ def check_network(train_set, args):
     """Refuse, before training, a network that fails on the smallest batch."""
     smallest = len(train_set) % args.batch_size or args.batch_size
     # Two images reveal every failure; one alone may fail in batch norm. MIMO repeats each image.
-    net = make_network(args, train_set.num_classes, train_set.shape)
+    kinds_of_epochs = set()  # of the networks that will be made, all of one architecture
+    if not args.ensemble_paths and args.members:
+        kinds_of_epochs.add(args.member_epochs)
+    if args.losses:
+        kinds_of_epochs.add(args.epochs)
+    for epochs in kinds_of_epochs or {1}:
+        net = make_network(args, train_set.num_classes, train_set.shape, epochs)
     images = torch.zeros(min(smallest, 2), *train_set.shape).to(net.fc.weight)
     try:
         net.train()(images)
@@ -1413,8 +1445,20 @@ def digest_of(networks):
     return hashlib.sha256("".join(digests).encode()).hexdigest()[:8]
 
 
-def evaluate(networks, sets, corruptions, seed, args, run):
-    """The rows of one run, and the picture and the predictions of the first one."""
+def with_members(row, members, seed):
+    """A row with the list of its members: rows that share some are not independent."""
+    if row["method"] == METHODS["single"]:
+        members = [members[row["seed"] - seed]]
+    elif row["method"] == METHODS["mimo"]:
+        members = []
+    return row | {"members": members}
+
+
+def evaluate(networks, members, sets, corruptions, seed, args, run):
+    """The rows of one run, and the picture and the predictions of the first one.
+
+    members: the seeds or files of the ensemble, by which the rows can be told apart.
+    """
     logits = collect_logits(networks, sets.test, args)
     cost = costs(networks, logits)
     test_scored = score(logits)
@@ -1428,7 +1472,7 @@ def evaluate(networks, sets, corruptions, seed, args, run):
     for kind, severity in itertools.product(corruptions.kinds, data.SEVERITIES):
         dataset = corrupted_set(sets.test, kind, severity, args)
         scored = score(collect_logits(networks, dataset, args))
-        title = f"{corruptions.name} {kind} {severity}"
+        title = f"{corruptions.name}_{kind}_s{severity}"
         shifted[kind, severity] = common.on_main(labelled_rows, title, scored, name, test_scored,
                                                  seed)
     rows += shift_rows(shifted, corruptions)
@@ -1438,7 +1482,7 @@ def evaluate(networks, sets, corruptions, seed, args, run):
         common.on_main(write_predictions, logits, sets, run)
     if seed == args.seed and args.plot and args.members > 1:
         common.on_main(plot_rejection, test_scored, run)
-    return rows
+    return [with_members(row, members, seed) for row in rows]
 
 
 # The columns of the table that is printed; results.csv has all of them.
@@ -1463,11 +1507,13 @@ def main(argv=None):
     rows = []
     for number in range(args.runs):
         # Each run has members of its own.
-        seed = args.seed + number * args.members
+        seed = args.seed + number * max(args.members, 1)
+        members = [Path(path).name for path in args.ensemble_paths]
         networks = dict(from_files)
         if not from_files:
+            members = [seed + m for m in range(args.members)]
             for m in range(args.members):
-                networks[f"member{m}"] = train_member(sets.train, args, run, seed + m)
+                networks[f"member{m}"] = train_member(sets.train, args, run, members[m])
         if args.losses:
             teachers = make_teachers(list(networks.values()), sets.train, args)
         for loss in args.losses:
@@ -1475,7 +1521,7 @@ def main(argv=None):
             networks[f"student_{loss}"] = student
         if args.mimo:
             networks["mimo"] = train_mimo(sets.train, args, run, seed)
-        rows += evaluate(networks, sets, corruptions, seed, args, run)
+        rows += evaluate(networks, members, sets, corruptions, seed, args, run)
     # The table shows the test set, alone and against the OOD sets.
     others = [None] + list(sets.ood)
     shown = [row for row in rows

@@ -213,7 +213,7 @@ def bench_proxy_distill(bench):
             proxy_distill, "--dataset", "imagenet", "--model", bench.size("resnet50", "resnet18"),
             "--width", bench.size(1.0, 0.05), "--amp", amp, "--member-epochs", 2, "--batch-size",
             batch, "--limit-steps", steps, "--lr", 0.01)
-        net = proxy_distill.make_network(args, classes, dataset.shape)
+        net = proxy_distill.make_network(args, classes, dataset.shape, 1)
         x = torch.randn(4, *dataset.shape, device=bench.device)
         training_flops = flops_of(net, x)
         evaluation_flops = flops_of(net, x, training=False)

@@ -402,6 +402,8 @@ def write_tiny_imagenet(data_dir, place, corrupted):
         notes += f"val_{i}.JPEG\t{wnid}\t0\t0\t9\t9\n"
     (root / "wnids.txt").write_text("n02\nn01\n")
     (root / "val" / "val_annotations.txt").write_text(notes)
+    if root.parent.name == "TinyImageNet":  # the published repository has one outside, too
+        (root.parent / "wnids.txt").write_text("n02\nn01\n")
     return root
 
 
@@ -426,6 +428,11 @@ def test_tiny_imagenet(tmp_path, place, corrupted, capsys):
     assert fog.labels.tolist() == [0, 1]  # as in wnids.txt
     assert fog.images[:, 0, 0, 0].tolist() == [20, 200]
     assert data.corruption_kinds("tiny_imagenet_c", tmp_path) == []  # not all severities
+    # Corrupted images have all that the clean ones have, and are prepared as these are.
+    large = load("tiny_imagenet", "test", tmp_path, image_size=128)
+    fog = data.load_corrupted("tiny_imagenet_c", "fog", 2, tmp_path,
+                              preparation=large.preparation)
+    assert fog.preparation == large.preparation and fog.shape == (3, 128, 128)
 
 
 def write_folder(root, **parts):

@@ -926,6 +926,10 @@ def test_own_images_by_a_pretrained_network_of_other_classes(own, own_run, tmp_p
     rows = read_csv(folder / "predictions.csv")
     assert [r["file"] for r in rows][:2] == ["cat/0.png", "cat/1.png"] and row["n"] == 15
     assert np.mean([r["label"] == r["predicted"] for r in rows]) == pytest.approx(row["accuracy"])
+    if not more:  # later, the file need not be there
+        (tmp_path / "net.pt").unlink()
+        [again] = ddu.main([*options, "--eval"])
+        assert again["nll"] == pytest.approx(row["nll"]) and again["n"] == row["n"]
     # Other weights in a file of the same name.
     net.conv1[0].weight.data.mul_(1.1)
     torch.save(net.state_dict(), tmp_path / "net.pt")
@@ -933,7 +937,7 @@ def test_own_images_by_a_pretrained_network_of_other_classes(own, own_run, tmp_p
     assert re.search("was made from other (training images|initial weights)", text)
 
 
-def test_a_pretrained_network_on_streamed_images(tmp_path):
+def test_a_pretrained_network_on_streamed_images(tmp_path, capsys):
     for c, name in enumerate(("n01", "n02", "n03")):
         write_images(tmp_path / "imagenet" / "train" / name, 4, 60 * c, size=70)
         write_images(tmp_path / "imagenet" / "val" / name, 4, 60 * c, size=70)
@@ -947,6 +951,11 @@ def test_a_pretrained_network_on_streamed_images(tmp_path):
     # The network has seen all training images: the thresholds come from a tenth of the test set.
     assert row_of(rows, set="imagenet")["n"] == 11
     assert 0 <= row_of(rows, against="odd")["auroc_density"] <= 1
+    # With epochs, its validation images are a part of those that it may have been trained on.
+    capsys.readouterr()
+    args = ddu.parse_args(["--dataset", "imagenet", "--data-dir", str(tmp_path), "--model",
+                           SHUFFLENET, "--epochs", "1", "--ood", *CPU])
+    assert len(ddu.load_sets(args, 1).val) and "are optimistic" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def options(**changes):
     values = dict(model="resnet9", width=0.05, hidden=[6, 7], members=4, chunk=0, amp="off",
                   device=torch.device("cpu"), grad_of="logit", repulsion_coef=1.0, lr=0.1,
                   lr_ratio=0.01, weight_decay=5e-4, schedule="published", epochs=300,
-                  weights=None, freeze=False, image_size=None)
+                  weights=None, freeze=False, image_size=None, eval=False)
     return SimpleNamespace(**{**values, **changes})
 
 
@@ -360,6 +360,9 @@ def test_metric_is_a_root_of_the_inverse_covariance(alpha):
     right = np.linalg.inv(alpha * np.linalg.inv(u @ lam @ u.T) + (1 - alpha) * np.eye(7))
     a = forde.metric_root(vectors, values, alpha)
     np.testing.assert_allclose(a @ a.T, right, rtol=1e-10, atol=1e-10)
+    if alpha == 0:  # the identity, also of images without any variance in a direction
+        a = forde.metric_root(vectors, values * torch.tensor([0.0] + [1.0] * 6), alpha)
+        np.testing.assert_allclose(a @ a.T, np.eye(7), atol=1e-10)
 
 
 def plain_rbf(points):
@@ -870,6 +873,8 @@ def test_stratified_split_is_that_of_scikit_learn():
     labels = torch.tensor([0] * 25 + [1] * 9)  # no whole numbers: rounded down in each class
     train, val = forde.stratified_split(labels)
     assert labels[val].tolist() == [0, 0] and sorted([*train, *val]) == list(range(34))
+    # 0.29 * 100 is 28.999... in floating point.
+    assert len(forde.stratified_split(torch.arange(1000) % 10, 0.29)[1]) == 290
 
 
 def test_gaussian_ring():

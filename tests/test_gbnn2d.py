@@ -646,20 +646,40 @@ def test_a_published_file_is_evaluated_as_published(tmp_path, monkeypatch):
     assert {"accuracy_mode", "accuracy_logits", "nll_logits", "ece10_logits", "nll"} <= row.keys()
     table = next((tmp_path / "gbnn2d").glob("*/predictions.csv")).read_text().splitlines()
     assert table[0] == "file,label,predicted,confidence,total,aleatoric,epistemic"
+    # The training images are not read; and of WRN's files, some have no ellipse points.
+    parts = []
+    load_sets = data.load_sets
+    monkeypatch.setattr(data, "load_sets", lambda *args, **options: (
+        parts.append(options["train_part"]) or load_sets(*args, **options)))
+    state, _ = published_file("wrn", path)
+    state["params_dict_indices"]["ellipse_outdices"] = []
+    torch.save(state, path)
+    [row] = run(["--load", path, "--dataset", folder, "--preset", "cifar10", "--ood", "--mc", 1,
+                 "--out-dir", tmp_path, *CPU])
+    assert row["ellipse_points"] == 0 and parts == ["test"]
+    text = refusal(gbnn2d.main, ["--load", str(path), "--weights", "x", "--dataset", folder, *CPU])
+    assert "--weights has no effect" in text
 
 
 @pytest.mark.parametrize("part, name, value, said", [
     ("params_guide", None, None, "params_guide is missing"),
-    ("params_guide", "centers_guide", None, "centers_guide"),
+    ("params_guide", "centers_guide", None, "centers_guide is missing"),
+    # Of these, PyTorch would make numbers by broadcasting.
+    ("params_guide", "outliers_posterior_sigma", torch.ones(1), "sigma has the shape (1,)"),
+    ("params_guide", "scale_tril_posterior", torch.ones(1, 2, 2), "expected (12, 2, 2)"),
+    ("params_guide", "outliers_posterior_sigma", -torch.ones(30), "is negative"),
+    ("state_dict_no_weight", ..., torch.ones(3), "damaged"),
     ("params_guide", "outliers_posterior_loc", torch.full((30,), math.nan), "not finite"),
-    ("params_dict_indices", "filtered_labels", torch.full((9,), 2), "index"),
+    ("params_dict_indices", "filtered_labels", torch.full((9,), 2), "has the shape (9,)"),
     ("params_dict_indices", "outliers_indices", torch.arange(30), "outliers"),
     ("state_dict_no_weight", "conv2_x.0.residual_function.3.bias", None, "function.3.bias"),
     ("state_dict_no_weight", "fc.bias", torch.zeros(3), "3 classes"),
     ("state_dict_no_weight", "more.bias", torch.zeros(3), "more.bias")])
 def test_a_published_file_that_does_not_fit_is_refused(part, name, value, said, tmp_path):
     state, _ = published_file("cifar", tmp_path / "file.pth")
-    if value is not None:
+    if name is ...:
+        state[part] = value
+    elif value is not None:
         state[part][name] = value
     elif name is not None:
         del state[part][name]
@@ -707,11 +727,17 @@ def test_published_stages_start_ours(tmp_path):
         skipped = ("deterministic", "mean-field")[stage]
         assert not (tmp_path / f"gbnn2d/stage{stage}/seed1-{skipped}.pt").exists()
     field = mean_field(net)
-    gbnn2d.set_published_sigma(field, args, gbnn2d.load_sets(args).train)
+    found = gbnn2d.published_sigma(args, gbnn2d.load_sets(args).train)
     rho = torch.cat([state[f"{name}_sigma"].flatten() for name in gbnn2d.weight_shapes(plain)])
     sigma = torch.log(0.0003 + rho.exp())
     assert (sigma < 0).any()  # a Gaussian all the same
+    np.testing.assert_allclose(found, sigma.abs(), rtol=1e-6, atol=1e-8)
+    field.posterior.rho.data.copy_(gbnn2d.inverse_softplus(found))
     np.testing.assert_allclose(field.posterior.sigma.detach(), sigma.abs(), rtol=1e-3, atol=1e-7)
+    del state["fc.weight_sigma"]  # refused before a network is trained or a directory made
+    torch.save({"net": state}, tmp_path / "part.pth")
+    text = refusal(gbnn2d.main, [*argv, "--weights", str(tmp_path / "part.pth"), "--name", "part"])
+    assert "fc.weight" in text and not (tmp_path / "gbnn2d" / "part").exists()
     argv += ["--weights", path]
     assert "--epochs has no effect" in refusal(gbnn2d.main, [*argv, "--epochs", "1"])
     assert "--model wide_resnet" in refusal(gbnn2d.main, [*argv, "--model", "resnet18"])
@@ -939,11 +965,12 @@ def test_pretrained_networks(tmp_path, capsys, monkeypatch):
     rows = by_method(run([*argv, "--limit-steps", "1", "-b", "8", "--k0", "64", "--name", "whole"]))
     assert list(rows) == METHODS and rows["final"]["weights"] == 337_936
     assert "bytes" not in capsys.readouterr().out.split("run directory")[0]
+    data._print_once.cache_clear()
     rows = by_method(run([*argv, "--freeze", "--name", "head"]))
     assert list(rows) == METHODS and rows["final"]["weights"] == 4 * 1024
     assert rows["deterministic"]["bytes"] == 4 * (4 * 1024 + 4)
     said = capsys.readouterr().out
-    assert "bytes: of the head alone" in said and "note: --k0 64, as there are only 4096" in said
+    assert "ms and bytes are that head's" in said and "note: --k0 64, as there are only" in said
     assert "--k0 200" in refusal(gbnn2d.main, [*argv, "--freeze", "--k0", "200", "--name", "other"])
     for name in ("whole", "head"):
         path = tmp_path / "gbnn2d" / name / "seed1-compressed.pt"

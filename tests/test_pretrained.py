@@ -144,6 +144,12 @@ def test_what_does_not_fit_is_named(tmp_path):
     torch.save(state, path)
     assert "1 missing (conv1.0.weight); 2 left over (extra.weight, loss.weight)" in refusal(
         weights=path)
+    # One name without the prefix does not hide what it is.
+    state = {f"model.{name}": value for name, value in saved(path).items()}
+    torch.save({**state, "n_averaged": torch.tensor(3)}, path)
+    assert ": 1 left over (n_averaged); " in refusal(weights=path)
+    torch.save({name: value.char() for name, value in saved(path).items()}, path)
+    assert " integers (" in refusal(weights=path)
     saved(path)
     message = refusal("torchvision/resnet18", path)
     assert f"--weights {path} does not fit torchvision/resnet18: " in message
@@ -153,7 +159,7 @@ def test_files_that_are_no_state_dicts(tmp_path):
     path = tmp_path / "net.pt"
     torch.save(models.shufflenet_v2_x0_5(), path)
     message = refusal(weights=path)
-    assert "whole pickled" in message and "torch.save(net.state_dict()" in message
+    assert "ShuffleNetV2 (a whole pickled" in message and "torch.save(net.state" in message
     torch.save({"epoch": 3, "note": "hello"}, path)
     assert "'epoch' is no tensor" in refusal(weights=path)
     state = saved(path)
@@ -180,7 +186,7 @@ def test_a_file_of_1000_classes_gets_a_new_head(tmp_path, capsys):
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
     assert capsys.readouterr().out == f"{SMALL}: new head: 8 classes instead of 1000\n"
     # Without training, the new head would be random.
-    assert "--epochs 0" in refusal(weights=path, num_classes=8, is_trained=False)
+    assert "train a new head" in refusal(weights=path, num_classes=8, is_trained=False)
     network(weights=path, num_classes=1000, is_trained=False)
     assert "head is taken for class k of the data; classes in fold" in capsys.readouterr().out
 
@@ -280,7 +286,7 @@ class Classifier(nn.Module):
 
 
 def parts(made, num_classes=4, shape=(3, 9, 9), **options):
-    args = Namespace(model="mine", freeze=False, epochs=1, **options)
+    args = Namespace(model="mine", freeze=False, epochs=1, eval=False, **options)
     networks = {"mine": lambda args, shape: made()}
     return data.backbone_and_head(args, networks, num_classes, shape)
 
@@ -294,6 +300,35 @@ def test_a_function_of_networks_may_return_a_whole_classifier(capsys):
     assert head.bias.tolist() == [0, 0, 0, 0]
     assert parts(Classifier, num_classes=6)[1].out_features == 6
     assert "new head: 6 classes instead of 4" in capsys.readouterr().out
+
+
+class HeadFirst(Classifier):
+    """Its head is not the last linear layer that it names."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(self.before(self.features(x)).relu())
+
+
+class OwnProduct(Classifier):
+    """Its forward pass reads the weights of the head."""
+
+    def forward(self, x):
+        return self.features(x) @ self.last.weight.T
+
+
+def test_the_head_is_the_linear_layer_that_a_classifier_ends_in():
+    whole = HeadFirst()
+    backbone, head = parts(lambda: whole)
+    assert head.out_features == 4 and isinstance(backbone.before, nn.Linear)
+    with pytest.raises(common.UserError, match="its last layer is not a linear layer"):
+        parts(OwnProduct)
+    # The backbone may be any module, given with the number of its features.
+    backbone, head = parts(lambda: (Classifier().features, 8))
+    assert head.in_features == 8 and isinstance(backbone[0], nn.Conv2d)
 
 
 def test_a_function_of_networks_may_return_layers():
@@ -383,8 +418,8 @@ def test_frozen_features_are_those_of_a_direct_forward(tmp_path, capsys):
     torch.manual_seed(3)
     backbone, head = data.backbone_and_head(args, {}, 4, frozen.train.shape)
     assert torch.equal(head(backbone(batch.images)), head(batch.images[:, :, 0, 0]))
-    with pytest.raises(common.UserError, match="--epochs must be 1"):
-        data.frozen_features(sets, frozen_args(tmp_path / "net.pt", epochs=0))
+    with pytest.raises(common.UserError, match="for one epoch or more"):
+        data.backbone_and_head(args, {}, 4, frozen.train.shape, 0)
 
 
 def test_two_processes_have_the_features_of_one(ranks, tmp_path):

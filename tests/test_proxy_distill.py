@@ -221,7 +221,7 @@ def test_mimo_rows(n, r, p, e):
 def arguments(**changes):
     """The options that a network depends on."""
     values = dict(model="resnet50", width=1.0, device=torch.empty(0).device, freeze=False,
-                  weights=None, image_size=None, epochs=1)
+                  weights=None, image_size=None, epochs=1, eval=False)
     return Namespace(**{**values, **changes})
 
 
@@ -229,7 +229,7 @@ def network(model="resnet50", classes=1000, size=224, channels=3, subnetworks=No
     args = arguments(model=model, **changes)
     if subnetworks:
         return pd.make_mimo(args, classes, (channels, size, size), subnetworks)
-    return pd.make_network(args, classes, (channels, size, size))
+    return pd.make_network(args, classes, (channels, size, size), 1)
 
 
 def count(net):
@@ -374,6 +374,18 @@ def test_published_calibration_errors_are_those_of_its_bins():
     assert found["mce10"] == pytest.approx(max(gaps))
 
 
+def test_published_calibration_errors_round_confidences_to_float32():
+    """There, a confidence of 1 - 1e-11 has the bin of 1: its gap is not added to that of 0.93."""
+    logits = torch.tensor([[math.log(0.93 / 0.07), 0.0], [25.0, 0.0]]).repeat_interleave(1000, 0)
+    labels = torch.ones(2000, dtype=torch.long)
+    labels[:990] = 0
+    labels[1000:1970] = 0
+    scored = pd.score(as_logits({"member0": logits}, labels))
+    found = pd.prediction_metrics(scored["single", 0])
+    assert found["ece10"] == pytest.approx((0.06 + 0.03) / 2, abs=1e-6)
+    assert found["mce10"] == pytest.approx(0.06, abs=1e-6)
+
+
 def as_logits(by_network, labels):
     return pd.Logits(by_network, labels, dict.fromkeys(by_network, 2.0), 0.5)
 
@@ -491,11 +503,11 @@ def test_means_over_corruptions():
     by = keyed(pd.shift_rows(rows, pd.Corruptions("c", kinds)))
     every = np.arange(95).reshape(19, 5)
     for count in (19, 15):
-        row = by["MIMO", f"c mean of {count} kinds", None]
+        row = by["MIMO", f"c_mean_of_{count}", None]
         assert (row["nll"], row["n"], row["prr_total"]) == (every[:count].mean(), 4, None)
-        row = by["MIMO", "test", f"c mean of {count} kinds 2"]
+        row = by["MIMO", "test", f"c_mean_of_{count}_s2"]
         assert (row["nll"], row["seed"]) == (every[:count, 1].mean(), 3)
-        assert by["MIMO", f"c mean of {count} kinds 3", None]["prr_total"] == 0.5
+        assert by["MIMO", f"c_mean_of_{count}_s3", None]["prr_total"] == 0.5
 
 
 # ---- Runs ---------------------------------------------------------------------------------------
@@ -562,7 +574,7 @@ def checkpoints(root):
 
 
 def timeless(rows):
-    return [{k: v for k, v in row.items() if k != "ms"} for row in rows]
+    return [{k: v for k, v in row.items() if k not in ("ms", "members")} for row in rows]
 
 
 def same_rows(a, b, **close):
@@ -606,11 +618,11 @@ def test_the_whole_study_and_its_evaluation(small, images, tmp_path, capsys, mon
         assert {"accuracy", "nll", "brier", "ece15", "prr_total", "ms", "bytes"} <= plain.keys()
         assert {"auroc_total", "aupr_in_total", "fpr95_one_minus_max"} <= against.keys()
         assert plain["n"] == 11 and "prr_both_total" not in against
-        parts = [by[method, f"own_computed {kind} 5", None] for kind in some]
-        mean = by[method, "own_computed mean of 2 kinds 5", None]
+        parts = [by[method, f"own_computed_{kind}_s5", None] for kind in some]
+        mean = by[method, "own_computed_mean_of_2_s5", None]
         assert mean["nll"] == pytest.approx((parts[0]["nll"] + parts[1]["nll"]) / 2)
         assert parts[0]["n"] == 4
-        assert 0 <= by[method, "own", "own_computed mean of 2 kinds"]["auroc_total"] <= 1
+        assert 0 <= by[method, "own", "own_computed_mean_of_2"]["auroc_total"] <= 1
     assert by["ensemble", "own", None]["nll"] == by["its proxy", "own", None]["nll"]
     assert len(checkpoints(root)) == 7
     # The predictions are those of the last student, and beside them the ensemble's.
@@ -819,6 +831,10 @@ def test_other_files_have_a_run_directory_of_their_own(small, tmp_path):
     # The same command with --eval is the same table, in any order of the files.
     again = pd.main(given(run, "--eval", "--ensemble-paths", *paths[::-1]))
     assert timeless(again) == timeless(rows)
+    # Which file is which: seeds of files are not known.
+    by = {row["seed"]: row["members"] for row in again if row["method"] == "single network"}
+    assert by == {1: ["member-seed1.pt"], 2: ["member-seed2.pt"]}
+    assert {tuple(row["members"]) for row in rows} >= {(1,), (2,), (1, 2)}
     before = snapshot(root)
     # Evaluated alone, whatever the options of training are, they have another directory.
     alone = given(run, "--opt", "adam", "--lr", 7, "--ensemble-paths", *paths, without=FILES)
@@ -882,8 +898,8 @@ def test_streamed_folders(images, tmp_path):
             assert "prr_both_total" in by[method, "imagenet", name]
         assert (method, "imagenet_o", None) not in by  # its labels mean nothing
         assert by[method, "imagenet", "imagenet_o"]["n"] == 11
-        assert by[method, "imagenet_c_1of19 fog 5", None]["n"] == 2
-        assert "auroc_total" in by[method, "imagenet", "imagenet_c_1of19 mean of 1 kinds"]
+        assert by[method, "imagenet_c_1of19_fog_s5", None]["n"] == 2
+        assert "auroc_total" in by[method, "imagenet", "imagenet_c_1of19_mean_of_1"]
     assert not any("snow" in name for _, name, _ in by)  # a part is never reported as the whole
     plain = [row for row in rows if "_c_" not in row["set"] + row.get("against", "")]
     again = pd.main([*options, "--eval", "--shift", "none", "--image-size", "64"])
@@ -924,9 +940,9 @@ def test_published_networks_need_no_training_images(images, tmp_path):
 
 
 @pytest.mark.parametrize("argv, said", [
-    ("--members 1", "add --losses"),
+    ("--members 1", "add --losses"), ("--members 0", "add --mimo"),
     ("--ensemble-paths no.pt no.pt", "--member-epochs has no effect with --ensemble-paths"),
-    ("--student-path {file}", "--losses has no effect with --student-path"),
+    ("files --student-path {file} --losses proxy", "--losses has no effect with --student"),
     ("--mimo 1", "at least"),
     ("--mimo 3 --batch-size 2", "--batch-size 2 for 37 training images: --mimo 3"),
     ("--losses proxy rkl_proxy --target-offset 0", "--target-offset 0"),
@@ -939,6 +955,9 @@ def test_published_networks_need_no_training_images(images, tmp_path):
     ("files --ensemble-paths {file}", "at least 2"),
     ("files --ensemble-paths {file} {file}", "is damaged"),
     ("files --losses --model-offset 0.5", "--model-offset has no effect without --losses"),
+    ("--losses forward_kl --model-offset 0.5", "--model-offset has no effect on the loss"),
+    ("--losses dirichlet_likelihood --target-offset 2", "--target-offset has no effect"),
+    ("files --student-path {file} --epochs 3", "--epochs has no effect with --student-path"),
     ("files --student-path {file}", "is damaged")])
 def test_misuse_is_one_line(small, tmp_path, argv, said):
     """Of files, without the options of training; before anything is trained or made."""
