@@ -1376,19 +1376,20 @@ def format_results(rows, metrics, style="text"):
 
 
 def side_by_side(lines, metrics):
-    """Lines of pool() as papers print them: a row for each method, the data sets side by side."""
+    """Lines of pool() as papers print them: a row for each method, the data sets side by side.
+
+    Methods are ordered by their numbers of members: "DE, K=1", "SWAG, K=1", "DE, K=5", ...
+    """
     rows = {}  # {method: row}
-    seen = set()
     for line in lines:
         row = rows.setdefault(line["method"], {"method": line["method"]})
         where = "/".join(filter(None, (line["set"], line["against"])))
-        if (line["method"], where) in seen:
-            raise UserError(f"--side-by-side: several runs have {line['method']} on {where}; give "
-                            "one of them, or only runs that differ in their seeds")
-        seen.add((line["method"], where))
+        where = " ".join(filter(None, (where, line["run"])))
         row |= {f"{where} {metric}": line[metric] for metric in metrics}
     columns = dict.fromkeys(name for row in rows.values() for name in row)
-    return [{name: row.get(name) for name in columns} for row in rows.values()]
+    ordered = sorted(rows.values(), key=lambda row: int(row["method"].rpartition("K=")[2])
+                     if re.search(r"K=\d+$", row["method"]) else 0)
+    return [{name: row.get(name) for name in columns} for row in ordered]
 
 
 def run_label(content, contents):
@@ -1406,6 +1407,19 @@ def run_label(content, contents):
         if name not in hidden and any(config.get(name) != value for config in configs):
             words.append(f"{name}={value}")
     return " ".join(words) or None
+
+
+def column_label(content, contents):
+    """What tells a run from others of its data set: the network, or the options; None if alone."""
+    peers = [other for other in contents
+             if other["config"].get("dataset") == content["config"].get("dataset")]
+    labels = {run_label(peer, peers) for peer in peers}
+    models = {peer["config"].get("model") for peer in peers}
+    if len(labels) == 1:
+        return None
+    if len(models) == len(labels):
+        return content["config"].get("model")
+    return run_label(content, peers)
 
 
 def join_pairs(rows):
@@ -1448,6 +1462,8 @@ def table(argv=None):
     for content in contents:
         # Runs with the same label differ only in their seeds: their rows are pooled.
         label = run_label(content, contents)
+        if args.side_by_side:
+            label = column_label(content, contents)
         columns |= dict.fromkeys(content["columns"])
         joined = not (one_script or args.side_by_side)
         rows_of_run = join_pairs(content["rows"]) if joined else content["rows"]

@@ -108,7 +108,9 @@ SOURCES = {
                               0, 0, 0, TINY_MEAN, TINY_STD, 64),
     "imagenet_c": Source("imagenet-c", "https://zenodo.org/records/2235448",
                          0, 0, *IMAGENET_STATISTICS),
-    "sst2": Source("SST-2", "https://dl.fbaipublicfiles.com/glue/data/SST-2.zip"),
+    # The test set of GLUE has no labels.
+    "sst2": Source("SST-2", "https://dl.fbaipublicfiles.com/glue/data/SST-2.zip (labelled test "
+                   "set: https://huggingface.co/datasets/SetFit/sst2)"),
     "qm9": Source(
         "QM9", "https://deepchemdata.s3-us-west-1.amazonaws.com/datasets/molnet_publish/qm9.zip"),
 }

@@ -43,6 +43,7 @@ Differences from the published code ("there"):
 """
 
 import argparse
+import contextlib
 import copy
 import itertools
 import math
@@ -824,6 +825,17 @@ def load_published(net, file):
     return net.eval()
 
 
+@contextlib.contextmanager
+def reading(file):
+    """Say of errors in this block that the Published does not fit."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{file.path} lacks a part of a published {file.title}, or belongs to "
+                        f"another network ({type(error).__name__}: {common.one_line(error)})"
+                        ) from None
+
+
 def published_iterates(net, file):
     """SWAG's iterates [R, P] in the order of the parameters of `net`, without FRN's epsilons."""
     load_published(copy.deepcopy(net), file)  # refuses a file that does not fit
@@ -834,9 +846,13 @@ def published_iterates(net, file):
         if not BUFFERS.search(name):
             places[name] = torch.arange(count, count + tensor.numel())
             count += tensor.numel()
-    here = state_here(net, places)
-    order = torch.cat([here[name].flatten() for name, _ in net.named_parameters()])    # [P]
-    return file.state["iterates"][order].T.contiguous()
+    with reading(file):
+        iterates = file.state["iterates"]                              # [count, R]
+        if iterates.ndim != 2 or len(iterates) != count:
+            raise ValueError(f"iterates {list(iterates.shape)} of {count} parameters")
+        here = state_here(net, places)
+        order = torch.cat([here[name].flatten() for name, _ in net.named_parameters()])    # [P]
+        return iterates[order].T.contiguous()
 
 
 def published_flow(file, device):
@@ -1508,23 +1524,23 @@ def take(study, last, rows):
 
 def draw_published(member, file):
     """The last layers of a published LLLA or LA-NF; on the main process."""
-    state = file.state.get("llla_inference", file.state)
-    if not torch.allclose(state["mean"].to(member.theta), member.theta, rtol=1e-4, atol=1e-6):
-        raise UserError(f"{file.path} belongs to another network than that of seed {file.seed} in "
-                        "--map-paths")
-    laplace = state["llla"]
-    h = laplace.get("H_nll", laplace["H"])  # of molecules, H includes the prior
-    spectrum = Spectrum(h.double().to(member.theta.device), None)
-    if h.ndim == 2:
-        spectrum = Spectrum(*eigh(spectrum.values))
-    if "H_nll" not in laplace:
-        spectrum = spectrum._replace(values=spectrum.values.clamp_min(0))  # below is rounding
-    noise = member.noise(member.args.samples[-1], member.seed, STREAMS["samples"])
-    precision = float(laplace["prior_precision"])
-    heads = laplace_samples(member.theta, spectrum, precision, noise)
-    if file.title != "llla":
-        heads, _ = apply_flow(published_flow(file, heads.device), heads)
-    return {"precision": precision, "heads": heads.cpu()}
+    with reading(file):
+        state = file.state.get("llla_inference", file.state)
+        if not torch.allclose(state["mean"].to(member.theta), member.theta, rtol=1e-4, atol=1e-6):
+            raise ValueError(f"other weights than those of seed {file.seed} in --map-paths")
+        laplace = state["llla"]
+        h = laplace.get("H_nll", laplace["H"])  # of molecules, H includes the prior
+        spectrum = Spectrum(h.double().to(member.theta.device), None)
+        if h.ndim == 2:
+            spectrum = Spectrum(*eigh(spectrum.values))
+        if "H_nll" not in laplace:
+            spectrum = spectrum._replace(values=spectrum.values.clamp_min(0))  # below is rounding
+        noise = member.noise(member.args.samples[-1], member.seed, STREAMS["samples"])
+        precision = float(laplace["prior_precision"])
+        heads = laplace_samples(member.theta, spectrum, precision, noise)
+        if file.title != "llla":
+            heads, _ = apply_flow(published_flow(file, heads.device), heads)
+        return {"precision": precision, "heads": heads.cpu()}
 
 
 # In the published order.
@@ -1568,7 +1584,7 @@ def find_posterior(member, title):
     laplace = find_posterior(member, "llla")
     layers = int(title.removeprefix("la_nf"))
     fit = partial(member.fit, fit_flow, laplace, layers)
-    return HeadPosterior(member, title, fit, base=laplace.precision, **fitted)
+    return HeadPosterior(member, title, fit, base=laplace.made_from, **fitted)
 
 
 def keep_predictions(member, posterior, title, part):
@@ -1688,7 +1704,7 @@ class EnergyPrediction(NamedTuple):
         outputs = torch.stack([self.means, self.variances], -1)        # [S, N, 2]
         log_p = log_density(outputs, labels, energies=True)            # [S, N]
         lpd = log_p.logsumexp(0) - math.log(len(outputs))
-        return {"lpd": lpd, "mae": (self.means.mean(0) - labels).abs()}
+        return {"lpd": lpd, "mae_milli": 1000 * (self.means.mean(0) - labels).abs()}
 
     def metrics(self, labels):
         metrics = common.regression_metrics(self.means, self.variances, labels)
@@ -1820,7 +1836,8 @@ def print_differences(differences):
     for d in differences:
         lines = tables.setdefault(d.metric, {})
         line = lines.setdefault(d.method, {f"{d.metric} minus DE": d.method} | empty)
-        line[f"K={d.k}"] = f"{d.mean:+.4f} ± {d.interval:.4f}"
+        digits = 1 if d.metric.endswith("_milli") else 4
+        line[f"K={d.k}"] = f"{d.mean:+.{digits}f} ± {d.interval:.{digits}f}"
     common.print_on_main("\ndifference to DE of the same members: mean ± 1.96 standard errors "
                          "over the test examples")
     for lines in tables.values():
@@ -1868,7 +1885,8 @@ def plot_differences(differences, run):
             places = [ks.index(d.k) + 0.08 * (i - len(methods) / 2) for d in shown]
             axis.errorbar(places, [d.mean for d in shown], [d.interval for d in shown], fmt="o-",
                           ms=4, lw=1, capsize=2, color=colour, label=method)
-        axis.set(xlabel="number of members K", ylabel=f"{metric.replace('lpd', 'LPD')} minus that of DE")
+        title = metric.replace("lpd", "LPD")
+        axis.set(xlabel="number of members K", ylabel=f"{title} minus that of DE")
         axis.set_xticks(range(len(ks)), ks)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
@@ -1973,7 +1991,7 @@ def parse_args(argv=None):
     add("--ood", nargs="*", default=[], metavar="NAME",
         help="out-of-distribution sets; a+b is the union of two, folder:PATH a folder of images, "
         "nonsense images of no class")
-    add("--limit-test", type=at_least(1), metavar="N",
+    add("--limit-test", type=at_least(2), metavar="N",
         help="number of examples of each set that is evaluated")
     add("--map-paths", nargs="+", default=[], metavar="FILE",
         help="published MAP networks, which are the members instead of trained ones")
@@ -2006,13 +2024,16 @@ def check_options(args):
         # Members are sampled for them anyway, for a larger study later.
         common.print_on_main(f"skipped: ensembles of {', '.join(map(str, too_large))}, for which "
                              f"--members {args.members} are too few")
-    if uses(args, *SAMPLED) and args.samples[-1] < args.ensembles[-1]:
+    largest = max(set(args.ensembles) - set(too_large))
+    if uses(args, *SAMPLED) and args.samples[-1] < largest:
         raise UserError(f"--samples {args.samples[-1]}: must be at least one for each member of "
-                        f"--ensembles {args.ensembles[-1]}")
+                        f"--ensembles {largest}")
+    if len({f"{rate:g}" for rate in args.swag_lrs}) < len(args.swag_lrs):
+        raise UserError("--swag-lrs: two rates have the same first six digits; give different ones")
     if "mcdo" in args.methods and (args.map_paths or args.model.startswith("torchvision/")):
         raise UserError("--methods mcdo trains networks with several rates of dropout, which "
                         "neither --map-paths nor torchvision/NAME allow; leave it out")
-    if args.epochs == 0 and args.members > 1 and not args.map_paths:
+    if args.epochs == 0 and args.members * args.runs > 1 and data.is_pretrained(args):
         raise UserError("--epochs 0: all members would be the same network; add --members 1 "
                         "--ensembles 1")
 
@@ -2151,6 +2172,18 @@ def read_all_published(args):
             raise UserError(f"{path} holds {file.title} of seed {file.seed}; --map-paths takes a "
                             "MAP network of each seed, --posterior-paths a posterior of each kind")
         found[file.title, file.seed] = file
+    titles = list_titles(args)
+    for (title, seed), file in found.items():
+        if ("map", seed) not in found or title not in titles:
+            raise UserError(f"{file.path} holds {title} of seed {seed}, which has no network in "
+                            "--map-paths, or is not among --methods and --flow-layers")
+    flows = [title for title in titles if title.startswith("la_nf")]
+    for flow, (title, seed) in itertools.product(flows, found):
+        # A flow that is fitted here belongs to the matrix that is computed here.
+        if title == "llla" and (flow, seed) not in found:
+            raise UserError(f"{found[title, seed].path}: with a published LLLA, LA-NF has to be "
+                            f"published, too; give the file of {flow}, or leave la_nf out of "
+                            "--methods")
     return found
 
 

@@ -1064,8 +1064,8 @@ def test_data_sets_side_by_side(tmp_path, capsys):
               for seed in (1, 2) for method in ("MAP", "SWAG")]
     images.append({"method": "SWAG", "seed": 1, "set": "a_b", "against": "o", "auroc": 0.75})
     energies = [{"method": "SWAG", "seed": 1, "set": "q", "n": 5, "lpd": -1.5, "mae_milli": 9.06}]
-    folders = [write_results(tmp_path / "i", images, columns=("accuracy", "auroc"), width=1),
-               write_results(tmp_path / "e", energies, columns=("lpd", "mae_milli"), width=2)]
+    folders = [write_results(tmp_path / "i", images, columns=("accuracy", "auroc"), dataset="a_b"),
+               write_results(tmp_path / "e", energies, columns=("lpd", "mae_milli"), dataset="q")]
     lines = table(capsys, *folders, "--side-by-side").out.splitlines()
     assert [re.split("  +", line) for line in lines if "---" not in line] == [
         ["method", "a_b accuracy", "a_b/o auroc", "q lpd", "q mae_milli"],
@@ -1076,10 +1076,19 @@ def test_data_sets_side_by_side(tmp_path, capsys):
         r"method & a\_b accuracy & a\_b/o auroc & q lpd & q mae\_milli \\", r"\hline",
         r"MAP & 0.3750 $\pm$ 0.1250 &  &  &  \\",
         r"SWAG & 0.3750 $\pm$ 0.1250 & 0.7500 & $-$1.5000 & 9.1 \\", r"\end{tabular}"]
-    # Of two runs with other options, one would hide the other.
-    folders.append(write_results(tmp_path / "j", images, columns=("accuracy",), width=3))
-    message = refusal(table, capsys, *folders, "--side-by-side")
-    assert "several runs have MAP on a_b" in message
+    # Runs of one data set are told apart by their networks, or by the options that differ.
+    one = {"method": "DE, K=1", "seed": 1, "set": "a_b", "n": 9, "accuracy": 0.25}
+    rows = [one, {**one, "method": "DE, K=5"}]
+    more = [one, {**one, "method": "DE, K=2", "accuracy": 0.5}]
+    for network, width in (("wrn", 1), ("vit", 1), ("vit", 2)):
+        write_results(tmp_path / f"{network}{width}", more if width > 1 else rows, dataset="a_b",
+                      columns=("accuracy",), model=network, width=width)
+    shown = table(capsys, tmp_path / "wrn1", tmp_path / "vit1", "--side-by-side").out
+    assert re.split("  +", shown.splitlines()[0])[1:] == ["a_b wrn accuracy", "a_b vit accuracy"]
+    shown = table(capsys, tmp_path / "vit1", tmp_path / "vit2", "--side-by-side").out
+    header, _, *lines = shown.splitlines()
+    assert re.split("  +", header)[1:] == ["a_b width=1 accuracy", "a_b width=2 accuracy"]
+    assert [line.split()[1] for line in lines] == ["K=1", "K=2", "K=5"]
 
 
 def test_other_directories_are_skipped_in_one_line(tmp_path, capsys):

@@ -787,10 +787,10 @@ def published_study(tmp_path, save):
 
 def test_a_study_of_published_networks(save_published, tmp_path, monkeypatch, capsys):
     files, posteriors, theta, h, flow = published_study(tmp_path, save_published)
-    argv = ("--dataset glyphs --model wrn_10_4 --width 0.1 --limit-train 60 --limit-test 20 "
-            "--val-samples 2 --samples 4 --flow-layers 2 --ensembles 1 2 --swag-lrs 1e-3 --ood "
-            "--swag-epochs 2 --no-plot --batch-size 20 --device cpu").split()
-    argv += ["--out-dir", str(tmp_path), "--map-paths", *map(str, files)]
+    shared = ("--dataset glyphs --model wrn_10_4 --width 0.1 --limit-train 60 --limit-test 20 "
+              "--val-samples 2 --samples 4 --ood --no-plot --batch-size 20 --device cpu").split()
+    shared += ["--out-dir", str(tmp_path), "--map-paths", *map(str, files)]
+    argv = shared + "--flow-layers 2 --ensembles 1 2 --swag-lrs 1e-3 --swag-epochs 2".split()
     rows = sl.main(argv + ["--posterior-paths", *map(str, posteriors)])
     assert [row["seed"] for row in rows[:2]] == ["2", "10"]  # by the seeds in the files
     folder = tmp_path / SCRIPT / "glyphs-wrn_10_4-w0.1-published"
@@ -812,8 +812,23 @@ def test_a_study_of_published_networks(save_published, tmp_path, monkeypatch, ca
     assert by_name(again) == by_name(rows)
     state = {"mean": theta + 1, "llla": {"H": h, "prior_precision": torch.tensor([3.0])}}
     save_published(posteriors[2], "LastLayerLaplace", 2, state)
-    with pytest.raises(UserError, match="llla.pt belongs to another network than that of seed 2"):
+    with pytest.raises(UserError, match="llla.pt lacks a part .* other weights than those of seed"):
         sl.main(argv + ["--eval", "--posterior-paths", *map(str, posteriors)])
+    # Other files that do not fit, and those that nothing would use.
+    damaged = [{**state, "mean": theta[:-1]}, {"mean": theta}, {"mean": theta, "llla": {"H": h}}]
+    for number, state in enumerate(damaged):
+        save_published(tmp_path / "llla.pt", "LastLayerLaplace", 2, state)
+        with pytest.raises(UserError, match="llla.pt lacks a part of a published llla"):
+            sl.main(shared + ["--methods", "llla", "--ensembles", "1", "--name", f"{number}",
+                              "--posterior-paths", str(tmp_path / "llla.pt")])
+    for more, said in ((["--flow-layers", "3"], "la_nf.pt holds la_nf2 of seed 2, which has no"),
+                       (["--methods", "swag", "la_nf"], "swa.pt holds swa of seed 2, which has"),
+                       (["--map-paths", files[0]], "swa.pt holds swa of seed 2, which has no")):
+        words = [*argv, "--posterior-paths", *posteriors, "--name", "no", "--ensembles", 1, *more]
+        with pytest.raises(UserError, match=said):
+            sl.main([str(word) for word in words])
+    with pytest.raises(UserError, match="LA-NF has to be published, too; give the file of la_nf2"):
+        sl.main(argv + ["--posterior-paths", str(posteriors[2]), "--name", "no"])
     for words, said in ((["--map-paths", files[0], files[0]], "map of seed 10; --map-paths takes"),
                         (["--map-paths", posteriors[0]], "holds swa of seed 2"),
                         (["--map-paths", files[0], "--width", 0.2], "map10.pt does not fit")):
@@ -974,7 +989,7 @@ def test_a_study_tells_its_story(studies, dataset):
     results = json.loads((folder / "results.json").read_text())
     assert results["rows"] == rows
     differences = {(d["method"], d["k"], d["metric"]): d for d in results["differences"]}
-    metrics = ("lpd", "mae") if dataset == "clusters" else ("lpd", "accuracy")
+    metrics = ("lpd", "mae_milli") if dataset == "clusters" else ("lpd", "accuracy")
     assert set(differences) == set(itertools.product(labels[1:], (1, 2), metrics))
     for path in folder.glob("*.png"):
         pixels = np.asarray(Image.open(path).convert("L"))
@@ -1279,6 +1294,8 @@ def test_what_depends_on_other_options(monkeypatch):
 
     # Preset sizes that exceed the number of members become the ensemble of all.
     assert members(options("cifar10", "--members", 4))[-1] == [1, 2, 3, 4]
+    # Of skipped sizes, no number of samples is demanded.
+    assert options("cifar10", "--members", 4, "--samples", 10).samples == [10]
     explicit = options("cifar10", "--members", 4, "--ensembles", 1, 5)
     assert members(explicit) == [[1], [2], [3], [4]]
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
@@ -1293,6 +1310,7 @@ def test_what_depends_on_other_options(monkeypatch):
     (["--dataset", "reviews", "--model", "torchvision/resnet18"], "choose one of bert_256_2"),
     (["--members", "2", "--ensembles", "3"], "--ensembles 3: must not exceed --members 2"),
     (["--samples", "2", "--members", "3", "--ensembles", "3"], "at least one for each member"),
+    (["--swag-lrs", "0.01", "0.0100000499"], "same first six digits"),
     (["--num-val", "100000"], "--num-val 100000"), (["--ood", "glyphs_letters+nosuch"], "nosuch")])
 def test_misuse_is_one_line(tmp_path, argv, said):
     with pytest.raises(UserError, match=said) as error:
