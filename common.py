@@ -1469,8 +1469,10 @@ def table(argv=None):
         rows_of_run = join_pairs(content["rows"]) if joined else content["rows"]
         for row in rows_of_run:
             known |= {row["set"]} | row.keys()
-            # Parts of a set, such as a kind of corruption, are in results.csv.
-            if row["set"] in args.sets if args.sets else "kind" not in row:
+            is_shown = "kind" not in row  # of corruption: it is shown only if its set is named
+            if args.sets:
+                is_shown = row["set"] in args.sets
+            if is_shown:
                 rows.append({**row, "run": label})
     for name in (args.metrics or []) + (args.sets or []):
         if known and name not in known:

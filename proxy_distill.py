@@ -1045,7 +1045,9 @@ def ood_rows(dataset, scored, classes, test_set, test_scored, seed):
 
 def shift_rows(rows_of_sets, corruptions):
     """All rows of {(kind, severity): rows}, then their means over kinds and over severities."""
-    rows = list(itertools.chain.from_iterable(rows_of_sets.values()))
+    rows = []
+    for (kind, severity), of_set in rows_of_sets.items():
+        rows += [row | {"kind": kind, "severity": severity} for row in of_set]
     groups = [corruptions.kinds]
     # Published tables average 15 kinds where there are more.
     standard = [kind for kind in corruptions.kinds if kind in data.CIFAR_C_KINDS[:15]]
@@ -1381,12 +1383,7 @@ def check_network(train_set, args):
     """Refuse, before training, a network that fails on the smallest batch."""
     smallest = len(train_set) % args.batch_size or args.batch_size
     # Two images reveal every failure; one alone may fail in batch norm. MIMO repeats each image.
-    kinds_of_epochs = set()  # of the networks that will be made, all of one architecture
-    if not args.ensemble_paths and args.members:
-        kinds_of_epochs.add(args.member_epochs)
-    if args.losses:
-        kinds_of_epochs.add(args.epochs)
-    for epochs in kinds_of_epochs or {1}:
+    for epochs in (args.member_epochs, args.epochs):  # of members and of students
         net = make_network(args, train_set.num_classes, train_set.shape, epochs)
     images = torch.zeros(min(smallest, 2), *train_set.shape).to(net.fc.weight)
     try:
