@@ -1899,9 +1899,12 @@ def _load_weights(net, state, model, weights):
     if f"{name}.weight" in state:
         rows = len(state[f"{name}.weight"])
         net.set_submodule(name, nn.Linear(head.in_features, rows, head.bias is not None))
+    # Some prefixes are still there if another name has none.
+    stripped = {key[PREFIXES.match(key).end():]: value for key, value in state.items()}
+    if len(stripped) == len(state):
+        state = stripped
     for key in list(state):
         value = state.pop(key)
-        key = key[PREFIXES.match(key).end():]  # still there if another name has none
         if not key.startswith(AUXILIARY):
             # DenseNet's weights still have old names: "denselayer1.norm.1" is now "norm1".
             state[re.sub(r"(denselayer\d+\.\w+)\.(\d)", r"\1\2", key)] = value
@@ -1942,8 +1945,8 @@ def _switch_off_auxiliary(net):
 
 def _linear_layers(net):
     """The names of the linear layers of a network, the last one first."""
-    names = [name for name, layer in net.named_modules() if isinstance(layer, nn.Linear)]
-    return names[::-1]
+    layers = net.named_modules()
+    return [name for name, layer in layers if name and isinstance(layer, nn.Linear)][::-1]
 
 
 USUAL_ADVICE = "use another --model or --image-size"
@@ -1960,7 +1963,8 @@ def split_head(net, model, shape, advice=USUAL_ADVICE):
     for name in _linear_layers(net):  # the head need not be the last that the class names
         head = net.get_submodule(name)
         net.set_submodule(name, nn.Identity())
-        with contextlib.suppress(UserError):  # without this layer, the network may fail
+        # Without this layer, the network may fail.
+        with contextlib.suppress(UserError, AttributeError, TypeError, LookupError):
             features = _outputs_of_one_image(net, model, shape, advice)
             sizes = [(1, head.in_features), (1, head.out_features)]
             if [features.shape, logits.shape] == sizes and torch.allclose(head(features), logits):
@@ -1984,8 +1988,7 @@ def _outputs_of_one_image(net, model, shape, advice=USUAL_ADVICE):
     try:
         with torch.no_grad():
             outputs = net(image)
-    except (RuntimeError, ValueError, AssertionError, AttributeError, TypeError,
-            LookupError) as error:
+    except (RuntimeError, ValueError, AssertionError) as error:
         raise UserError(f"--model {model} fails on images {tuple(shape)}: "
                         f"{common.one_line(error)}; {advice}") from None
     net.train()

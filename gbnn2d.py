@@ -1154,7 +1154,7 @@ def decompress(state, train_set, args):
         if not tensor.is_floating_point():
             tensor = tensor.long()
         weights[name] = tensor
-    args = common.with_options(args, eval=True)  # all weights come from this file
+    args = common.with_options(args, eval=True)  # torchvision's weights are not loaded first
     net = make_network(args, train_set.num_classes, train_set.shape)
     shared = network_of(net, SharedWeights(**weights), args)
     net.load_state_dict(state["rest"] | shared.split(shared.posterior()))

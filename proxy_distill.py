@@ -481,7 +481,8 @@ def make_network(args, num_classes, shape, epochs=None):
 def make_mimo(args, num_classes, shape, subnetworks):
     """The network --model with the inputs and outputs of several subnetworks."""
     channels, height, width = shape
-    net = make_network(args, subnetworks * num_classes, (subnetworks * channels, height, width))
+    net = make_network(args, subnetworks * num_classes, (subnetworks * channels, height, width),
+                       args.mimo_epochs)
     return MIMO(net, subnetworks)
 
 
@@ -504,7 +505,7 @@ def read_file(path):
         weights = data.read_state_dict(path)
     kind = None
     if isinstance(state.get("made_from"), dict):  # a checkpoint of this script
-        kind = str(state["made_from"].get("kinds of networks"))
+        kind = state["made_from"].get("kinds of networks")
     # Of the published networks, students alone have a loss among their options.
     options = state.get("hyper_parameters")
     if isinstance(options, dict):
@@ -520,7 +521,7 @@ def read_network(path, kind, like, args):
     kind: what it has to be, "member" or "student".
     """
     weights, found = read_file(path)
-    if found is not None and not found.startswith(kind):
+    if found is not None and not str(found).startswith(kind):
         raise UserError(f"{path} is a {found}, not a {kind}; members are given with "
                         "--ensemble-paths, a student with --student-path")
     is_pretrained = args.model.startswith("torchvision/") and not args.freeze
@@ -1212,7 +1213,7 @@ def parse_args(argv=None):
     if args.target_offset == 0 and "losses" not in args.given:
         if "proxy" in args.losses:
             common.print_on_main("skipped: the loss proxy, which overflows with --target-offset 0")
-            args.losses.remove("proxy")
+            args.losses = [loss for loss in args.losses if loss != "proxy"]
     if args.members == 0 and args.mimo and "losses" not in args.given:
         args.losses = []
     check_options(args)
@@ -1224,6 +1225,8 @@ def parse_args(argv=None):
         args.members = len(args.ensemble_paths)
     if not (args.members or args.mimo or args.student_path):
         raise UserError("--members 0 is for --mimo alone; add --mimo 2")
+    if args.losses and args.members == 0:
+        raise UserError("--members 0: students learn from an ensemble; remove --losses")
     if args.losses and args.members < 2:
         raise UserError(f"--members {args.members}: an ensemble has at least 2; to train one "
                         "member alone, add --losses without a name")
@@ -1256,8 +1259,8 @@ def check_options(args):
         (args.ensemble_paths, ["members", "member_epochs"], "with --ensemble-paths"),
         (not args.mimo, ["mimo_epochs"], "without --mimo"),
         (not args.losses and not args.eval, OF_STUDENTS, "without --losses"),
-        (set(args.losses) <= {"forward_kl"}, ["model_offset"], "on the loss forward_kl"),
-        (not {"proxy", "rkl_proxy"} & set(args.losses), ["target_offset"],
+        (args.losses == ["forward_kl"], ["model_offset"], "on the loss forward_kl"),
+        (args.losses and not {"proxy", "rkl_proxy"} & set(args.losses), ["target_offset"],
          "without the losses proxy and rkl_proxy"),
         (args.shift == "none", ["shift_examples"], "without --shift"),
         (not pretrained, ["weights", "freeze"], "without --model torchvision/NAME"),
@@ -1505,7 +1508,8 @@ def main(argv=None):
     for number in range(args.runs):
         # Each run has members of its own.
         seed = args.seed + number * max(args.members, 1)
-        members = [Path(path).name for path in args.ensemble_paths]
+        members = [f"{Path(path).name} {common.digest(net)[:8]}"
+                   for path, net in zip(args.ensemble_paths, from_files.values())]
         networks = dict(from_files)
         if not from_files:
             members = [seed + m for m in range(args.members)]

@@ -830,6 +830,8 @@ def reading(file):
     """Say of errors in this block that the Published does not fit."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise UserError(f"{file.path} lacks a part of a published {file.title}, or belongs to "
                         f"another network ({type(error).__name__}: {common.one_line(error)})"
@@ -2034,8 +2036,8 @@ def check_options(args):
         raise UserError("--methods mcdo trains networks with several rates of dropout, which "
                         "neither --map-paths nor torchvision/NAME allow; leave it out")
     if args.epochs == 0 and args.members * args.runs > 1 and data.is_pretrained(args):
-        raise UserError("--epochs 0: all members would be the same network; add --members 1 "
-                        "--ensembles 1")
+        raise UserError("--epochs 0: all members would be the same network; use --members 1 "
+                        "and no --runs")
 
 
 def check_effects(args):

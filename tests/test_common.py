@@ -1089,6 +1089,10 @@ def test_data_sets_side_by_side(tmp_path, capsys):
     header, _, *lines = shown.splitlines()
     assert re.split("  +", header)[1:] == ["a_b width=1 accuracy", "a_b width=2 accuracy"]
     assert [line.split()[1] for line in lines] == ["K=1", "K=2", "K=5"]
+    # So are folders of one name.
+    write_results(tmp_path / "w", rows, columns=("accuracy",), model="wrn", dataset="folder:w/a_b")
+    shown = table(capsys, tmp_path / "wrn1", tmp_path / "w", "--side-by-side").out
+    assert len(re.findall(" a_b ", shown.splitlines()[0])) == 2
 
 
 def test_other_directories_are_skipped_in_one_line(tmp_path, capsys):

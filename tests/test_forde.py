@@ -190,6 +190,34 @@ def test_batch_norm_differentiates_as_torchs_does(shape, training):
     assert_same_derivatives(norm.train(training), 2 * double(*shape) + 1)
 
 
+def norm_and_rows():
+    torch.manual_seed(3)
+    norm = nn.BatchNorm2d(3)
+    norm.weight.data.normal_()
+    return norm, 2 * double(7, 3, 2, 4) + 1
+
+
+def derivatives_of_a_part():
+    """Those of batch norm in one of two processes, which have four and three of the rows."""
+    common.start("cpu")
+    norm, x = norm_and_rows()
+    part = x[:4] if common.is_main() else x[4:]
+    found = derivatives(eased(norm), part, list(norm.parameters()))
+    return [tensor.detach() for tensor in found] + [norm.running_mean, norm.running_var]
+
+
+def test_batch_norm_of_two_processes_differentiates_as_torchs_does_in_one(ranks):
+    norm, x = norm_and_rows()
+    right = derivatives(norm.double(), x, list(norm.parameters()))
+    one, two = ranks(derivatives_of_a_part)
+    for own, other, whole in zip(one, two, right):
+        # Rows follow each other; gradients by weight and bias are added up.
+        found = own + other if whole.ndim == 1 else torch.cat([own, other])
+        assert relative(found, whole) < 1e-12
+    for own, buffer in zip(one[-2:], (norm.running_mean, norm.running_var)):
+        assert relative(own, buffer) < 1e-12
+
+
 def test_layers_without_an_eased_form_are_left_alone():
     layers = [nn.Conv2d(2, 4, 3, padding="same"), nn.Conv2d(2, 4, 3, padding_mode="reflect"),
               nn.Conv2d(2, 4, 3, groups=2), nn.Conv2d(2, 4, 3, dilation=2),

@@ -965,6 +965,13 @@ def test_pretrained_networks(tmp_path, capsys, monkeypatch):
     rows = by_method(run([*argv, "--limit-steps", "1", "-b", "8", "--k0", "64", "--name", "whole"]))
     assert list(rows) == METHODS and rows["final"]["weights"] == 337_936
     assert "bytes" not in capsys.readouterr().out.split("run directory")[0]
+    # Later, the file need not be there, and nothing is computed anew.
+    path.rename(tmp_path / "moved.pt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gbnn2d, "compress", None)
+        again = run([*argv, "-b", "8", "--k0", "64", "--name", "whole", "--eval"])
+    assert by_method(again)["final"]["nll"] == pytest.approx(rows["final"]["nll"])
+    (tmp_path / "moved.pt").rename(path)
     data._print_once.cache_clear()
     rows = by_method(run([*argv, "--freeze", "--name", "head"]))
     assert list(rows) == METHODS and rows["final"]["weights"] == 4 * 1024

@@ -148,6 +148,11 @@ def test_what_does_not_fit_is_named(tmp_path):
     state = {f"model.{name}": value for name, value in saved(path).items()}
     torch.save({**state, "n_averaged": torch.tensor(3)}, path)
     assert ": 1 left over (n_averaged); " in refusal(weights=path)
+    # Two networks in one file: neither is taken for the other.
+    both = {f"{prefix}.{name}": value for prefix in ("model", "net")
+            for name, value in saved(path).items()}
+    torch.save(both, path)
+    assert " missing (" in refusal(weights=path)
     torch.save({name: value.char() for name, value in saved(path).items()}, path)
     assert " integers (" in refusal(weights=path)
     saved(path)
@@ -324,8 +329,9 @@ def test_the_head_is_the_linear_layer_that_a_classifier_ends_in():
     whole = HeadFirst()
     backbone, head = parts(lambda: whole)
     assert head.out_features == 4 and isinstance(backbone.before, nn.Linear)
-    with pytest.raises(common.UserError, match="its last layer is not a linear layer"):
-        parts(OwnProduct)
+    for made in (OwnProduct, lambda: nn.Linear(9, 4)):
+        with pytest.raises(common.UserError, match="its last layer is not a linear layer"):
+            parts(made)
     # The backbone may be any module, given with the number of its features.
     backbone, head = parts(lambda: (Classifier().features, 8))
     assert head.in_features == 8 and isinstance(backbone[0], nn.Conv2d)

@@ -1208,7 +1208,7 @@ def test_the_features_of_a_pretrained_network_are_computed_once(tmp_path, monkey
     assert max(row["accuracy"] for row in rows if "accuracy" in row) >= 0.9
     header = (folder / "predictions.csv").read_text().splitlines()[0]
     assert header.startswith("file,label,predicted,confidence,total,aleatoric,epistemic")
-    with pytest.raises(UserError, match="all members would be the same network; add --members 1"):
+    with pytest.raises(UserError, match="all members would be the same network; use --members 1"):
         sl.main(argv + [*CPU, "--epochs", "0"])
 
 
