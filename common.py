@@ -1061,8 +1061,7 @@ class Run:
             self.lock = open(self.dir / ".lock", "a")  # locked until `report` closes it
             if fcntl:
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            patterns = RUN_FILES if self.args.fresh else RUN_FILES[:1]
-            for pattern in patterns:
+            for pattern in RUN_FILES if self.args.fresh else RUN_FILES[:1]:
                 for path in self.dir.glob(pattern):
                     path.unlink()
         except BlockingIOError:
@@ -1441,6 +1440,21 @@ SHARED_COLUMNS = ("accuracy", "nll", "ece15", "auroc_total", "auroc_epistemic", 
                   "ms", "bytes")
 
 
+def chosen_rows(rows, args):
+    """The rows of --sets, or all but those of one kind of corruption; refuses unknown names."""
+    known = {row["set"] for row in rows}.union(*rows)
+    for name in (args.metrics or []) + (args.sets or []):
+        if rows and name not in known:
+            raise UserError(f"--metrics or --sets {name}: not found in any row")
+    if args.sets:
+        rows = [row for row in rows if row["set"] in args.sets]
+    else:
+        rows = [row for row in rows if "kind" not in row]
+    if not rows:
+        raise UserError("no rows to show: give the directories of finished runs")
+    return rows
+
+
 def table(argv=None):
     """Tabulate finished runs; those of several scripts by method, set and OOD set."""
     parser = argparse.ArgumentParser(prog="common.py table", description=table.__doc__)
@@ -1461,7 +1475,6 @@ def table(argv=None):
             print(f"skipped: {directory} is not the directory of a finished run", file=sys.stderr)
     one_script = len({content["script"] for content in contents}) == 1
     rows = []
-    known = set()  # the names of sets and metrics
     columns = {}  # a dictionary, because it keeps the order
     for content in contents:
         # Runs with the same label differ only in their seeds: their rows are pooled.
@@ -1469,20 +1482,11 @@ def table(argv=None):
         if args.side_by_side:
             label = column_label(content, contents)
         columns |= dict.fromkeys(content["columns"])
-        joined = not (one_script or args.side_by_side)
-        rows_of_run = join_pairs(content["rows"]) if joined else content["rows"]
-        for row in rows_of_run:
-            known |= {row["set"]} | row.keys()
-            is_shown = "kind" not in row  # of corruption: it is shown only if its set is named
-            if args.sets:
-                is_shown = row["set"] in args.sets
-            if is_shown:
-                rows.append({**row, "run": label})
-    for name in (args.metrics or []) + (args.sets or []):
-        if known and name not in known:
-            raise UserError(f"--metrics or --sets {name}: not found in any row")
-    if not rows:
-        raise UserError("no rows to show: give the directories of finished runs")
+        of_run = content["rows"]
+        if not (one_script or args.side_by_side):
+            of_run = join_pairs(of_run)
+        rows += [{**row, "run": label} for row in of_run]
+    rows = chosen_rows(rows, args)
     metrics = args.metrics or (columns if one_script else SHARED_COLUMNS)
     if one_script and not args.side_by_side:
         text = format_results(rows, metrics, args.format)

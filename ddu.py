@@ -1171,8 +1171,8 @@ def label_step_by_step(acquisition, pool, sizes, seed, args, run):
 def run_active_learning(args):
     """--active-learning: compare acquisition functions on one pool and first set of labels."""
     if args.model.startswith("torchvision/"):
-        raise UserError("--active-learning trains networks from scratch: choose another --model than "
-                        f"{args.model}")
+        raise UserError("--active-learning trains networks from scratch: choose another --model "
+                        f"than {args.model}")
     pool = active_learning_pool(args)
     check_network(pool.images, args)
     # Here the options of the evaluation, too, change what is labelled.

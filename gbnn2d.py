@@ -1184,6 +1184,10 @@ def read_published(state, train_set, args):
     """The network of a file of the published last stage; raises errors like `decompress`."""
     net = published_network(state["state_dict_no_weight"], args.load, args, train_set.num_classes,
                             train_set.shape, has_weights=False)
+    outputs = len(state["state_dict_no_weight"]["fc.bias"])
+    if outputs > train_set.num_classes:
+        common.print_on_main(f"note: the network has {outputs} outputs, the data have "
+                             f"{train_set.num_classes} classes")
     guide = {OTHER_NAMES.get(name, name): value for name, value in state["params_guide"].items()}
     check_published(guide | state["params_dict_indices"], net)
     mu = guide["outliers_posterior_loc"]
@@ -1479,10 +1483,8 @@ def run_seed(seed, sets, args, run):
     return rows
 
 
-def run_loaded(args):
-    """--load: evaluate a compressed network of this script, or one of the published code."""
-    state = common.load_tensors(args.load)
-    is_ours = state.get("format") == FORMAT
+def sets_of_file(state, is_ours, args):
+    """The sets for the network of a file, whose options `args` gets."""
     missing = [part for part in PUBLISHED_PARTS if part not in state]
     if missing and not is_ours:
         raise UserError(f"--load {args.load}: no compressed network of this version; for one of "
@@ -1490,22 +1492,26 @@ def run_loaded(args):
     content = state.get("options" if is_ours else "state_dict_no_weight")
     if not isinstance(content, dict):
         raise UserError(f"--load {args.load} is damaged: its options or its network are missing")
-    statistics = None
-    train_part = "train"
     if is_ours:
         for name in STORED_OPTIONS:
-            if name in state["options"] and name not in args.given:
-                setattr(args, name, state["options"][name])
-    else:
-        common.refuse(args, ["weights"], "with a published file")
-        args.model, args.width, statistics = published_model(content, args.load)
-        args.draw = "equal"
-        train_part = "test"  # the training images are not read
-        if args.model == "wide_resnet":
-            # published code: its test has other statistics than its training, and 30 draws
-            statistics = CIFAR100
-            args.mc = args.mc if "mc" in args.given else 30
-    sets = load_sets(args, statistics, train_part)
+            if name in content and name not in args.given:
+                setattr(args, name, content[name])
+        return load_sets(args)
+    common.refuse(args, ["weights"], "with a published file")
+    args.model, args.width, statistics = published_model(content, args.load)
+    args.draw = "equal"
+    if args.model == "wide_resnet":
+        # published code: its test has other statistics than its training, and 30 draws
+        statistics = CIFAR100
+        args.mc = args.mc if "mc" in args.given else 30
+    return load_sets(args, statistics, "test")  # the training images are not read
+
+
+def run_loaded(args):
+    """--load: evaluate a compressed network of this script, or one of the published code."""
+    state = common.load_tensors(args.load)
+    is_ours = state.get("format") == FORMAT
+    sets = sets_of_file(state, is_ours, args)
     read = decompress if is_ours else read_published
     try:
         shared = read(state, sets.train, args)
@@ -1516,10 +1522,6 @@ def run_loaded(args):
     size = storage(shared.posterior.weights(), rest_bytes(shared))
     size["file_bytes"] = common.on_main(Path(args.load).stat).st_size
     if not is_ours:
-        outputs = len(content["fc.bias"])
-        if outputs > sets.test.num_classes:
-            common.print_on_main(f"note: the network has {outputs} outputs, the data have "
-                                 f"{sets.test.num_classes} classes")
         indices = state["params_dict_indices"]
         size["outliers"] = len(indices["outliers_indices"])
         size["ellipse_points"] = len(indices["ellipse_outdices"])

@@ -1175,8 +1175,8 @@ def choose_precision(member, title, lpds):
     """The prior precision of the largest validation LPD, with a note at an end of the grid."""
     precision = choose(finite_only(lpds), f"the prior precision of {LABELS[title]}")
     if precision in (min(lpds), max(lpds)):
-        print(f"note: seed{member.seed}-{title}: the chosen prior precision {precision:g} is an end "
-              "of its grid; a better one may lie beyond", flush=True)
+        print(f"note: seed{member.seed}-{title}: the chosen prior precision {precision:g} is an "
+              "end of its grid; a better one may lie beyond", flush=True)
     return precision
 
 
