@@ -1316,7 +1316,9 @@ def pooled_text(values, independent=True, digits=None):
     if isinstance(found[0], (int, float)) and not is_count:
         mean = float(np.mean(found))
         if digits is None:
-            digits = ".5g" if abs(mean) >= 1000 else ".1f" if abs(mean) >= 10 else ".4f"
+            digits = ".5g"
+            if abs(mean) < 1000:
+                digits = ".4f" if abs(mean) < 10 else ".1f"
         text = format(mean, digits)
         if len(found) > 1 and independent:
             text += f" ± {standard_error(found):{digits}}"
@@ -1364,9 +1366,11 @@ def as_latex(columns):
         cell = re.sub(r"([_%&#])", r"\\\1", cell)
         return re.sub("^-", "$-$", cell).replace("±", r"$\pm$")  # a minus, not a hyphen
 
-    head, *lines = [" & ".join(map(escape, line)) + r" \\" for line in zip(*columns)]
-    begin = r"\begin{tabular}{" + "l" * len(columns) + "}"
-    return "\n".join([begin, head, r"\hline", *lines, r"\end{tabular}"])
+    lines = [" & ".join(map(escape, line)) + r" \\" for line in zip(*columns)]
+    lines.insert(1, r"\hline")
+    alignment = "".ljust(len(columns), "l")
+    text = "\n".join(lines)
+    return f"\\begin{{tabular}}{{{alignment}}}\n{text}\n\\end{{tabular}}"
 
 
 def format_results(rows, metrics, style="text"):
@@ -1382,16 +1386,20 @@ def side_by_side(lines, metrics):
 
     Methods are ordered by their numbers of members: "DE, K=1", "SWAG, K=1", "DE, K=5", ...
     """
-    rows = {}  # {method: row}
+    def members(row):
+        found = re.search(r"K=(\d+)$", row["method"])
+        return int(found[1]) if found else 0
+
+    rows = {}     # {method: row}
+    columns = {}  # a dictionary, because it keeps the order
     for line in lines:
         row = rows.setdefault(line["method"], {"method": line["method"]})
         where = "/".join(filter(None, (line["set"], line["against"])))
         where = " ".join(filter(None, (where, line["run"])))
         row |= {f"{where} {metric}": line[metric] for metric in metrics}
-    columns = dict.fromkeys(name for row in rows.values() for name in row)
-    ordered = sorted(rows.values(), key=lambda row: int(row["method"].rpartition("K=")[2])
-                     if re.search(r"K=\d+$", row["method"]) else 0)
-    return [{name: row.get(name) for name in columns} for row in ordered]
+        columns |= dict.fromkeys(row)
+    empty = dict.fromkeys(columns)
+    return [empty | row for row in sorted(rows.values(), key=members)]
 
 
 def run_label(content, contents):

@@ -1218,7 +1218,7 @@ def check_published(parts, net):
     shapes = {"centers_guide": (k, 2), "scale_tril_posterior": (k, 2, 2),
               "outliers_posterior_loc": (o,), "outliers_posterior_sigma": (o,),
               "outliers_indices": (o,), "filtered_labels": (n,)}
-    missing = [name for name in (*shapes, "ellipse_outdices") if name not in parts]
+    missing = [name for name in list(shapes) + ["ellipse_outdices"] if name not in parts]
     if missing:
         raise ValueError(f"{', '.join(missing)} is missing")
     for name, shape in shapes.items():

@@ -1255,7 +1255,7 @@ def check_options(args):
 
     pretrained = args.model.startswith("torchvision/")
     no_effect = [
-        (args.student_path, ["members", "losses", "mimo", *OF_STUDENTS], "with --student-path"),
+        (args.student_path, ["members", "losses", "mimo"] + OF_STUDENTS, "with --student-path"),
         (args.ensemble_paths, ["members", "member_epochs"], "with --ensemble-paths"),
         (not args.mimo, ["mimo_epochs"], "without --mimo"),
         (not args.losses and not args.eval, OF_STUDENTS, "without --losses"),
