@@ -738,14 +738,15 @@ def student_columns(loss, teachers, args, model, batch, epoch, step):
     """The loss, and what shows whether training collapses.
 
     agreement: whether student and ensemble predict the same class; log_precision: that of
-    Dir(exp(z)) and that of the ensemble's proxy.
+    Dir(exp(z)) (minus_energy of EnD, which is no Dirichlet), and that of the ensemble's proxy.
     """
     with common.autocast(args):
         logits = model(batch.images)
     ensemble = teacher_statistics(teachers, batch, args)
     losses = distillation_loss(loss, logits, ensemble, args.model_offset, args.target_offset)
+    log_precision = "minus_energy" if loss == "forward_kl" else "log_precision"
     columns = {"loss": losses, "agreement": logits.argmax(1) == ensemble.log_probs.argmax(1),
-               "log_precision": logits.logsumexp(1),
+               log_precision: logits.logsumexp(1),
                "log_precision_of_proxy": proxy_precision(ensemble).log()}
     return columns, batch.global_size
 

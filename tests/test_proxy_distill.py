@@ -601,7 +601,8 @@ def test_the_whole_study_and_its_evaluation(small, images, tmp_path, capsys, mon
         if line.startswith(("member", "mimo")):
             assert " accuracy " in line and "agreement" not in line
         if line.startswith("student"):
-            assert re.search(" agreement .* log_precision .* log_precision_of_proxy ", line)
+            kind = "minus_energy" if "forward_kl" in line else "log_precision"
+            assert re.search(f" agreement .* {kind} .* log_precision_of_proxy ", line)
     assert said.count("\nstudent") == 8 and "member-seed2  epoch 2" in said
     assert "computed" not in table  # the table shows the test set, alone and against OOD sets
     for picture in ("rejection.png", "training.png"):
