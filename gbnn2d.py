@@ -16,8 +16,8 @@ Usage:
   python gbnn2d.py                                           # glyphs, offline, two CPU cores
   torchrun --nproc_per_node 8 gbnn2d.py --dataset cifar100   # the published ResNet-18
   python gbnn2d.py --load 2DGBNNs.pth --dataset cifar100     # a file of the authors, or of a run
-  python gbnn2d.py --dataset cifar100 --weights FILE   # the authors' first or second stage goes on
   python gbnn2d.py --dataset folder:images --model torchvision/resnet18   # your images and network
+  With --weights FILE of the authors' first or second stage, the stages after it follow.
 
 Expected (more in tests/RESULTS.md): `--runs 3`: 565 Gaussians merge into 104; accuracy 99.75 %
   (deterministic: 99.77), ECE 1.3 +- 0.3 % (0.3 +- 0.1), 63 % of the deterministic network's bytes.
