@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import csv
 import datetime
-import difflib
 import errno
 import hashlib
 import importlib.util
@@ -746,10 +745,8 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(**defaults)
 
     def error(self, message):
-        if message.startswith("unrecognized arguments: -"):
-            word = message.split()[2].split("=")[0]
-            for name in difflib.get_close_matches(word, self._option_string_actions, n=1):
-                message += f"; did you mean {name}?"
+        if message.startswith("unrecognized arguments"):
+            message += "; --help lists all options"
         raise UserError(message.removeprefix("argument "))
 
     def parse(self, argv=None):

@@ -136,7 +136,7 @@ def test_help_shows_the_defaults_of_the_chosen_data_set(capsys):
     ("--seed 1.5", "must be a whole number"), (f"--seed {2**31}", "--seed"), ("--runs 0", "--runs"),
     ("--limit-train 1", "--limit-train"), ("--amp fp8", "--amp"), ("--workers -1", "--workers"),
     ("--image-size 5000", "--image-size"), ("--nonsense", "--nonsense"), ("--lr", "--lr"),
-    ("extra", "extra"), ("--epocs 3", "did you mean --epochs?"),
+    ("extra", "extra"), ("--epocs 3", "--epocs 3; --help lists"),
     ("--dataset nonsense", "--preset nonsense: choose one of main, other, "),
     ("--preset nonsense", "nonsense"), ("--preset pretrained", "pretrained"),
     ("--dataset frozen", "frozen"), ("--dataset", "--dataset"), ("--measure 1.1", "--measure"),
