@@ -1169,12 +1169,9 @@ class Run:
             print(f"{self.dir / name}: {len(rows)} rows", flush=True)
 
     def save_figure(self, figure, name):
-        """Write a matplotlib figure as a PNG file of the directory, and free it."""
-        from matplotlib import pyplot
-
+        """Write a matplotlib figure as a PNG file of the directory."""
         buffer = io.BytesIO()
         figure.savefig(buffer, dpi=150, format="png")
-        pyplot.close(figure)
         self.write(name, buffer.getvalue())
 
     def report(self, rows, columns, shown=None, **extra):
@@ -1506,12 +1503,12 @@ def table(argv=None):
 # ---- Pictures, and the start of a script --------------------------------------------------------
 
 
-def make_figure(rows, columns, **options):
-    """A matplotlib figure for a file, and its axes; the options are those of plt.subplots."""
-    from matplotlib import pyplot
+def make_figure(rows, columns, figsize, **options):
+    """A matplotlib figure for a file, and its axes; the options are those of Figure.subplots."""
+    from matplotlib.figure import Figure
 
-    pyplot.switch_backend("Agg")
-    return pyplot.subplots(rows, columns, layout="constrained", **options)
+    figure = Figure(figsize, layout="constrained")
+    return figure, figure.subplots(rows, columns, **options)
 
 
 # These six can be told apart by colour-blind people.
