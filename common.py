@@ -23,6 +23,7 @@ import hashlib
 import importlib.util
 import inspect
 import io
+import itertools
 import json
 import math
 import operator
@@ -1324,9 +1325,6 @@ def pooled_text(values, independent=True, digits=None):
 def to_csv(rows):
     """CSV text of rows {column: value}, numbers with six significant digits; None is empty."""
     text = io.StringIO()
-    columns = {}  # a dictionary, because it keeps the order
-    for row in rows:
-        columns |= row
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
     for row in rows:
@@ -1526,10 +1524,8 @@ def colours(count):
 
 def draw_histories(histories):
     """A figure of {checkpoint: a row for each epoch}: a panel for each number that was logged."""
-    names = {}  # a dictionary, because it keeps the order
-    for history in histories.values():
-        for row in history:
-            names |= row
+    rows = itertools.chain(*histories.values())
+    names = dict.fromkeys(itertools.chain(*rows))  # in order of appearance
     metrics = [name for name in names if name not in ("epoch", "seconds", "lr")]
     height = 3 + len(histories) / 15  # with the legend
     figure, _ = make_figure(1, len(metrics), figsize=(4 * len(metrics), height))
@@ -1540,8 +1536,7 @@ def draw_histories(histories):
             panel.plot(epochs, [row.get(metric) for row in history], ".-", label=name)
         panel.set(xlabel="epoch", title=metric)
         panel.ticklabel_format(useOffset=False)
-    lines, names = panel.get_legend_handles_labels()
-    figure.legend(lines, names, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(handles=panel.lines, loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
