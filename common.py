@@ -1373,25 +1373,24 @@ def format_results(rows, metrics, style="text"):
     return "\n\n".join(tables)
 
 
-def side_by_side(lines, metrics):
-    """Lines of pool() as papers print them: a row for each method, the data sets side by side.
+def side_by_side(rows, metrics):
+    """Pooled rows as papers print them: a line for each method, the data sets side by side.
 
     Methods are ordered by their numbers of members: "DE, K=1", "SWAG, K=1", "DE, K=5", ...
     """
-    def members(row):
-        found = re.search(r"K=(\d+)$", row["method"])
+    def members(line):
+        found = re.search(r"K=(\d+)$", line["method"])
         return int(found[1]) if found else 0
 
-    rows = {}     # {method: row}
-    columns = {}  # a dictionary, because it keeps the order
-    for line in lines:
-        row = rows.setdefault(line["method"], {"method": line["method"]})
-        where = "/".join(filter(None, (line["set"], line["against"])))
-        where = " ".join(filter(None, (where, line["run"])))
-        row |= {f"{where} {metric}": line[metric] for metric in metrics}
-        columns |= dict.fromkeys(row)
-    empty = dict.fromkeys(columns)
-    return [empty | row for row in sorted(rows.values(), key=members)]
+    lines = {}  # {method: line}
+    empty = {}  # a line with all columns, in order of appearance
+    for row in pool(rows, metrics):
+        line = lines.setdefault(row["method"], {"method": row["method"]})
+        where = "/".join(filter(None, (row["set"], row["against"])))
+        where = " ".join(filter(None, (where, row["run"])))
+        line |= {f"{where} {metric}": row[metric] for metric in metrics}
+        empty |= dict.fromkeys(line)
+    return [empty | line for line in sorted(lines.values(), key=members)]
 
 
 def run_label(content, contents):
@@ -1479,22 +1478,21 @@ def table(argv=None):
     for content in contents:
         # Runs with the same label differ only in their seeds: their rows are pooled.
         label = run_label(content, contents)
-        if args.side_by_side:
-            label = column_label(content, contents)
         columns |= dict.fromkeys(content["columns"])
         of_run = content["rows"]
-        if not (one_script or args.side_by_side):
+        if args.side_by_side:
+            label = column_label(content, contents)
+        elif not one_script:
             of_run = join_pairs(of_run)
         rows += [{**row, "run": label} for row in of_run]
     rows = chosen_rows(rows, args)
     metrics = args.metrics or (columns if one_script else SHARED_COLUMNS)
-    if one_script and not args.side_by_side:
+    if args.side_by_side:
+        text = format_table(side_by_side(rows, metrics), args.format)
+    elif one_script:
         text = format_results(rows, metrics, args.format)
     else:
-        lines = pool(rows, metrics)
-        if args.side_by_side:
-            lines = side_by_side(lines, metrics)
-        text = format_table(lines, args.format)
+        text = format_table(pool(rows, metrics), args.format)
     print(text, flush=True)
 
 
