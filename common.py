@@ -1022,20 +1022,21 @@ class Run:
         self.dir = Path(args.out_dir, script, name)
         self.began = time.perf_counter()
         self.histories = {}  # {checkpoint: a row for each epoch}
-        self.not_identity = NOT_IDENTITY.union(evaluation_options)
-        self.identity = on_main(self._open)  # the options that identify it
+        not_identity = NOT_IDENTITY.union(evaluation_options)
+        self.identity = on_main(self._open, not_identity)  # the options that identify it
         shown = [f"{name} {value}" for name, value in self.identity.items() if value is not None]
         print_on_main(f"{script}: {', '.join(shown)}; {args.device.type}, {world_size()} "
                       f"process(es) of {torch.get_num_threads()} thread(s)")
         print_on_main(f"run directory {self.dir}")
 
-    def _open(self):
-        """Create and lock the directory; returns the options that it was made with."""
+    def _open(self, not_identity):
+        is_evaluation = self.args.eval and exists
+        """Create and lock the directory, check its options; returns those that identify the run."""
         exists = os.path.isdir(self.dir)
         if self.args.eval and self.args.epochs > 0 and not exists:
             raise UserError(f"no run in {self.dir}; train it first, without --eval")
         # A finished run may lie where nothing can be written: it can still be evaluated.
-        self.writable = not (self.args.eval and exists and not os.access(self.dir, os.W_OK))
+        self.writable = not is_evaluation or os.access(self.dir, os.W_OK)
         if self.writable:
             self._lock()
         elif self.args.predict:
@@ -1048,10 +1049,19 @@ class Run:
         # Without the options, nobody knows what checkpoints were made with.
         if os.path.exists(self.dir / "options.json") or any(self.dir.glob("*.pt")):
             there = read_options(self.dir)
-        identity = self._check_identity(here, there)
-        if not (self.args.eval and exists):
+        names = (there.keys() | here.keys()) - not_identity
+        advice = "use another --name, or --fresh to start over"
+        if self.args.eval:
+            names -= ONLY_TRAINING
+            advice = "use these to evaluate it"
+        differing = [name for name in sorted(names) if there.get(name) != here.get(name)]
+        if differing:
+            shown = ", ".join(f"{name} {there.get(name)}" for name in differing)
+            raise UserError(f"{self.dir} was made with other options: {shown}; {advice}")
+        if not is_evaluation:
             self.write("options.json", json.dumps(here, indent=1))
-        return identity
+        # With --eval, too, results.json names the options of the training.
+        return {name: there[name] for name in there if name not in not_identity}
 
     def _lock(self):
         try:
@@ -1068,20 +1078,6 @@ class Run:
         except OSError as error:
             raise UserError(f"cannot write to {self.dir} ({error.strerror}); use another --out-dir "
                             "or --name") from None
-
-    def _check_identity(self, here, there):
-        """Refuse options that differ from those `there`; returns those that identify the run."""
-        names = (there.keys() | here.keys()) - self.not_identity
-        advice = "use another --name, or --fresh to start over"
-        if self.args.eval:
-            names -= ONLY_TRAINING
-            advice = "use these to evaluate it"
-        differing = [name for name in sorted(names) if there.get(name) != here.get(name)]
-        if differing:
-            shown = ", ".join(f"{name} {there.get(name)}" for name in differing)
-            raise UserError(f"{self.dir} was made with other options: {shown}; {advice}")
-        # With --eval, too, results.json names the options of the training.
-        return {name: there[name] for name in there if name not in self.not_identity}
 
     def _origin(self, made_from):
         """What a file is made from: `made_from`, as JSON, and the options of the run."""
