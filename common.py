@@ -914,7 +914,6 @@ def as_json(value):
 
 def write(path, content):
     """Write bytes or text to a temporary file, then rename it: `path` is whole, or not changed."""
-    path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     if isinstance(content, str):
         content = content.encode()
