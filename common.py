@@ -755,11 +755,12 @@ class Parser(argparse.ArgumentParser):
 
         Starts the device. `args.given` names the options of the command line.
         """
-        nothing = dict.fromkeys(vars(self.parse_args([])))
+        args = self.parse_args(argv)
+        nothing = argparse.Namespace(**dict.fromkeys(vars(args)))
         # argparse sets no default where the namespace has a value, and None cannot be typed.
-        typed = vars(self.parse_args(argv, argparse.Namespace(**nothing)))
-        given = {name: value for name, value in typed.items() if value is not None}
-        self.set_defaults(**self._chosen_defaults(given))
+        typed = vars(self.parse_args(argv, nothing))
+        given = {name for name, value in typed.items() if value is not None}
+        self.set_defaults(**self._chosen_defaults(args))
         args = self.parse_args(argv)
         if "help" in given:
             print(self.format_help(), flush=True)  # argparse's own would ignore a full disk
@@ -770,7 +771,7 @@ class Parser(argparse.ArgumentParser):
         # Where no disk is shared, only the main process has the run of --eval --name.
         args = broadcast(args)
         args.device = device
-        args.given = set(given)
+        args.given = given
         args.dataset = args.dataset.rstrip("/")  # of a folder, from the shell's completion
         if args.batch_size < world_size():
             self.error(f"--batch-size {args.batch_size}: this is the global batch size, which must "
@@ -781,23 +782,22 @@ class Parser(argparse.ArgumentParser):
             args.plot = False
         return args
 
-    def _chosen_defaults(self, given):
+    def _chosen_defaults(self, args):
         """The defaults {option: value} of the run, or of the data set and the network."""
-        if given.get("eval") and given.get("name"):
-            out_dir = given.get("out_dir", self.get_default("out_dir"))
-            folder = Path(out_dir, self.script, given["name"])
+        if args.eval and args.name:
+            folder = Path(args.out_dir, self.script, args.name)
             if os.path.isdir(folder):
                 return read_options(folder)
-        preset = given.get("preset", given.get("dataset", self.get_default("dataset")))
+        preset = args.dataset if args.preset is None else args.preset
         preset = preset.split(":")[0]  # folder:PATH
         if preset not in self.presets or preset in ("pretrained", "frozen"):
             self.error(f"--dataset or --preset {preset}: choose one of {self.names}; or --dataset "
                        "folder:PATH for your own images")
         values = dict(self.presets[preset])
         has_pretrained = values.get("model", "").startswith("torchvision/")
-        if given.get("model", "").startswith("torchvision/") and not has_pretrained:
+        if args.model.startswith("torchvision/") and not has_pretrained:
             values.update(self.presets["pretrained"])
-        if given.get("freeze"):
+        if args.freeze:
             values.update(self.presets["frozen"])
         return values
 
