@@ -234,10 +234,9 @@ def ensemble_uncertainty(log_probs):
         aleatorics.append(torch.special.entr(p).sum(-1).mean(0))       # [n]  mean_m H(p_m)
     total = torch.cat(totals)
     aleatoric = torch.cat(aleatorics)
-    epistemic = total - aleatoric
+    parts = {"total": total, "aleatoric": aleatoric, "epistemic": total - aleatoric}
     # Rounding may leave values just below 0.
-    return {"total": total.clamp_min(0), "aleatoric": aleatoric.clamp_min(0),
-            "epistemic": epistemic.clamp_min(0)}
+    return {name: values.clamp_min(0) for name, values in parts.items()}
 
 
 def _threshold_counts(scores, positive):
@@ -451,7 +450,7 @@ def start(device="auto"):
     if device == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps: not found on this machine; use --device cpu")
     if device == "cuda":
-        index = int(os.environ.get("LOCAL_RANK", 0))
+        index = dist.get_node_local_rank(0)
         count = torch.cuda.device_count()
         if index >= count:
             raise UserError(f"--device cuda: process {index} needs a GPU of its own, and this "
@@ -507,10 +506,9 @@ def broadcast(value):
 
 def gather_objects(value):
     """The values of all processes, by rank, on all processes."""
-    if world_size() == 1:
-        return [value]
-    values = [None for _ in range(world_size())]
-    dist.all_gather_object(values, value)
+    values = [value for _ in range(world_size())]
+    if world_size() > 1:
+        dist.all_gather_object(values, value)
     return values
 
 
@@ -541,7 +539,7 @@ def on_each_machine(work, *arguments):
     For downloads and caches: the first call on a machine makes the files that the others read. If a
     call raises a UserError, every process of every machine raises it.
     """
-    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    is_first = dist.get_node_local_rank(0) == 0
     result = None
     error = None
     for turn_of_first in (True, False):
@@ -551,9 +549,9 @@ def on_each_machine(work, *arguments):
             except UserError as found:
                 error = found
         # Gathering also waits until all processes have had this turn.
-        errors = [other for other in gather_objects(error) if other is not None]
-        if errors:
-            raise errors[0]
+        for other in gather_objects(error):
+            if other is not None:
+                raise other
     return result
 
 
@@ -598,14 +596,13 @@ def gather_rows(batches):
     batches: for each batch a dictionary {"index": the rows of the set [b], name: values [b, ...]}.
     Returns {name: [N, ...]} on the CPU, in the order of the set; {} on the other processes.
     """
-    own = _concatenate(batches)
-    parts = [own]
+    columns = _concatenate(batches)
     if world_size() > 1:
         parts = [None for _ in range(world_size())] if is_main() else None
-        dist.gather_object(own, parts)
-    if not is_main():
-        return {}
-    columns = _concatenate(parts)
+        dist.gather_object(columns, parts)
+        if not is_main():
+            return {}
+        columns = _concatenate(parts)
     index = columns.pop("index")
     order = index.argsort()
     if not torch.equal(index[order], torch.arange(len(index))):
@@ -1029,11 +1026,11 @@ class Run:
         print_on_main(f"run directory {self.dir}")
 
     def _open(self, not_identity):
-        is_evaluation = self.args.eval and exists
         """Create and lock the directory, check its options; returns those that identify the run."""
         exists = os.path.isdir(self.dir)
         if self.args.eval and self.args.epochs > 0 and not exists:
             raise UserError(f"no run in {self.dir}; train it first, without --eval")
+        is_evaluation = self.args.eval and exists
         # A finished run may lie where nothing can be written: it can still be evaluated.
         self.writable = not is_evaluation or os.access(self.dir, os.W_OK)
         if self.writable:
@@ -1319,6 +1316,7 @@ def pooled_text(values, independent=True, digits=None):
 
 def to_csv(rows):
     """CSV text of rows {column: value}, numbers with six significant digits; None is empty."""
+    columns = dict.fromkeys(itertools.chain(*rows))  # in order of appearance
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
