@@ -956,9 +956,9 @@ def load_tensors(path):
         with torch.serialization.safe_globals([argparse.Namespace]):
             if not damaged:
                 state = torch.load(file, map_location="cpu", weights_only=True)
-    except MemoryError:
-        raise
     except Exception as error:  # of many types; PyTorch's own text proposes weights_only=False
+        if as_user_error(error) is not None:
+            raise  # out of memory: the file may be whole
         kind = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
         if kind:
             raise UserError(f"{path} holds an object of {kind[1]} (a whole pickled network?), "
@@ -1434,10 +1434,12 @@ SHARED_COLUMNS = ("accuracy", "nll", "ece15", "auroc_total", "auroc_epistemic", 
 
 def chosen_rows(rows, args):
     """The rows of --sets, or all but those of one kind of corruption; refuses unknown names."""
-    known = {row["set"] for row in rows}.union(*rows)
-    for name in (args.metrics or []) + (args.sets or []):
-        if rows and name not in known:
-            raise UserError(f"--metrics or --sets {name}: not found in any row")
+    metrics = set().union(*rows).difference(KEYS)
+    sets = {row["set"] for row in rows}
+    for option, names, known in (("metrics", args.metrics, metrics), ("sets", args.sets, sets)):
+        for name in names or []:
+            if rows and name not in known:
+                raise UserError(f"--{option} {name}: not found in any row")
     if args.sets:
         rows = [row for row in rows if row["set"] in args.sets]
     else:

@@ -1017,8 +1017,9 @@ def test_table_pools_the_seeds_of_directories_and_separates_options(tmp_path, ca
     assert not re.search("nll|seed=|compile=|name=|taste=", shown)
     assert "nll" in table(capsys, *folders, "--metrics", "nll").out
     assert "DDU" in table(capsys, *folders, "--sets", "t").out
-    for wrong in (["--metrics", "nll", "acuracy"], ["--sets", "t", "acuracy"]):
-        assert "acuracy: not found in any row" in refusal(table, capsys, *folders, *wrong)
+    for wrong in (["--metrics", "nll", "t"], ["--sets", "t", "nll"]):
+        text = refusal(table, capsys, *folders, *wrong)
+        assert f"{wrong[0]} {wrong[2]}: not found in any row" in text
 
 
 def test_runs_that_differ_only_in_their_data_directory_are_kept_apart(tmp_path, capsys):
@@ -1224,6 +1225,15 @@ def test_out_of_memory_is_one_line_that_names_what_helps(tmp_path, main, argumen
     assert child.stderr.startswith("x.py: error: out of memory; ")
     for option in ("--batch-size", "--width", "--amp bf16"):
         assert option in child.stderr
+
+
+def test_out_of_memory_is_not_a_damaged_file(tmp_path, monkeypatch):
+    torch.save({"x": torch.zeros(3)}, tmp_path / "x.pt")
+    text = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"
+    for error in (MemoryError(), RuntimeError(text)):
+        monkeypatch.setattr(torch, "load", lambda *_, **__: throw(error))
+        with pytest.raises(type(error)):
+            common.load_tensors(tmp_path / "x.pt")
 
 
 def run_common(*argv):
