@@ -484,47 +484,42 @@ def channels(count, args):
     return max(1, round(count * args.width))
 
 
-def resnet9(args, shape):
-    return resnet(args, shape, blocks=1)
-
-
-def resnet18(args, shape):
-    return resnet(args, shape, blocks=2)
+def groups_of_blocks(block, c_in, widths, blocks):
+    """Blocks by groups of one width; all groups but the first start by halving the resolution."""
+    layers = []
+    for group, c_out in enumerate(widths):
+        for index in range(blocks):
+            stride = 2 if group > 0 and index == 0 else 1
+            layers.append(block(c_in, c_out, stride))
+            c_in = c_out
+    return layers
 
 
 def resnet(args, shape, blocks):
     """Four groups of basic blocks after a 3x3 convolution of stride 1, without a max pool."""
-    c_in = channels(64, args)
+    widths = [channels(count, args) for count in (64, 128, 256, 512)]
+    c_in = widths[0]
     layers = [SameConv2d(shape[0], c_in), nn.BatchNorm2d(c_in), nn.ReLU()]
-    for group in range(4):
-        c_out = channels(64 * 2**group, args)
-        for index in range(blocks):
-            # Every group but the first one starts by halving the resolution.
-            stride = 2 if group > 0 and index == 0 else 1
-            layers.append(BasicBlock(c_in, c_out, stride))
-            c_in = c_out
-    return layers + [nn.AdaptiveAvgPool2d(1), nn.Flatten()], c_in
+    layers += groups_of_blocks(BasicBlock, c_in, widths, blocks)
+    return layers + [nn.AdaptiveAvgPool2d(1), nn.Flatten()], widths[-1]
 
 
 def preact_resnet18(args, shape):
-    return preact_resnet(args, shape, channels(64, args), groups=(64, 128, 256, 512))
+    widths = [channels(count, args) for count in (64, 128, 256, 512)]
+    return preact_resnet(shape, widths[0], widths)
 
 
 def wrn_16_4(args, shape):
-    return preact_resnet(args, shape, 16, groups=(64, 128, 256))
+    widths = [channels(count, args) for count in (64, 128, 256)]
+    return preact_resnet(shape, 16, widths)
 
 
-def preact_resnet(args, shape, c_in, groups):
+def preact_resnet(shape, c_in, widths):
     """Groups of two pre-activation blocks after a 3x3 convolution with `c_in` channels."""
-    layers = [SameConv2d(shape[0], c_in)]
-    for group, count in enumerate(groups):
-        c_out = channels(count, args)
-        for index in range(2):
-            stride = 2 if group > 0 and index == 0 else 1
-            layers.append(PreActivationBlock(c_in, c_out, stride))
-            c_in = c_out
-    layers += [nn.BatchNorm2d(c_in), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return layers, c_in
+    layers = [SameConv2d(shape[0], c_in)] + groups_of_blocks(PreActivationBlock, c_in, widths, 2)
+    c_out = widths[-1]
+    layers += [nn.BatchNorm2d(c_out), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return layers, c_out
 
 
 def mlp(args, shape):
@@ -599,7 +594,7 @@ class Members(nn.Module):
 
     def __init__(self, nets):
         super().__init__()
-        self.nets = nn.ModuleList(nets)
+        self.nets = nets
 
     def forward(self, x, y, method, grad_of):
         """Logits [C, B, K], and what repels in this method, particles [C, B, ...]; float32."""
@@ -634,23 +629,21 @@ def chunked_forward(chunks, x, *others):
     outputs = []
     for chunk in chunks:
         outputs.append(checkpoint(chunk, x, *others, use_reentrant=True))
-    set_momentum(chunks, 0.0)  # the running averages do not move again
+        set_momentum(chunk, 0.0)  # the running averages do not move again
     logits, particles = map(torch.cat, zip(*outputs))
     return logits, particles
 
 
-def own_rows(batch):
-    """Which rows of the global batch this process has, as a slice."""
-    share, longer = divmod(batch.global_size, common.world_size())
-    first = common.rank() * share + min(common.rank(), longer)
-    return slice(first, first + len(batch.labels))
+def own_rows(everyone):
+    """The rows [M, b, ...] of this process in a global batch [M, B, ...], as a view."""
+    return everyone.tensor_split(common.world_size(), 1)[common.rank()]
 
 
 def global_batch(particles, batch):
     """Particles [M, B, ...] of all processes, from those of this process [M, b, ...]."""
     shape = (len(particles), batch.global_size) + particles.shape[2:]
     everyone = particles.new_zeros(shape)
-    everyone[:, own_rows(batch)] = particles
+    own_rows(everyone).copy_(particles)
     return common.all_reduce(everyone)
 
 
@@ -683,7 +676,7 @@ def ensemble_step(chunks, batch, metric, method, args):
 
     # 4. The loss. `surrogate` has the gradient of R by the weights: the product of dR / dg, taken
     # as a constant, and the gradient of this process's particles g by the weights.
-    grad_R = torch.autograd.grad(R, g)[0][:, own_rows(batch)]          # [M, b, D]
+    grad_R = own_rows(torch.autograd.grad(R, g)[0])                    # [M, b, D]
     surrogate = (particles * grad_R).sum()
     loss = data_loss(logits, batch.labels)
     total = loss / batch.global_size + args.repulsion_coef * surrogate
@@ -707,10 +700,9 @@ def repel_weights(nets, num_train, args):
 
 def set_momentum(nets, momentum):
     """Set how far a step moves the running statistics of batch norm."""
-    for net in nets:
-        for module in net.modules():
-            if isinstance(module, (BatchNorm, nn.modules.batchnorm._BatchNorm)):
-                module.momentum = momentum
+    for module in nets.modules():
+        if isinstance(module, (BatchNorm, nn.modules.batchnorm._BatchNorm)):
+            module.momentum = momentum
 
 
 def learning_rate(step, steps_per_epoch, args):
@@ -774,8 +766,7 @@ def train_epoch(nets, chunks, loader, optimiser, epoch, metric, method, args):
         # Functions of the step: a resumed run needs no state of a scheduler.
         global_step = epoch * len(loader) + step
         lr = learning_rate(global_step, len(loader), args)
-        for group in optimiser.param_groups:
-            group["lr"] = lr
+        optimiser.param_groups[0]["lr"] = lr
         # published code: averages with decay 0.9, divided by 1 - 0.9^t after t steps
         set_momentum(nets, 0.1 / (1 - 0.9 ** (global_step + 1)))
 
