@@ -233,14 +233,14 @@ class Convolution(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if torch.is_grad_enabled():
             beyond = []  # rows and columns at the end of x that no kernel reaches
-            for axis in (0, 1):
-                unpadded = x.shape[2 + axis] - weight.shape[2 + axis]
-                beyond.append((unpadded + 2 * ctx.padding[axis]) % ctx.stride[axis])
+            sizes = zip(x.shape[2:], weight.shape[2:], ctx.padding, ctx.stride)
+            for size, kernel, padding, stride in sizes:
+                beyond.append((size + 2 * padding - kernel) % stride)
             grad_x = F.conv_transpose2d(grad, weight, None, ctx.stride, ctx.padding, beyond)
             return grad_x, None, None, None
-        wanted = (ctx.needs_input_grad[0], True, False)
         grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
-            grad, x, weight, None, ctx.stride, ctx.padding, (1, 1), False, (0, 0), 1, wanted)
+            grad, x, weight, None, ctx.stride, ctx.padding, (1, 1), False, (0, 0), 1,
+            (ctx.needs_input_grad[0], True, False))
         return grad_x, grad_weight, None, None
 
 
@@ -279,8 +279,7 @@ class SameConv2d(Conv2d):
 
 def by_channel(values, x):
     """values [C] in the shape that broadcasts over x [B, C] or [B, C, H, W]."""
-    shape = [1 for _ in x.shape]
-    shape[1] = -1
+    shape = [-1] + [1 for _ in x.shape[2:]]
     return values.view(shape)
 
 
@@ -533,8 +532,8 @@ def mlp(args, shape):
     return layers, c_in
 
 
-PUBLISHED_NETWORKS = {"resnet9": resnet9, "resnet18": resnet18, "wrn_16_4": wrn_16_4,
-                      "preact_resnet18": preact_resnet18, "mlp": mlp}
+PUBLISHED_NETWORKS = {"resnet9": partial(resnet, blocks=1), "resnet18": partial(resnet, blocks=2),
+                      "wrn_16_4": wrn_16_4, "preact_resnet18": preact_resnet18, "mlp": mlp}
 # To add a network of your own, add its function here; it keeps the weights that it is made with.
 NETWORKS = PUBLISHED_NETWORKS | {}
 
@@ -575,9 +574,7 @@ def make_ensemble(args, seed, num_classes, shape):
     for member in range(args.members):
         common.seed_all(seed, member)
         nets.append(make_network(args, num_classes, shape))
-    memory_format = torch.contiguous_format
-    if channels_last(args):
-        memory_format = torch.channels_last
+    memory_format = torch.channels_last if channels_last(args) else torch.contiguous_format
     return nn.ModuleList(nets).to(args.device, memory_format=memory_format)
 
 
@@ -875,25 +872,6 @@ def disagreement(log_probs):
     return 1 - share.mean().item()
 
 
-def predictive_metrics(log_probs, labels):
-    """Metrics of the mean prediction of log_probs [M, N, K]; nll_miss is the NLL of its errors."""
-    uncertainty = uncertainties(log_probs)
-    mean = mean_log_probs(log_probs)
-    probs = mean.exp()
-    metrics = {"accuracy": common.accuracy(probs, labels), "nll": common.nll(mean, labels),
-               "nll_miss": None, "ece15": common.ece(probs, labels),
-               "brier": common.brier(probs, labels)}
-    wrong = probs.argmax(1) != labels
-    if wrong.any():
-        metrics["nll_miss"] = common.nll(mean[wrong], labels[wrong])
-    for k in (2, 3):
-        if k <= probs.shape[1]:
-            metrics[f"top{k}_accuracy"] = common.top_k_accuracy(probs, labels, k)
-    metrics["member_accuracy"] = np.mean([common.accuracy(own, labels) for own in log_probs])
-    metrics["disagreement"] = disagreement(log_probs)
-    return metrics | moments(uncertainty)
-
-
 def moments(uncertainty):
     """Mean and population standard deviation over a set of its `uncertainties`."""
     metrics = {}
@@ -904,9 +882,27 @@ def moments(uncertainty):
 
 
 def set_row(name, outputs, key):
-    """The row of one set; key: {"method": ..., "seed": ...}."""
-    row = {**key, "set": name, "n": len(outputs.labels)}
-    return row | predictive_metrics(outputs.log_probs, outputs.labels)
+    """Metrics of the mean prediction for one set; key: {"method": ..., "seed": ...}.
+
+    nll_miss is the NLL of its errors.
+    """
+    log_probs = outputs.log_probs
+    labels = outputs.labels
+    uncertainty = uncertainties(log_probs)
+    mean = mean_log_probs(log_probs)
+    probs = mean.exp()
+    row = {**key, "set": name, "n": len(labels), "accuracy": common.accuracy(probs, labels),
+           "nll": common.nll(mean, labels), "nll_miss": None, "ece15": common.ece(probs, labels),
+           "brier": common.brier(probs, labels)}
+    wrong = probs.argmax(1) != labels
+    if wrong.any():
+        row["nll_miss"] = common.nll(mean[wrong], labels[wrong])
+    for k in (2, 3):
+        if k <= probs.shape[1]:
+            row[f"top{k}_accuracy"] = common.top_k_accuracy(probs, labels, k)
+    row["member_accuracy"] = np.mean([common.accuracy(own, labels) for own in log_probs])
+    row["disagreement"] = disagreement(log_probs)
+    return row | moments(uncertainty)
 
 
 def clean_rows(test_name, outputs, distance, key):
@@ -1123,8 +1119,7 @@ def plot_toy(points, predictions, run):
 
 # ---- Options ------------------------------------------------------------------------------------
 
-METHODS = ("deep_ensemble", "forde_pca", "forde_identity", "forde_tuned", "weight_rde",
-           "function_rde", "lit")
+METHODS = tuple(TITLES)
 # A data set alone selects the paper's recipe for it: what its preset does not say is the default
 # of `parse_args`, ten ResNet-18 and FoRDE-PCA.
 # The validation set is drawn by the seed, so each seed trains on other images.
@@ -1254,7 +1249,6 @@ def check_options(args):
 def refuse_without_effect(args):
     """Refuse options that were given and would have no effect."""
     pretrained = args.model.startswith("torchvision/")
-    repels = args.methods != ["deep_ensemble"]
     no_effect = [
         (args.dataset in NO_IMAGES, ["val_fraction", "published_split", "image_size"],
          f"with --dataset {args.dataset}"),
@@ -1268,7 +1262,8 @@ def refuse_without_effect(args):
         (args.schedule != "published", ["lr_ratio"], f"with --schedule {args.schedule}"),
         ("forde_tuned" not in args.methods, ["alpha"], "without --methods forde_tuned"),
         (not uses_basis(args), ["basis"], "without --methods forde_pca or forde_tuned"),
-        (not repels, ["repulsion_coef", "repulse_every"], "where no members repel"),
+        (args.methods == ["deep_ensemble"], ["repulsion_coef", "repulse_every"],
+         "where no members repel"),
     ]
     for applies, names, reason in no_effect:
         if applies:
@@ -1291,29 +1286,23 @@ def gaussian_ring(n_per_class, seed=42):
     return centre + noise, y
 
 
-def toy_plane():
-    """A grid of points [N, 2] around the toy's Gaussians, row by row."""
-    axis = torch.linspace(-PLANE_LIMIT, PLANE_LIMIT, PLANE_SIDE)
-    y, x = torch.meshgrid(axis, axis, indexing="ij")
-    return torch.stack([x, y], 2).flatten(0, 1)
+def point_set(name, points, labels):
+    """Points [N, 2] of the plane as a set of images of one pixel."""
+    return data.ImageSet(name, points[:, :, None, None], labels, 5, (0.0, 0.0), (1.0, 1.0))
 
 
 def load_toy():
     """The sets of the toy; points of the plane that are far from its training points are OOD."""
     x, y = gaussian_ring(40)
-    test_x, test_y = gaussian_ring(20, seed=43)
-    plane = toy_plane()
-    far = plane[torch.cdist(plane, x).amin(1) > 3]
-    # Points are images of one pixel. An epoch sees each one 50 times: a pass over 200 points would
-    # be a single step.
-    images = x.repeat(50, 1)[:, :, None, None]
-    train = data.ImageSet("toy_classification", images, y.repeat(50), 5, (0.0, 0.0), (1.0, 1.0))
-    test = replace(train, images=test_x[:, :, None, None], labels=test_y)
-    sets = {}
-    for name, points in [("far", far), ("plane", plane)]:
-        unknown = torch.full((len(points),), -1)
-        sets[name] = replace(train, name=name, images=points[:, :, None, None], labels=unknown)
-    return data.Sets(train, None, test, {"far": sets["far"]}, sets["plane"])
+    # An epoch sees each point 50 times: a pass over 200 points would be a single step.
+    train = point_set("toy_classification", x.repeat(50, 1), y.repeat(50))
+    test = point_set("toy_classification", *gaussian_ring(20, seed=43))
+    axis = torch.linspace(-PLANE_LIMIT, PLANE_LIMIT, PLANE_SIDE)
+    points = torch.cartesian_prod(axis, axis).flip(1)                  # (x, y), row by row
+    unknown = torch.full((len(points),), -1)
+    plane = point_set("plane", points, unknown)
+    far = plane.select(torch.cdist(points, x).amin(1) > 3)
+    return data.Sets(train, None, test, {"far": replace(far, name="far")}, plane)
 
 
 def load_features(args):
@@ -1342,7 +1331,7 @@ def stratified_split(labels, val_fraction=0.1, seed=88):
     val = []
     for label in labels.unique():
         rows = (labels == label).nonzero()[:, 0].numpy()
-        rows = rows[generator.permutation(len(rows))]
+        rows = generator.permutation(rows)
         num_train = len(rows) - math.floor(val_fraction * len(rows))
         train.append(rows[:num_train])
         val.append(rows[num_train:])
@@ -1373,11 +1362,8 @@ def load_sets(args, seed):
     if args.dataset == "cifar10":
         # published code: these differ a little from those of the other scripts
         statistics = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
-    val_fraction = args.val_fraction
-    limit_train = args.limit_train
-    if args.published_split:
-        val_fraction = 0.0
-        limit_train = None
+    val_fraction = 0.0 if args.published_split else args.val_fraction
+    limit_train = None if args.published_split else args.limit_train
     if common.on_main(data.has_own_val, args.dataset):
         common.refuse(args, ["val_fraction"], "on a folder with a part val")
     preparation = data.preparation_of(args.model, args.weights, args.image_size)
