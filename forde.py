@@ -42,7 +42,6 @@ Differences from the published code (github.com/AaltoPML/FoRDE, commit e8f9d74; 
 import argparse
 import math
 import time
-from dataclasses import replace
 from functools import partial
 from typing import Callable, NamedTuple
 
@@ -598,7 +597,7 @@ class Members(nn.Module):
         logits = []
         particles = []
         for net in self.nets:
-            if method in WITHOUT_INPUT_GRADIENTS:
+            if method in ("deep_ensemble", "weight_rde", "function_rde"):
                 f = net(x)                                             # [B, K]
                 points = f if method == "function_rde" else f[:, :0]
             else:
@@ -610,7 +609,6 @@ class Members(nn.Module):
         return torch.stack(logits).to(dtype), torch.stack(particles).to(dtype)
 
 
-WITHOUT_INPUT_GRADIENTS = ("deep_ensemble", "weight_rde", "function_rde")
 # R of the other methods than FoRDE, from their particles [M, B, ...]; that of no particles is 0.
 BASELINES = {"deep_ensemble": torch.sum, "weight_rde": torch.sum,
              "function_rde": function_repulsion, "lit": local_independence}
@@ -768,8 +766,7 @@ def train_epoch(nets, chunks, loader, optimiser, epoch, metric, method, args):
         set_momentum(nets, 0.1 / (1 - 0.9 ** (global_step + 1)))
 
         optimiser.zero_grad()
-        repel_this_step = method != "deep_ensemble" and global_step % args.repulse_every == 0
-        step_method = method if repel_this_step else "deep_ensemble"
+        step_method = method if global_step % args.repulse_every == 0 else "deep_ensemble"
         loss, R, logits = ensemble_step(chunks, batch, metric, step_method, args)
         if step_method == "weight_rde":
             R = repel_weights(nets, len(loader.dataset), args)
@@ -777,7 +774,7 @@ def train_epoch(nets, chunks, loader, optimiser, epoch, metric, method, args):
 
         totals[0] += loss
         totals[1] += (logits.argmax(2) == batch.labels).sum()
-        if repel_this_step:
+        if step_method != "deep_ensemble":
             Rs.append(R)
     # All batches are of one size.
     predictions = len(loader) * batch.global_size * args.members
@@ -875,9 +872,9 @@ def disagreement(log_probs):
 def moments(uncertainty):
     """Mean and population standard deviation over a set of its `uncertainties`."""
     metrics = {}
-    for name in ("total", "aleatoric", "epistemic"):
-        metrics[f"{name}_mean"] = uncertainty[name].mean()
-        metrics[f"{name}_std"] = uncertainty[name].std(correction=0)
+    for name, values in uncertainty.items():
+        metrics[f"{name}_mean"] = values.mean()
+        metrics[f"{name}_std"] = values.std(correction=0)
     return metrics
 
 
@@ -1301,8 +1298,9 @@ def load_toy():
     points = torch.cartesian_prod(axis, axis).flip(1)                  # (x, y), row by row
     unknown = torch.full((len(points),), -1)
     plane = point_set("plane", points, unknown)
-    far = plane.select(torch.cdist(points, x).amin(1) > 3)
-    return data.Sets(train, None, test, {"far": replace(far, name="far")}, plane)
+    is_far = torch.cdist(points, x).amin(1) > 3
+    far = point_set("far", points[is_far], unknown[is_far])
+    return data.Sets(train, None, test, {"far": far}, plane)
 
 
 def load_features(args):
