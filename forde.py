@@ -973,13 +973,15 @@ SHIFT_METRICS = {"accuracy": "accuracy", "nll": "NLL (nats)", "ece15": "ECE, 15 
 
 
 def severity_rows(outputs, distance, name, severity, key):
-    """The row of all kinds of corruption as one set, then a row of each kind.
+    """The row of all kinds of corruption as one set, which is printed, then a row of each kind.
 
     outputs: {kind: Outputs}; distance: of input gradients; name: of the Shift
     """
     log_probs = torch.cat([of_kind.log_probs for of_kind in outputs.values()], 1)
     labels = torch.cat([of_kind.labels for of_kind in outputs.values()])
     row = set_row(f"{name}_s{severity}", Outputs(log_probs, labels, None), key)
+    common.print_on_main(f"{row['method']}-seed{row['seed']}: {row['set']}, {row['n']} images: "
+                         f"accuracy {row['accuracy']:.4f}, NLL {row['nll']:.4f}")
     rows = [row | {"severity": severity, "gradient_distance": distance}]
     for kind, of_kind in outputs.items():
         row = set_row(f"{name}_{kind}_s{severity}", of_kind, key)
@@ -988,9 +990,8 @@ def severity_rows(outputs, distance, name, severity, key):
 
 
 def evaluate_shift(nets, shift, test_set, args, key):
-    """The rows of each severity, and of their mean; one line is printed after each severity."""
+    """The rows of each severity, and of their mean."""
     rows = []
-    pooled = []
     for severity in data.SEVERITIES:
         outputs = {}
         distances = []
@@ -1001,12 +1002,8 @@ def evaluate_shift(nets, shift, test_set, args, key):
             some = data.evenly(dataset, math.ceil(DIVERSITY_EXAMPLES / len(shift.kinds)))
             distances.append(gradient_distance(nets, some, args))
         distance = np.mean(distances)
-        found = common.on_main(severity_rows, outputs, distance, shift.name, severity, key)
-        row = found[0]
-        common.print_on_main(f"{row['method']}-seed{row['seed']}: {row['set']}, {row['n']} images"
-                             f": accuracy {row['accuracy']:.4f}, NLL {row['nll']:.4f}")
-        pooled.append(row)
-        rows += found
+        rows += common.on_main(severity_rows, outputs, distance, shift.name, severity, key)
+    pooled = [row for row in rows if "kind" not in row]
     mean = {**key, "set": shift.name, "n": sum(row["n"] for row in pooled)}
     for metric in SHIFT_METRICS:
         mean[metric] = np.mean([row[metric] for row in pooled])
@@ -1066,8 +1063,6 @@ def write_predictions(predictions, sets, run):
 
 PLANE_SIDE = 120  # points per side of the toy's picture
 PLANE_LIMIT = 12  # its largest coordinate
-
-
 TITLES = {"deep_ensemble": "deep ensemble", "forde_pca": "FoRDE-PCA",
           "forde_identity": "FoRDE-identity", "forde_tuned": "FoRDE, tuned",
           "weight_rde": "weight-RDE", "function_rde": "function-RDE", "lit": "LIT"}
@@ -1310,9 +1305,7 @@ def load_features(args):
         raise UserError(f"{train.name}: {len(train)} training example(s); at least two are needed")
     test = data.feature_set(args.features[1], train)
     ood = data.ood_sets(args.ood, train, args.data_dir, required="ood" in args.given)
-    predicted = None
-    if args.predict:
-        predicted = data.predict_set(args.predict, train, args.data_dir)
+    predicted = data.predict_set(args.predict, train, args.data_dir) if args.predict else None
     data.check_sizes(train, test, predicted, *ood.values())
     return data.Sets(train, None, test, ood, predicted)
 
