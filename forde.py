@@ -478,12 +478,13 @@ class PreActivationBlock(nn.Module):
 # list of layers and the number of features that the last one gives.
 
 
-def channels(count, args):
-    return max(1, round(count * args.width))
+def channels(counts, args):
+    """Numbers of channels times --width."""
+    return [max(1, round(count * args.width)) for count in counts]
 
 
 def groups_of_blocks(block, c_in, widths, blocks):
-    """Blocks by groups of one width; all groups but the first start by halving the resolution."""
+    """Groups of blocks, each of one width; all but the first start by halving the resolution."""
     layers = []
     for group, c_out in enumerate(widths):
         for index in range(blocks):
@@ -495,7 +496,7 @@ def groups_of_blocks(block, c_in, widths, blocks):
 
 def resnet(args, shape, blocks):
     """Four groups of basic blocks after a 3x3 convolution of stride 1, without a max pool."""
-    widths = [channels(count, args) for count in (64, 128, 256, 512)]
+    widths = channels((64, 128, 256, 512), args)
     c_in = widths[0]
     layers = [SameConv2d(shape[0], c_in), nn.BatchNorm2d(c_in), nn.ReLU()]
     layers += groups_of_blocks(BasicBlock, c_in, widths, blocks)
@@ -503,13 +504,12 @@ def resnet(args, shape, blocks):
 
 
 def preact_resnet18(args, shape):
-    widths = [channels(count, args) for count in (64, 128, 256, 512)]
+    widths = channels((64, 128, 256, 512), args)
     return preact_resnet(shape, widths[0], widths)
 
 
 def wrn_16_4(args, shape):
-    widths = [channels(count, args) for count in (64, 128, 256)]
-    return preact_resnet(shape, 16, widths)
+    return preact_resnet(shape, 16, channels((64, 128, 256), args))
 
 
 def preact_resnet(shape, c_in, widths):
@@ -524,8 +524,7 @@ def mlp(args, shape):
     """Linear layers with batch norm and ReLU."""
     layers = [nn.Flatten()]
     c_in = math.prod(shape)
-    for count in args.hidden:
-        c_out = channels(count, args)
+    for c_out in channels(args.hidden, args):
         layers += [nn.Linear(c_in, c_out), nn.BatchNorm1d(c_out), nn.ReLU()]
         c_in = c_out
     return layers, c_in
@@ -636,8 +635,7 @@ def own_rows(everyone):
 
 def global_batch(particles, batch):
     """Particles [M, B, ...] of all processes, from those of this process [M, b, ...]."""
-    shape = (len(particles), batch.global_size) + particles.shape[2:]
-    everyone = particles.new_zeros(shape)
+    everyone = particles.new_zeros(len(particles), batch.global_size, *particles.shape[2:])
     own_rows(everyone).copy_(particles)
     return common.all_reduce(everyone)
 
@@ -888,12 +886,11 @@ def set_row(name, outputs, key):
     uncertainty = uncertainties(log_probs)
     mean = mean_log_probs(log_probs)
     probs = mean.exp()
-    row = {**key, "set": name, "n": len(labels), "accuracy": common.accuracy(probs, labels),
-           "nll": common.nll(mean, labels), "nll_miss": None, "ece15": common.ece(probs, labels),
-           "brier": common.brier(probs, labels)}
     wrong = probs.argmax(1) != labels
-    if wrong.any():
-        row["nll_miss"] = common.nll(mean[wrong], labels[wrong])
+    nll_miss = common.nll(mean[wrong], labels[wrong]) if wrong.any() else None
+    row = {**key, "set": name, "n": len(labels), "accuracy": common.accuracy(probs, labels),
+           "nll": common.nll(mean, labels), "nll_miss": nll_miss,
+           "ece15": common.ece(probs, labels), "brier": common.brier(probs, labels)}
     for k in (2, 3):
         if k <= probs.shape[1]:
             row[f"top{k}_accuracy"] = common.top_k_accuracy(probs, labels, k)
