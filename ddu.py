@@ -156,19 +156,15 @@ def spectral_normalise(net, shape, coeff=3.0):
     was_training = net.training
     input_shapes = {}
 
-    def record_shape(layer, inputs, output):
-        input_shapes[layer] = inputs[0].shape[1:]
-
-    hooks = []
-    for module in net.modules():
+    def record_shape(module, inputs, output):
         if isinstance(module, (nn.Conv2d, nn.Linear)):
-            hooks.append(module.register_forward_hook(record_shape))
+            input_shapes[module] = inputs[0].shape[1:]
+
     net.eval()  # so that the zeros do not enter the running averages of batch norm
     any_weight = next(net.parameters())
-    net(torch.zeros(1, *shape).to(any_weight))
+    with nn.modules.module.register_module_forward_hook(record_shape):
+        net(torch.zeros(1, *shape).to(any_weight))
     net.train(was_training)
-    for hook in hooks:
-        hook.remove()
 
     for layer, input_shape in input_shapes.items():
         parametrisation = SoftSpectral(layer, input_shape, coeff)
@@ -184,17 +180,13 @@ class Gaussians(NamedTuple):
     jitter: float
 
 
-# published code: the smallest jitter that works; relative to the mean variance.
-JITTERS = (0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 1e-2)
-
-
 def fit_gaussians(features, labels, num_classes, shrinkage=False):
     """Algorithm 1: fit a Gaussian with a full covariance (divisor n_c - 1) to each class.
 
     features [N, D] of any float type; labels [N] in 0..num_classes-1; shrinkage: covariances of
     `ledoit_wolf`. Memory: 16 K D^2 bytes while fitting, 8 K D^2 afterwards. Raises ValueError if a
     class has fewer than two examples, a feature is not finite, or a covariance remains singular
-    with all JITTERS. A jitter above 0 says that a covariance was singular: unknown inputs then have
+    with the largest jitter. A jitter above 0 says that a covariance was singular: unknown inputs then have
     densities that are far too low, and so do known ones; use shrinkage, or more examples.
     """
     if labels.shape != features.shape[:1]:
@@ -252,7 +244,8 @@ def cholesky_with_jitter(covariance):
     # (Higham, Accuracy and Stability of Numerical Algorithms, theorem 10.3).
     rounding = variance.shape[1] * torch.finfo(variance.dtype).eps
     factors = torch.empty_like(covariance)
-    for relative in JITTERS:
+    # published code: the smallest jitter that works; relative to the mean variance.
+    for relative in (0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 1e-2):
         jitter = relative * variance.mean()
         diagonal.copy_(variance + jitter)
         is_regular = []
@@ -427,14 +420,6 @@ def vgg16(args, shape):
     return layers, c_in
 
 
-def resnet18(args, shape):
-    return resnet(args, shape, basic_block, expansion=1, depths=(2, 2, 2, 2))
-
-
-def resnet50(args, shape):
-    return resnet(args, shape, bottleneck_block, expansion=4, depths=(3, 4, 6, 3))
-
-
 def resnet(args, shape, block, expansion, depths):
     """A ResNet with the stem for CIFAR: a 3x3 convolution of stride 1, no max pool."""
     width = max(1, round(64 * args.width))  # channels of the stem, doubled in every stage
@@ -484,8 +469,13 @@ def wide_resnet(args, shape, depth=28):
 
 
 # To add a network, add its function here.
-NETWORKS = {"lenet": lenet, "resnet18": resnet18, "resnet50": resnet50, "wide_resnet": wide_resnet,
-            "vgg16": vgg16}
+NETWORKS = {
+    "lenet": lenet,
+    "resnet18": partial(resnet, block=basic_block, expansion=1, depths=(2, 2, 2, 2)),
+    "resnet50": partial(resnet, block=bottleneck_block, expansion=4, depths=(3, 4, 6, 3)),
+    "wide_resnet": wide_resnet,
+    "vgg16": vgg16,
+}
 
 
 def make_network(args, num_classes, shape):
@@ -528,9 +518,6 @@ PUBLISHED_BLOCKS = {"resnet18": (RESNET_BLOCK, 3, (2, 2, 2, 2)),
                     "wide_resnet": (WIDE_BLOCK, 1, (4, 4, 4))}
 
 
-PUBLISHED_NAME = r"(_sn_(?P<coeff>[0-9.e-]+))?(?P<mod>_mod)?_(?P<seed>\d+)_\d+\.model$"
-
-
 def take_published_options(path, args):
     """Set the options that the name of a published file tells, and that were not given.
 
@@ -539,7 +526,8 @@ def take_published_options(path, args):
     """
     names = data.read_state_dict(path).keys()
     found = {"sn": any(name.endswith(".weight_orig") for name in names)}
-    name = re.search(PUBLISHED_NAME, str(path))
+    pattern = r"(_sn_(?P<coeff>[0-9.e-]+))?(?P<mod>_mod)?_(?P<seed>\d+)_\d+\.model$"
+    name = re.search(pattern, str(path))
     if name is None:
         common.print_on_main(f"{path} does not tell --coeff, -mod and --seed: give them as trained")
     else:
@@ -566,7 +554,7 @@ def load_published(path, net, model):
                 for theirs, ours in block_layers.items():
                     layers[f"layer{stage}.{block}.{theirs}"] = f"extractor.{place}.{ours}"
                 place += 1
-    shapes = {name: tensor.shape for name, tensor in net.state_dict().items()}
+    weights = net.state_dict()
     state = {}
     for published, tensor in data.read_state_dict(path).items():
         layer, _, kind = published.rpartition(".")
@@ -576,9 +564,9 @@ def load_published(path, net, model):
         elif kind in ("weight_u", "weight_v"):
             kind = f"parametrizations.weight.0.{kind[-1]}"
             # published code: an image is a vector
-            shape = shapes.get(f"{ours}.{kind}", tensor.shape)
-            if shape.numel() == tensor.numel():
-                tensor = tensor.view(shape)
+            image = weights.get(f"{ours}.{kind}", tensor)
+            if image.numel() == tensor.numel():
+                tensor = tensor.view(image.shape)
         if kind != "weight_sigma":  # a log, which is never read
             state[f"{ours}.{kind}"] = tensor
     try:
@@ -593,22 +581,21 @@ def load_published(path, net, model):
 
 def learning_rate(step, steps_per_epoch, args):
     """The learning rate at a step, counted from the start of training."""
-    if args.schedule == "constant":
-        return args.lr
+    if args.schedule == "one_cycle":
+        # a linear warm-up in the first fifth of the steps, then linearly to zero
+        total = args.epochs * steps_per_epoch
+        warm_up = 0.2 * total
+        if step < warm_up:
+            return args.lr * ((step + 1) / (warm_up + 1))
+        return args.lr * ((total - step) / (total - warm_up))
+    lr = args.lr
     if args.schedule == "step":
         # paper: epochs 150 and 250 of 350
         milestones = args.milestones or [3 / 7 * args.epochs, 5 / 7 * args.epochs]
-        lr = args.lr
         for milestone in milestones:
             if step // steps_per_epoch >= max(1, round(milestone)):
                 lr *= 0.1
-        return lr
-    # one_cycle: a linear warm-up in the first fifth of the steps, then linearly to zero
-    total = args.epochs * steps_per_epoch
-    warm_up = 0.2 * total
-    if step < warm_up:
-        return args.lr * ((step + 1) / (warm_up + 1))
-    return args.lr * ((total - step) / (total - warm_up))
+    return lr
 
 
 def make_optimiser(net, args):
