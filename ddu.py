@@ -44,7 +44,9 @@ import math
 import re
 import sys
 import time
+from collections import defaultdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -186,8 +188,8 @@ def fit_gaussians(features, labels, num_classes, shrinkage=False):
     features [N, D] of any float type; labels [N] in 0..num_classes-1; shrinkage: covariances of
     `ledoit_wolf`. Memory: 16 K D^2 bytes while fitting, 8 K D^2 afterwards. Raises ValueError if a
     class has fewer than two examples, a feature is not finite, or a covariance remains singular
-    with the largest jitter. A jitter above 0 says that a covariance was singular: unknown inputs then have
-    densities that are far too low, and so do known ones; use shrinkage, or more examples.
+    with the largest jitter. A jitter above 0 says that a covariance was singular: unknown inputs
+    then have densities that are far too low, and so do known ones; use shrinkage, or more examples.
     """
     if labels.shape != features.shape[:1]:
         raise ValueError(f"{len(features)} rows of features, but labels {list(labels.shape)}")
@@ -715,9 +717,7 @@ def forward(net, dataset, args):
 def forward_all(net, sets, args):
     """A data.Sets of the Outputs for all sets of a run; None where there is no set."""
     ood = {name: forward(net, dataset, args) for name, dataset in sets.ood.items()}
-    predict = None
-    if sets.predict is not None:
-        predict = forward(net, sets.predict, args)
+    predict = None if sets.predict is None else forward(net, sets.predict, args)
     return data.Sets(forward(net, sets.train, args), forward(net, sets.val, args),
                      forward(net, sets.test, args), ood, predict)
 
@@ -766,15 +766,11 @@ def density_columns(density, entropy, fitted):
             "decision": [REGIONS[r] for r in region]}
 
 
-def by_set(outputs, names):
-    """{set: Outputs} of the test set, of its clean and ambiguous part, and of the OOD sets.
-
-    names: of the test set, then of its parts, if it has them
-    """
+def by_set(outputs, parts):
+    """{set: Outputs} of the `parts` {set: rows} of the test set, and of the OOD sets."""
     test = outputs.test
-    found = {names[0]: test}
-    for part in names[1:]:
-        rows = PARTS[names[0]][part]
+    found = {}
+    for part, rows in parts.items():
         found[part] = Outputs(test.logits[rows], test.features[rows], test.labels[rows], test.ms)
     return found | outputs.ood
 
@@ -802,8 +798,9 @@ def score_ensemble(outputs, temperatures):
     """The scores of the mean probabilities of M networks, from their Outputs for a set."""
     log_means = []
     scores = {}
-    for ending, divisors in (("", [1.0 for _ in outputs]), ("_scaled", temperatures)):
-        each = stack_log_probs(outputs, divisors)                      # [M, N, K]
+    temperatures = torch.tensor(temperatures, dtype=torch.float64)[:, None, None]
+    for ending, divisor in (("", 1.0), ("_scaled", temperatures)):
+        each = stack_log_probs(outputs, divisor)                       # [M, N, K]
         # Logarithms of probabilities are logits: softmax gives the probabilities back.
         log_means.append(each.logsumexp(0) - math.log(len(outputs)))   # [N, K]
         parts = common.ensemble_uncertainty(each)
@@ -812,10 +809,10 @@ def score_ensemble(outputs, temperatures):
     return Scored(*log_means, outputs[0].labels, scores)
 
 
-def stack_log_probs(outputs, temperatures):
+def stack_log_probs(outputs, temperature=1.0):
     """Log probabilities [M, N, K], float64, from the Outputs of M networks for one set."""
-    pairs = zip(outputs, temperatures)
-    return torch.stack([(o.logits.double() / value).log_softmax(1) for o, value in pairs])
+    logits = torch.stack([of_network.logits.double() for of_network in outputs])
+    return (logits / temperature).log_softmax(2)
 
 
 def network_rows(names, scored, fitted, seed):
@@ -850,13 +847,10 @@ def result_rows(method, seed, names, scored):
 
     # OOD sets are compared with the whole test set and with its clean part; the
     # ambiguous part is compared with the clean one.
-    pairs = []
-    for inside in names[:2]:
-        for outside in scored:
-            if outside not in names:
-                pairs.append((inside, outside))
+    ood = [name for name in scored if name not in names]
+    pairs = list(product(names[:2], ood))
     if len(names) > 1:
-        pairs.append((names[1], names[2]))
+        pairs.append(names[1:])
     for inside, outside in pairs:
         row = {"method": method, "seed": seed, "set": inside, "against": outside,
                "n": len(scored[inside].labels)}
@@ -886,11 +880,11 @@ def detection_metrics(inside, outside):
 def write_predictions(members, fitted, sets, run):
     """--predict: predictions.csv, with the log density of the first network and the decision."""
     outputs = [of_network.predict for of_network in members]
-    log_probs = {"ddu": stack_log_probs(outputs, [1.0 for _ in members])}
+    log_probs = {"ddu": stack_log_probs(outputs)}
     columns = common.prediction_columns(sets.predict, log_probs, sets.train.classes)
-    scores = score_network(outputs[0], fitted).scores
-    run.write_csv("predictions.csv",
-                  columns | density_columns(scores["density"], scores["total"], fitted))
+    density = log_density(fitted.gaussians, outputs[0].features)
+    entropy = softmax_entropy(outputs[0].logits.double())
+    run.write_csv("predictions.csv", columns | density_columns(density, entropy, fitted))
 
 
 # ---- Plots --------------------------------------------------------------------------------------
@@ -914,8 +908,8 @@ def plot_uncertainty(names, scored, fitted, run):
         shown = np.linspace(0, len(entropies) - 1, 1500).astype(int)
         right.plot(densities[shown], entropies[shown], ".", ms=2.5, **style)
     # `decide` cuts the plane along these lines.
-    middle.axvline(fitted.density_threshold, color="black", ls="--", lw=1)
-    right.axvline(fitted.density_threshold, color="black", ls="--", lw=1)
+    for axis in (middle, right):
+        axis.axvline(fitted.density_threshold, color="black", ls="--", lw=1)
     right.axhline(fitted.entropy_threshold, color="black", ls="--", lw=1)
     left.set(xlabel="softmax entropy (nats)", ylabel="fraction of the set", yscale="log")
     middle.set(xlabel="log density (lower ones at the left edge)", ylabel="fraction of the set")
@@ -948,7 +942,7 @@ def plot_active_learning(sizes, accuracies, shares, run):
     A line is the mean over the runs, and its band one standard error.
     """
     panels = {"test accuracy": accuracies}
-    if any(np.any(share) for share in shares.values()):
+    if np.any(list(shares.values())):
         panels["ambiguous share of the labelled examples"] = shares
     figure, axes = common.make_figure(1, len(panels), figsize=(5.5 * len(panels), 3.8),
                                       squeeze=False)
@@ -971,19 +965,19 @@ def plot_active_learning(sizes, accuracies, shares, run):
 def run_features(args):
     """--features: fit and score features that were computed elsewhere, without a network."""
     train = data.read_features(args.features, labelled=True)
-    dim = train.values.shape[1]
     files = {}
     for path in args.score:
-        if Path(path).stem in files:
-            raise UserError(f"--score: two files are called {Path(path).stem}; rename one")
-        files[Path(path).stem] = data.read_features(path, dim, classes=train.classes)
+        name = Path(path).stem
+        if name in files:
+            raise UserError(f"--score: two files are called {name}; rename one")
+        files[name] = data.read_features(path, train.values.shape[1], classes=train.classes)
     gaussians, val = fit_features(train, args)
     # Without a softmax, the entropy of q(c|z) tells ambiguous inputs from clean ones.
     val_scores = density_scores(class_log_densities(gaussians, val))
     fitted = with_thresholds(gaussians, val_scores["density"], val_scores["gmm_entropy"], 1.0, args)
 
     # Nothing is trained here: other options need no other directory.
-    others = [option for option in vars(args) if option not in ("features", "seed")]
+    others = vars(args).keys() - {"features", "seed"}
     run = common.Run(args, "ddu", f"features-{Path(args.features).stem}-seed{args.seed}", others)
     rows = []
     first = next(iter(files))
@@ -1015,27 +1009,24 @@ def fit_features(train, args):
 
     These are those of --validation, or a tenth of the training features, which is held out.
     """
-    features = train.values
-    labels = train.labels
     if args.validation:
-        val = data.read_features(args.validation, features.shape[1]).values
-        if val.shape == features.shape and torch.equal(val, features):
+        val = data.read_features(args.validation, train.values.shape[1]).values
+        if torch.equal(val, train.values):
             raise UserError(f"--validation {args.validation} holds the training features: their "
                             "densities are too large for thresholds; give others, or no file")
     else:
-        rows, val_rows = data.class_split(labels, args.seed)
+        rows, val_rows = data.class_split(train.labels, args.seed)
         if len(val_rows) == 0:
-            raise UserError(f"{args.features} has {len(labels)} examples; at least 10 are needed "
+            raise UserError(f"{args.features} has {len(train)} examples; at least 10 are needed "
                             "to hold a tenth out, or give --validation FILE.npz")
-        val = features[val_rows]
-        features = features[rows]
-        labels = labels[rows]
+        val = train.values[val_rows]
+        train = train.select(rows)  # which has all classes
     num_classes = int(train.labels.max()) + 1
-    gaussians = fit(features, labels, num_classes, args)
+    gaussians = fit(train.values, train.labels, num_classes, args)
     if gaussians.jitter > 0 and "shrinkage" not in args.given:
         print("note: the covariances are shrunk (--shrinkage); --no-shrinkage keeps them")
         args = common.with_options(args, shrinkage=True)
-        gaussians = fit(features, labels, num_classes, args)
+        gaussians = fit(train.values, train.labels, num_classes, args)
     return gaussians, val
 
 
@@ -1055,7 +1046,7 @@ def active_learning_pool(args):
     """The pool of all runs; of dirty_mnist and dirty_glyphs it holds few clean examples."""
     generator = torch.Generator().manual_seed(args.seed)
     names = list(PARTS.get(args.dataset, [args.dataset]))
-    images = data.load(names[0], "train", args.data_dir, seed=args.seed, val_fraction=0,
+    images = data.load(names[0], "train", args.data_dir, val_fraction=0,
                        image_size=args.image_size)
     test = data.load(names[0], "test", args.data_dir, image_size=args.image_size)
     ambiguous = torch.zeros(len(images), dtype=torch.bool)
@@ -1063,7 +1054,7 @@ def active_learning_pool(args):
         # published code: --subsample clean examples, drawn with repetition, and all ambiguous ones
         rows = torch.randint(len(images), (args.subsample,), generator=generator)
         clean = images.select(rows)
-        other = data.load(names[1], "train", args.data_dir, seed=args.seed, val_fraction=0)
+        other = data.load(names[1], "train", args.data_dir, val_fraction=0)
         images = data.concat("ambiguous_pool", clean, data.match(other, clean))
         ambiguous = images.label_probs.amax(1) < 1
 
@@ -1109,8 +1100,8 @@ def acquisition_step(pool, labelled, acquisition, seed, args):
         train(net, train_set, args, member_seed)
         nets.append(net)
     outputs = [forward(net, pool.test, args) for net in nets]
-    test_log_probs = stack_log_probs(outputs, [1.0 for _ in nets])
-    accuracy = common.accuracy(test_log_probs.exp().mean(0), pool.test.labels)
+    test_probs = stack_log_probs(outputs).exp().mean(0)                # [N, K]
+    accuracy = common.accuracy(test_probs, pool.test.labels)
     print(f"{acquisition}: {len(labelled)} labels, test accuracy {accuracy:.4f}", flush=True)
 
     # The rows with the highest scores are labelled, among those without a label.
@@ -1129,7 +1120,7 @@ def acquisition_score(nets, pool, labelled, acquisition, args):
         z = outputs[0].features
         gaussians = fit(z[labelled], pool.images.labels[labelled], pool.images.num_classes, args)
         return -log_density(gaussians, z)
-    parts = common.ensemble_uncertainty(stack_log_probs(outputs, [1.0 for _ in nets]))
+    parts = common.ensemble_uncertainty(stack_log_probs(outputs))
     if acquisition == "mi":
         return parts["epistemic"]
     # pe, or for a single network the entropy of its softmax
@@ -1167,8 +1158,8 @@ def run_active_learning(args):
     last = args.max_training_samples
     sizes = list(range(args.num_initial_samples, last, args.acquisition_batch_size)) + [last]
     rows = []
-    accuracies = {acquisition: [] for acquisition in args.active_learning}
-    shares = {acquisition: [] for acquisition in args.active_learning}
+    accuracies = defaultdict(list)  # {acquisition: [runs, steps]}
+    shares = defaultdict(list)
     for seed in range(args.seed, args.seed + args.runs):
         for acquisition in args.active_learning:
             found, ambiguous = label_step_by_step(acquisition, pool, sizes, seed, args, run)
@@ -1219,7 +1210,6 @@ PRESETS = {
 ACTIVE_LEARNING = dict(model="resnet18", sn=None, mod=None, opt="adam", lr=1e-3,
                        weight_decay=5e-4, batch_size=64, epochs=20, schedule="constant",
                        augment=False, ood=[], ensemble=5)
-ACQUISITIONS = ("density", "entropy", "pe", "mi", "random")
 # These only change what is computed from trained networks, so they do not identify a run.
 EVALUATION_OPTIONS = ("ood", "shrinkage", "density_quantile", "entropy_quantile",
                       "entropy_threshold", "ensemble", "score", "validation", "active_learning",
@@ -1293,7 +1283,8 @@ def parse_args(argv=None):
         help="files to score with --features; the first one is in-distribution")
     add("--validation", metavar="NPZ", help="features that determine the thresholds of --features, "
         "otherwise a tenth of them, which is held out")
-    add("--active-learning", nargs="+", choices=ACQUISITIONS, metavar="NAME",
+    add("--active-learning", nargs="+", metavar="NAME",
+        choices=("density", "entropy", "pe", "mi", "random"),
         help="label a pool step by step, and compare acquisition functions: density, entropy, pe "
         "and mi (predictive entropy and mutual information of an ensemble), random")
     add("--num-initial-samples", type=at_least(2), default=20,
@@ -1443,8 +1434,10 @@ def evaluate(members, sets, network_bytes, seed, args, run):
     members: for each network a data.Sets of Outputs, which only the main process has
     """
     fitted = fit_outputs(members[0], sets.train.num_classes, args)
-    names = [sets.test.name] + list(PARTS.get(args.dataset, []))
-    outputs = [by_set(of_network, names) for of_network in members]
+    # The whole test set, and its clean and ambiguous part, if it has them.
+    parts = {sets.test.name: slice(None)} | PARTS.get(args.dataset, {})
+    names = list(parts)
+    outputs = [by_set(of_network, parts) for of_network in members]
     start = time.perf_counter()
     scored = {name: score_network(out, fitted) for name, out in outputs[0].items()}
     examples = sum(len(out.labels) for out in outputs[0].values())
@@ -1455,10 +1448,8 @@ def evaluate(members, sets, network_bytes, seed, args, run):
             + fitted.gaussians.log_prior.nbytes}
     rows = [row | cost for row in network_rows(names, scored, fitted, seed)]
     if len(members) > 1:
-        temperatures = []
-        for of_network in members:
-            val = of_network.val
-            temperatures.append(common.fit_temperature(val.logits, val.labels))
+        temperatures = [common.fit_temperature(of_network.val.logits, of_network.val.labels)
+                        for of_network in members]
         of_ensemble = {}
         for name in scored:
             of_set = [of_network[name] for of_network in outputs]
@@ -1474,11 +1465,6 @@ def evaluate(members, sets, network_bytes, seed, args, run):
         plot_uncertainty(names[-2:] + list(sets.ood), scored, fitted, run)
         plot_reliability(members[0].test, fitted.temperature, run)
     return rows
-
-
-# The columns of the table that is printed; results.csv has all of them.
-COLUMNS = ["accuracy", "nll", "ece15", "ece15_scaled", "fraction_ood", "auroc_density",
-           "auroc_total", "auroc_epistemic"]
 
 
 def main(argv=None):
@@ -1508,7 +1494,10 @@ def main(argv=None):
             members.append(forward_all(net, sets, args))
         network_bytes = sum(tensor.nbytes for tensor in net.state_dict().values())
         rows += common.on_main(evaluate, members, sets, network_bytes, seed, args, run)
-    return run.report(rows, COLUMNS)
+    # The columns of the table that is printed; results.csv has all of them.
+    columns = ["accuracy", "nll", "ece15", "ece15_scaled", "fraction_ood", "auroc_density",
+               "auroc_total", "auroc_epistemic"]
+    return run.report(rows, columns)
 
 
 if __name__ == "__main__":
