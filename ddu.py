@@ -250,7 +250,7 @@ def cholesky_with_jitter(covariance):
     for relative in (0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 1e-2):
         jitter = relative * variance.mean()
         diagonal.copy_(variance + jitter)
-        is_regular = []
+        all_regular = True
         # One class after another, because a batch would need another 8 K D^2 bytes.
         for c, matrix in enumerate(covariance):
             factors[c], failed = torch.linalg.cholesky_ex(matrix)
@@ -258,8 +258,9 @@ def cholesky_with_jitter(covariance):
             # feature given the ones before it. In a singular matrix it can be a rounding
             # error instead of 0.
             pivots = factors[c].diagonal().square()
-            is_regular.append((failed == 0) & (pivots > rounding * matrix.diagonal()).all())
-        if torch.stack(is_regular).all():
+            is_regular = (failed == 0) & (pivots > rounding * matrix.diagonal()).all()
+            all_regular = is_regular & all_regular
+        if all_regular:
             return factors, jitter.item()
     raise ValueError("the covariance of a class is singular: its features are constant, exact "
                      "functions of each other, or too large")
@@ -584,7 +585,7 @@ def load_published(path, net, model):
 def learning_rate(step, steps_per_epoch, args):
     """The learning rate at a step, counted from the start of training."""
     if args.schedule == "one_cycle":
-        # a linear warm-up in the first fifth of the steps, then linearly to zero
+        # The rate rises linearly in the first fifth of the steps, then falls linearly to zero.
         total = args.epochs * steps_per_epoch
         warm_up = 0.2 * total
         if step < warm_up:
@@ -601,10 +602,10 @@ def learning_rate(step, steps_per_epoch, args):
 
 
 def make_optimiser(net, args):
-    options = dict(lr=args.lr, weight_decay=args.weight_decay)
     if args.opt == "adam":
-        return torch.optim.Adam(net.parameters(), **options)
-    return torch.optim.SGD(net.parameters(), momentum=0.9, **options)
+        return torch.optim.Adam(net.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+    return torch.optim.SGD(net.parameters(), lr=args.lr, weight_decay=args.weight_decay,
+                           momentum=0.9)
 
 
 def train(net, train_set, args, seed, run=None, name=None):
@@ -654,15 +655,18 @@ def train(net, train_set, args, seed, run=None, name=None):
             raise UserError(f"training diverged in epoch {epoch + 1}: use a lower --lr")
 
 
-def train_member(train_set, args, run, seed, member):
-    """Train one member of an ensemble; the first one is the single network."""
+def make_member(train_set, args, run, seed, member):
+    """Train or --load one member of an ensemble; the first one is the single network."""
     name = f"seed{seed}"
     if member > 0:
         name = f"seed{seed}-member{member}"
         seed = common.derive_seed(seed, member)
     common.seed_all(seed)
     net = make_network(args, train_set.num_classes, train_set.shape)
-    train(net, train_set, args, seed, run, name)
+    if args.load:
+        load_published(args.load[member], net, args.model)
+    else:
+        train(net, train_set, args, seed, run, name)
     return net
 
 
@@ -798,9 +802,9 @@ def score_ensemble(outputs, temperatures):
     """The scores of the mean probabilities of M networks, from their Outputs for a set."""
     log_means = []
     scores = {}
-    temperatures = torch.tensor(temperatures, dtype=torch.float64)[:, None, None]
-    for ending, divisor in (("", 1.0), ("_scaled", temperatures)):
-        each = stack_log_probs(outputs, divisor)                       # [M, N, K]
+    own = torch.tensor(temperatures, dtype=torch.float64)[:, None, None]  # [M, 1, 1]
+    for ending, temperature in (("", 1.0), ("_scaled", own)):
+        each = stack_log_probs(outputs, temperature)                   # [M, N, K]
         # Logarithms of probabilities are logits: softmax gives the probabilities back.
         log_means.append(each.logsumexp(0) - math.log(len(outputs)))   # [N, K]
         parts = common.ensemble_uncertainty(each)
@@ -810,9 +814,13 @@ def score_ensemble(outputs, temperatures):
 
 
 def stack_log_probs(outputs, temperature=1.0):
-    """Log probabilities [M, N, K], float64, from the Outputs of M networks for one set."""
-    logits = torch.stack([of_network.logits.double() for of_network in outputs])
-    return (logits / temperature).log_softmax(2)
+    """Log probabilities [M, N, K], float64, from the Outputs of M networks for one set.
+
+    temperature: of all networks, or [M, 1, 1]
+    """
+    logits = torch.stack([of_network.logits for of_network in outputs]).double()
+    logits /= temperature  # in place, because a copy for ImageNet takes gigabytes
+    return logits.log_softmax(2)
 
 
 def network_rows(names, scored, fitted, seed):
@@ -859,8 +867,8 @@ def result_rows(method, seed, names, scored):
 
 
 def prediction_metrics(logits, labels):
-    """Accuracy, likelihood and calibration of softmax(logits [N, K])."""
-    log_probs = logits.double().log_softmax(1)
+    """Accuracy, likelihood and calibration of softmax(logits [N, K]), of logits in float64."""
+    log_probs = logits.log_softmax(1)
     probs = log_probs.exp()
     return {"accuracy": common.accuracy(probs, labels), "nll": common.nll(log_probs, labels),
             "brier": common.brier(probs, labels), "ece15": common.ece(probs, labels)}
@@ -942,7 +950,7 @@ def plot_active_learning(sizes, accuracies, shares, run):
     A line is the mean over the runs, and its band one standard error.
     """
     panels = {"test accuracy": accuracies}
-    if np.any(list(shares.values())):
+    if any(np.any(share) for share in shares.values()):
         panels["ambiguous share of the labelled examples"] = shares
     figure, axes = common.make_figure(1, len(panels), figsize=(5.5 * len(panels), 3.8),
                                       squeeze=False)
@@ -1329,7 +1337,6 @@ def check_options(args):
         raise UserError(f"--load: choose --model {', '.join(PUBLISHED_LAYERS)}")
 
     acquisitions = args.active_learning or []
-    has_threshold = args.entropy_threshold is not None
     no_effect = [
         (args.features, args.given - set(USED_BY_FEATURES), "with --features"),
         (not args.features, ["validation"], "without --features"),
@@ -1345,7 +1352,7 @@ def check_options(args):
         (args.load, ["epochs", "lr", "opt", "weight_decay", "schedule", "augment", "limit_steps",
                      "limit_train", "ensemble", "runs", "eval"], "with --load"),
         (args.schedule != "step", ["milestones"], f"with --schedule {args.schedule}"),
-        (has_threshold, ["entropy_quantile"], "with --entropy-threshold"),
+        (args.entropy_threshold is not None, ["entropy_quantile"], "with --entropy-threshold"),
         (not pretrained, ["weights", "freeze"], "without --model torchvision/NAME"),
         (args.freeze, ["augment"], "with --freeze"),
         (pretrained or args.model == "lenet", ["width"], f"with --model {args.model}"),
@@ -1486,11 +1493,7 @@ def main(argv=None):
         # Algorithm 1: train a network, fit the Gaussians to its features, score all sets.
         members = []
         for member in range(args.ensemble):
-            if args.load:
-                net = make_network(args, sets.train.num_classes, sets.train.shape)
-                load_published(args.load[member], net, args.model)
-            else:
-                net = train_member(sets.train, args, run, seed, member)
+            net = make_member(sets.train, args, run, seed, member)
             members.append(forward_all(net, sets, args))
         network_bytes = sum(tensor.nbytes for tensor in net.state_dict().values())
         rows += common.on_main(evaluate, members, sets, network_bytes, seed, args, run)
