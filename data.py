@@ -67,10 +67,6 @@ class Source(NamedTuple):
 
 
 MNIST_STATISTICS = (10, (0.1307,), (0.3081,))
-# This published std is the mean of the stds within each image; that of all training pixels is
-# (0.2470, 0.2435, 0.2616).
-CIFAR10_STATISTICS = (10, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
-# Folders of the user are normalised like ImageNet.
 IMAGENET_STATISTICS = (0, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 224)
 # TinyImageNet's statistics are published on a scale of 0 to 255.
 TINY_MEAN = (122.4786 / 255, 114.2755 / 255, 101.3963 / 255)
@@ -81,8 +77,10 @@ SOURCES = {
     "fashion_mnist": Source("FashionMNIST/raw",
                             "https://github.com/zalandoresearch/fashion-mnist",
                             60000, 10000, 10, (0.2860,), (0.3530,)),
+    # This published std is the mean of the stds within each image; that of all training pixels is
+    # (0.2470, 0.2435, 0.2616).
     "cifar10": Source("cifar-10-batches-py", "https://www.cs.toronto.edu/~kriz/cifar.html",
-                      50000, 10000, *CIFAR10_STATISTICS),
+                      50000, 10000, 10, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
     "cifar100": Source("cifar-100-python", "https://www.cs.toronto.edu/~kriz/cifar.html",
                        50000, 10000, 100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     "svhn": Source("{}_32x32.mat", "http://ufldl.stanford.edu/housenumbers",
@@ -114,7 +112,6 @@ SOURCES = {
     "qm9": Source(
         "QM9", "https://deepchemdata.s3-us-west-1.amazonaws.com/datasets/molnet_publish/qm9.zip"),
 }
-FOLDER = Source("", "", 0, 0, *IMAGENET_STATISTICS)._replace(side=32)  # own images
 # Where published scripts and other libraries put these sets.
 OTHER_PLACES = {
     # The published repository has a wnids.txt in the outer folder, too.
@@ -600,8 +597,9 @@ class Preparation(NamedTuple):
 SMALL = 64  # images in files are kept in memory if no side has more pixels than this
 
 
-def _usual_preparation(source, side):
-    side = side or source.side
+def _usual_preparation(name, image_size=None):
+    source = SOURCES[name]
+    side = image_size or source.side
     # Small images keep the whole shorter side; of large ones the centre is cut, as published.
     resize = side if side <= SMALL else round(side * 256 / 224)
     return Preparation(side, resize, source.mean, source.std)
@@ -658,39 +656,36 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, image_size=N
 def _read(name, split, data_dir, image_size, preparation):
     """The whole training set, the test set, or a part of a folder of the user."""
     training = split in ("train", "val")
-    if name in IN_MEMORY:
-        if image_size is not None and preparation is None:
-            raise UserError(f"--image-size has no effect on {', '.join(IN_MEMORY)}; remove this "
-                            "option")
-        return _read_in_memory(name, training, data_dir)
+    if name in IN_MEMORY and image_size is not None and preparation is None:
+        raise UserError(f"--image-size has no effect on {', '.join(IN_MEMORY)}; remove this option")
+    if name in EMBEDDED:
+        return _embedded(name, training)
+    if name in TORCHVISION:
+        return _torchvision(name, training, data_dir)
+    if name == "ambiguous_mnist":
+        return _ambiguous_mnist(training, data_dir)
+    if name == "dirty_mnist":
+        ambiguous = _ambiguous_mnist(training, data_dir)
+        return concat(name, _torchvision("mnist", training, data_dir), ambiguous)
     if name.startswith("folder:"):
-        return _own_folder(name, split, preparation or _usual_preparation(FOLDER, image_size))
+        # Folders of the user are normalised like ImageNet.
+        preparation = preparation or _usual_preparation("imagenet", image_size or 32)
+        return _own_folder(name, split, preparation)
     if name not in DATASETS and Path(name).is_dir():
         raise UserError(f"{name} is a folder; write folder:{name}")
     others = ("nonsense",) if split == "ood" else ()
     _choose_from("dataset", name, DATASETS + others)
-    source = SOURCES[name]
-    preparation = preparation or _usual_preparation(source, image_size)
+    preparation = preparation or _usual_preparation(name, image_size)
     if name == "tiny_imagenet":
-        dataset = _tiny_imagenet(name, training, data_dir, preparation)
+        dataset = _tiny_imagenet(training, data_dir, preparation)
     else:
         dataset = _imagenet(name, training, data_dir, preparation)
+    source = SOURCES[name]
     published = source.train_rows if training else source.test_rows
     if len(dataset) != published:
         _print_once(f"note: {dataset.root} has {len(dataset):,} images; {published:,} were "
                     "published")
     return dataset
-
-
-def _read_in_memory(name, training, data_dir):
-    if name in EMBEDDED:
-        return _embedded(name, training)
-    if name in TORCHVISION:
-        return _torchvision(name, training, data_dir)
-    ambiguous = _ambiguous_mnist("ambiguous_mnist", training, data_dir)
-    if name == "dirty_mnist":
-        return concat(name, _torchvision("mnist", training, data_dir), ambiguous)
-    return ambiguous
 
 
 def _part(pool, name, split, seed, val_fraction):
@@ -768,8 +763,9 @@ def _torchvision(name, training, data_dir):
                     classes=tuple(classes))
 
 
-def _ambiguous_mnist(name, training, data_dir):
+def _ambiguous_mnist(training, data_dir):
     """Ambiguous-MNIST: each image ten times in a row, with its ten sampled labels."""
+    name = "ambiguous_mnist"
     source = SOURCES[name]
     folder = data_dir / source.path
     arrays = []
@@ -977,8 +973,9 @@ def _imagenet(name, training, data_dir, preparation):
     return _class_folders(name, root, classes, preparation)
 
 
-def _tiny_imagenet(name, training, data_dir, preparation):
+def _tiny_imagenet(training, data_dir, preparation):
     """TinyImageNet as published; its labelled validation images are the test set."""
+    name = "tiny_imagenet"
     root = _place(name, data_dir, "wnids.txt")
     classes = _wnids(root)
     if training:
@@ -1077,7 +1074,7 @@ def load_corrupted(name, kind, severity, data_dir="data", *, preparation=None):
         classes = _wnids(_place("tiny_imagenet", data_dir, "wnids.txt"))
     else:
         classes = _folders_in(data_dir / "imagenet" / "val") or _folders_in(path)
-    preparation = preparation or _usual_preparation(SOURCES[name], None)
+    preparation = preparation or _usual_preparation(name)
     if name == "imagenet_c":
         preparation = preparation._replace(resize=preparation.crop)
     dataset = _class_folders(title, path, classes, preparation)
