@@ -223,6 +223,7 @@ class _Rows:
     of_rows = ()            # names of the fields with one entry per row
     of_entries = ()         # names of the fields with several entries per row ...
     counts = ""             # ... and of the field with their numbers
+    is_features = False     # whether the rows are vectors instead of pictures
 
     def __len__(self):
         return len(self.labels)
@@ -279,7 +280,6 @@ class ImageSet(_Rows):
 
     @property
     def is_features(self):
-        """Whether the rows are vectors instead of pictures."""
         return self.shape[1:] == (1, 1)
 
 
@@ -296,37 +296,31 @@ class StreamedSet(_Rows):
     std: tuple
     shape: tuple                        # (3, S, S), of the centre crop
     resize: int | list                  # size of the shorter side before it, or [height, width]
-    interpolation: InterpolationMode = InterpolationMode.BILINEAR
+    interpolation: InterpolationMode
     classes: tuple = ()                 # names; ImageNet-A, -O and -R have 200 of the 1000
     key: tuple | None = None            # integers that, with the row, seed the augmentation
 
     of_rows = ("files", "labels")
-    is_features = False
 
     @property
     def preparation(self):
         return Preparation(self.shape[-1], self.resize, self.mean, self.std, self.interpolation)
 
     def __getitem__(self, row):
-        """File `row` as uint8 [3, S, S]: a centre crop, or with a key a random crop."""
+        """File `row` as uint8 [3, S, S]: a centre crop, or with a key a random crop and flip."""
         image = _read_image(self.root / self.files[row], _to_rgb)
         if self.key is None:
             image = TF.resize(image, self.resize, self.interpolation)
-            image = TF.center_crop(image, self.shape[-1])
-        else:
-            image = self._random_crop(image, row)
-        return TF.pil_to_tensor(image)
-
-    def _random_crop(self, image, row):
-        """torchvision's random resized crop and a random flip, determined by key and row."""
+            return TF.pil_to_tensor(TF.center_crop(image, self.shape[-1]))
         # get_params draws from the default generator, which is restored afterwards.
         with torch.random.fork_rng(devices=[]):
-            seed = _loader_generator(*self.key, row).initial_seed()
-            torch.default_generator.manual_seed(seed)
+            torch.set_rng_state(_loader_generator(*self.key, row).get_state())
             box = RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3))
             flip = torch.rand(()) < 0.5
         image = TF.resized_crop(image, *box, list(self.shape[1:]), self.interpolation)
-        return TF.hflip(image) if flip else image
+        if flip:
+            image = TF.hflip(image)
+        return TF.pil_to_tensor(image)
 
     def _read_all(self, read):
         """read(row) of all rows, by a pool of threads; one error for all unreadable files."""
@@ -1472,7 +1466,7 @@ def feature_set(path, like=None, *, labelled=True):
     """
     name = set_name(str(path))
     if like is not None:
-        if not isinstance(like, ImageSet) or not like.is_features:
+        if not like.is_features:
             raise UserError(f"{path}: features cannot be compared with {like.name}, which has "
                             "none")
         features = read_features(path, like.shape[0], classes=like.classes)
