@@ -486,8 +486,7 @@ def train_val_split(n, seed, val_fraction=0.1, groups=None):
     """
     group_of_rows = np.arange(n) if groups is None else groups.numpy()
     names, group = np.unique(group_of_rows, return_inverse=True)
-    order = list(range(len(names)))
-    np.random.RandomState(seed).shuffle(order)
+    order = np.random.RandomState(seed).permutation(len(names))
     rank = np.argsort(order)[group]                        # [n] place of each row's group
     rows = torch.from_numpy(np.argsort(rank, kind="stable"))
     num_val = int((rank < math.floor(val_fraction * len(names))).sum())
@@ -532,11 +531,11 @@ def _by_shares(labels, seed):
     class is represented as soon as possible.
     """
     shuffled = np.random.RandomState(seed).permutation(len(labels))
-    by_class = shuffled[labels[shuffled].argsort(kind="stable")]
+    by_class = labels[shuffled].argsort(kind="stable")
     _, sizes = np.unique(labels, return_counts=True)
     place = np.empty(len(labels))
     place[by_class] = np.concatenate([np.arange(size) / size for size in sizes])
-    return shuffled[place[shuffled].argsort(kind="stable")]
+    return shuffled[place.argsort(kind="stable")]
 
 
 def limit_train(dataset, limit):
