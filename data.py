@@ -1244,13 +1244,12 @@ def match(dataset, like):
     Grey is repeated, RGB becomes luma, and sizes change by antialiased bilinear interpolation.
     OOD data are always normalised with the statistics of the training set.
     """
-    same_shape = dataset.shape == like.shape
-    if (dataset.is_features or like.is_features) and not same_shape:
+    dataset = replace(dataset, mean=like.mean, std=like.std)
+    if dataset.shape == like.shape:
+        return dataset
+    if dataset.is_features or like.is_features:
         raise UserError(f"{dataset.name} {dataset.shape} and {like.name} {like.shape}: images "
                         "and features cannot be compared, nor features of different numbers")
-    dataset = replace(dataset, mean=like.mean, std=like.std)
-    if same_shape:
-        return dataset
     channels, height, width = like.shape
     if isinstance(dataset, StreamedSet):
         raise UserError(f"{dataset.name}: image files that are read as {dataset.shape} cannot "
