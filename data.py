@@ -1790,12 +1790,11 @@ def backbone_and_head(args, networks, num_classes, shape, epochs=None):
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], int)):
         raise UserError(f"--model {args.model}: its function must return a classifier, or the "
                         "layers before the head and the number of their features")
-    layers, dim = made
-    backbone = layers
-    if not isinstance(layers, nn.Module):
-        if not isinstance(layers, dict):
-            layers = {str(number): layer for number, layer in enumerate(layers)}
-        backbone = nn.Sequential(OrderedDict(layers))
+    backbone, dim = made
+    if isinstance(backbone, dict):
+        backbone = nn.Sequential(OrderedDict(backbone))
+    elif not isinstance(backbone, nn.Module):
+        backbone = nn.Sequential(*backbone)
     found = list(_outputs_of_one_image(backbone, args.model, shape).shape)
     if found != [1, dim]:
         raise UserError(f"--model {args.model}: its layers make outputs {found} of one image, but "
@@ -1830,12 +1829,12 @@ def pretrained_network(model, weights, num_classes, shape, image_size=None, *, i
         options.update(init_weights=True, transform_input=weights != "none")
     net = models.get_model(name, num_classes=num_classes, **options)
     _switch_off_auxiliary(net)
-    if is_restored:
-        pass
-    elif weights == "DEFAULT":
-        _load_weights(net, common.on_each_machine(_download_weights, name), model, weights)
-    elif weights != "none":
-        _load_weights(net, read_state_dict(weights), model, weights)
+    if weights != "none" and not is_restored:
+        if weights == "DEFAULT":
+            state = common.on_each_machine(_download_weights, name)
+        else:
+            state = read_state_dict(weights)
+        _load_weights(net, state, model, weights)
     advice = f"use --image-size {published_size}, or another --model"
     backbone, head = split_head(net, model, (3, size, size), advice)
     if tuple(shape) != (3, size, size):
@@ -1889,7 +1888,7 @@ def _load_weights(net, state, model, weights):
         rows = len(state[f"{name}.weight"])
         net.set_submodule(name, nn.Linear(head.in_features, rows, head.bias is not None))
     # Some prefixes are still there if another name has none.
-    stripped = {key[PREFIXES.match(key).end():]: value for key, value in state.items()}
+    stripped = {PREFIXES.sub("", key, count=1): value for key, value in state.items()}
     if len(stripped) == len(state):
         state = stripped
     for key in list(state):
@@ -1928,8 +1927,7 @@ def _switch_off_auxiliary(net):
     if hasattr(net, "aux_logits"):
         net.aux_logits = False
         for name in AUXILIARY:
-            if hasattr(net, name):
-                setattr(net, name, None)
+            setattr(net, name, None)
 
 
 def _linear_layers(net):
