@@ -2604,7 +2604,7 @@ FIGURES = ("quarterly revenue, annual results, a dividend, its tax rate, a bond 
            "spending, second half sales, operating costs").split(", ")
 CONTEXTS = (", as markets open, ahead of the central bank meeting, after the annual meeting, "
             "in line with forecasts").split(", ")
-TEXT_ROWS = {"train": (0, 6000), "val": (6000, 6500), "test": (6500, 7500)}
+TEXT_ROWS = {"train": slice(6000), "val": slice(6000, 6500), "test": slice(6500, 7500)}
 TIMES = ", on monday, on friday, this quarter, for the fiscal year, analysts say".split(", ")
 
 
@@ -2617,8 +2617,9 @@ def _embedded_texts(name, split):
     while len(label_of) < 7500:
         sentence, label = make(generator)
         label_of[" ".join(sentence.split())] = label
-    start, end = TEXT_ROWS[split]
-    return list(label_of)[start:end], torch.tensor(list(label_of.values())[start:end])
+    rows = TEXT_ROWS[split]
+    labels = torch.tensor(list(label_of.values()))
+    return list(label_of)[rows], labels[rows]
 
 
 def _review(generator):
