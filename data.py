@@ -64,13 +64,10 @@ class Source(NamedTuple):
     mean: tuple = ()        # per channel, of pixels in [0, 1], as published
     std: tuple = ()
     side: int = 0           # pixels per side of images that are read from files
+    other_paths: tuple = ()  # where published scripts and other libraries put it
 
 
 MNIST_STATISTICS = (10, (0.1307,), (0.3081,))
-IMAGENET_STATISTICS = (0, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 224)
-# TinyImageNet's statistics are published on a scale of 0 to 255.
-TINY_MEAN = (122.4786 / 255, 114.2755 / 255, 101.3963 / 255)
-TINY_STD = (70.4924 / 255, 68.5679 / 255, 71.8127 / 255)
 SOURCES = {
     "mnist": Source("MNIST/raw", "https://ossci-datasets.s3.amazonaws.com/mnist",
                     60000, 10000, *MNIST_STATISTICS),
@@ -89,35 +86,31 @@ SOURCES = {
         "AmbiguousMNIST",
         "https://github.com/BlackHC/ddu_dirty_mnist/releases/download/data-v1.0.0",
         60000, 60000, *MNIST_STATISTICS),
-    "tiny_imagenet": Source("tiny-imagenet-200",
-                            "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
-                            100000, 10000, 0, TINY_MEAN, TINY_STD, 64),
+    # These statistics are published on a scale of 0 to 255; the published repository has a
+    # wnids.txt in the outer folder, too.
+    "tiny_imagenet": Source(
+        "tiny-imagenet-200", "http://cs231n.stanford.edu/tiny-imagenet-200.zip", 100000, 10000, 0,
+        (122.4786 / 255, 114.2755 / 255, 101.3963 / 255),
+        (70.4924 / 255, 68.5679 / 255, 71.8127 / 255), 64,
+        ("TinyImageNet/tiny-imagenet-200", "TinyImageNet")),
     "imagenet": Source("imagenet", "https://www.image-net.org (sort val into class folders)",
-                       1281167, 50000, *IMAGENET_STATISTICS),
+                       1281167, 50000, 0, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 224),
     "imagenet_a": Source("imagenet-a", "https://github.com/hendrycks/natural-adv-examples",
-                         0, 7500, *IMAGENET_STATISTICS),
+                         0, 7500),
     "imagenet_o": Source("imagenet-o", "https://github.com/hendrycks/natural-adv-examples",
-                         0, 2000, *IMAGENET_STATISTICS),
-    "imagenet_r": Source("imagenet-r", "https://github.com/hendrycks/imagenet-r",
-                         0, 30000, *IMAGENET_STATISTICS),
+                         0, 2000),
+    "imagenet_r": Source("imagenet-r", "https://github.com/hendrycks/imagenet-r", 0, 30000),
     "cifar10_c": Source("CIFAR-10-C", "https://zenodo.org/records/2535967"),
     "cifar100_c": Source("CIFAR-100-C", "https://zenodo.org/records/3555552"),
     "tiny_imagenet_c": Source("Tiny-ImageNet-C", "https://zenodo.org/records/8206060",
-                              0, 0, 0, TINY_MEAN, TINY_STD, 64),
-    "imagenet_c": Source("imagenet-c", "https://zenodo.org/records/2235448",
-                         0, 0, *IMAGENET_STATISTICS),
+                              other_paths=("TinyImageNet/corrupt",)),
+    "imagenet_c": Source("imagenet-c", "https://zenodo.org/records/2235448"),
     # The test set of GLUE has no labels.
     "sst2": Source("SST-2", "https://dl.fbaipublicfiles.com/glue/data/SST-2.zip (labelled test "
                    "set: https://huggingface.co/datasets/SetFit/sst2)"),
     "qm9": Source(
-        "QM9", "https://deepchemdata.s3-us-west-1.amazonaws.com/datasets/molnet_publish/qm9.zip"),
-}
-# Where published scripts and other libraries put these sets.
-OTHER_PLACES = {
-    # The published repository has a wnids.txt in the outer folder, too.
-    "tiny_imagenet": ("TinyImageNet/tiny-imagenet-200", "TinyImageNet"),
-    "tiny_imagenet_c": ("TinyImageNet/corrupt",),
-    "qm9": ("QM9/raw",),
+        "QM9", "https://deepchemdata.s3-us-west-1.amazonaws.com/datasets/molnet_publish/qm9.zip",
+        other_paths=("QM9/raw",)),
 }
 TORCHVISION = {
     "mnist": tv.MNIST,
@@ -179,12 +172,11 @@ def _absent(name, path, reason="not found"):
 
 def _place(name, data_dir, file=""):
     """The folder of a published set that has this file; if none has it, the usual folder."""
-    usual = data_dir / SOURCES[name].path
-    others = [data_dir / place for place in OTHER_PLACES.get(name, ())]
-    for folder in [usual] + others:
-        if (folder / file).exists():
-            return folder
-    return usual
+    source = SOURCES[name]
+    for path in (source.path,) + source.other_paths:
+        if (data_dir / path / file).exists():
+            return data_dir / path
+    return data_dir / source.path
 
 
 def _choose_from(what, value, choices):
@@ -591,7 +583,10 @@ SMALL = 64  # images in files are kept in memory if no side has more pixels than
 
 
 def _usual_preparation(name, image_size=None):
-    source = SOURCES[name]
+    # Variants of ImageNet and folders of the user are normalised like ImageNet.
+    source = SOURCES["imagenet"]
+    if name.startswith("tiny_imagenet"):
+        source = SOURCES["tiny_imagenet"]
     side = image_size or source.side
     # Small images keep the whole shorter side; of large ones the centre is cut, as published.
     resize = side if side <= SMALL else round(side * 256 / 224)
@@ -661,9 +656,7 @@ def _read(name, split, data_dir, image_size, preparation):
         ambiguous = _ambiguous_mnist(training, data_dir)
         return concat(name, _torchvision("mnist", training, data_dir), ambiguous)
     if name.startswith("folder:"):
-        # Folders of the user are normalised like ImageNet.
-        preparation = preparation or _usual_preparation("imagenet", image_size or 32)
-        return _own_folder(name, split, preparation)
+        return _own_folder(name, split, preparation or _usual_preparation(name, image_size or 32))
     if name not in DATASETS and Path(name).is_dir():
         raise UserError(f"{name} is a folder; write folder:{name}")
     others = ("nonsense",) if split == "ood" else ()
@@ -1043,8 +1036,7 @@ def load_corrupted(name, kind, severity, data_dir="data", *, preparation=None):
 
     It is read from CIFAR-10-C/<kind>.npy and labels.npy (10,000 rows per severity), from
     imagenet-c/<kind>/<severity>/<class>/* or from Tiny-ImageNet-C/<kind>/<severity>/<class>/*.
-    preparation: that of the images of the clean test set [default: the usual one]. The files of
-    ImageNet-C are centre crops already: they are resized as a whole.
+    preparation: that of the images of the clean test set [default: the usual one].
     """
     _choose_from("corrupted set", name, CORRUPTED)
     data_dir = Path(data_dir)
@@ -1062,13 +1054,13 @@ def load_corrupted(name, kind, severity, data_dir="data", *, preparation=None):
     path = paths[severity - 1]
     if not path.exists():
         raise _absent(name, path)
+    preparation = preparation or _usual_preparation(name)
     # The copy must have all classes of the clean set, if that is there.
     if name == "tiny_imagenet_c":
         classes = _wnids(_place("tiny_imagenet", data_dir, "wnids.txt"))
     else:
         classes = _folders_in(data_dir / "imagenet" / "val") or _folders_in(path)
-    preparation = preparation or _usual_preparation(name)
-    if name == "imagenet_c":
+        # The files of ImageNet-C are centre crops already: they are resized as a whole.
         preparation = preparation._replace(resize=preparation.crop)
     dataset = _class_folders(title, path, classes, preparation)
     return dataset.in_memory() if dataset.shape[-1] <= SMALL else dataset
