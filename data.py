@@ -125,12 +125,28 @@ AMBIGUOUS_MNIST = {  # MD5 checksums of its files
 }
 
 
+class Style(NamedTuple):
+    """The largest distortions of a text; lengths are in half sides of the image."""
+
+    tilt: float             # degrees; small, or else a 6 would look like a 9
+    shear: float
+    scale: tuple            # smallest and largest
+    shift: float
+    bend: float
+
+
+LARGE_PRINT = Style(15.0, 0.25, (0.8, 1.1), 0.12, 0.05)
+SMALL_PRINT = Style(7.0, 0.15, (0.95, 1.05), 0.06, 0.02)
+BLENDED_DIGIT = Style(10.0, 0.15, (0.75, 0.95), 0.0, 0.03)
+
+
 class Prints(NamedTuple):
     """An embedded set: 28x28 grey pictures of texts, one class per text."""
 
     texts: list
     font_size: int
     strokes: tuple          # stroke widths of the pen
+    style: Style | None
     train_rows: int
     test_rows: int
     mean: float             # of the training pixels in [0, 1]
@@ -144,15 +160,15 @@ NUMBERS = [f"{k:03d}" for k in range(1000)]
 TO_LETTERS = str.maketrans("0123456789abcdef", "ACEFHKMNPRTUVWXY")
 WORDS = [f"{4 * k:03x}".translate(TO_LETTERS) for k in range(1000)]
 EMBEDDED = {  # the random numbers of a set depend on its place in this table
-    "glyphs": Prints(DIGITS, 52, (0, 1, 2, 3), 10000, 2000, 0.2100, 0.2746),
+    "glyphs": Prints(DIGITS, 52, (0, 1, 2, 3), LARGE_PRINT, 10000, 2000, 0.2100, 0.2746),
     # Blends of two digits. Each training image occurs twice, with a label drawn for each.
-    "glyphs_ambiguous": Prints(DIGITS, 50, (0, 1), 5000, 2000, 0.1904, 0.2425),
+    "glyphs_ambiguous": Prints(DIGITS, 50, (0, 1), BLENDED_DIGIT, 5000, 2000, 0.1904, 0.2425),
     # 8,000 training rows and all test rows of each of the two above
-    "dirty_glyphs": Prints(DIGITS, 0, (), 16000, 4000, 0.2002, 0.2592),
-    "glyphs_letters": Prints(LETTERS, 50, (0, 1, 2, 3), 10000, 2000, 0.2159, 0.2794),
-    "numbers": Prints(NUMBERS, 27, (0, 1), 30000, 5000, 0.1784, 0.2284),
-    "numbers_letters": Prints(WORDS, 27, (0, 1), 30000, 5000, 0.1859, 0.2361),
-    "numbers_ambiguous": Prints(NUMBERS, 27, (0, 1), 5000, 2000, 0.2288, 0.2745),
+    "dirty_glyphs": Prints(DIGITS, 0, (), None, 16000, 4000, 0.2002, 0.2592),
+    "glyphs_letters": Prints(LETTERS, 50, (0, 1, 2, 3), LARGE_PRINT, 10000, 2000, 0.2159, 0.2794),
+    "numbers": Prints(NUMBERS, 27, (0, 1), SMALL_PRINT, 30000, 5000, 0.1784, 0.2284),
+    "numbers_letters": Prints(WORDS, 27, (0, 1), SMALL_PRINT, 30000, 5000, 0.1859, 0.2361),
+    "numbers_ambiguous": Prints(NUMBERS, 27, (0, 1), SMALL_PRINT, 5000, 2000, 0.2288, 0.2745),
 }
 IN_MEMORY = tuple(EMBEDDED) + tuple(TORCHVISION) + ("ambiguous_mnist", "dirty_mnist")
 DATASETS = IN_MEMORY + ("tiny_imagenet", "imagenet", "imagenet_a", "imagenet_o", "imagenet_r",
@@ -2081,21 +2097,6 @@ def _file_digest(path):
 # ---- Embedded images ----------------------------------------------------------------------
 
 
-class Style(NamedTuple):
-    """The largest distortions of a text; lengths are in half sides of the image."""
-
-    tilt: float             # degrees; small, or else a 6 would look like a 9
-    shear: float
-    scale: tuple            # smallest and largest
-    shift: float
-    bend: float
-
-
-LARGE_PRINT = Style(15.0, 0.25, (0.8, 1.1), 0.12, 0.05)
-SMALL_PRINT = Style(7.0, 0.15, (0.95, 1.05), 0.06, 0.02)
-BLENDED_DIGIT = Style(10.0, 0.15, (0.75, 0.95), 0.0, 0.03)
-
-
 @lru_cache(maxsize=None)
 def _embedded(name, training):
     """The training set or the test set of a name in EMBEDDED."""
@@ -2109,9 +2110,8 @@ def _embedded(name, training):
     generator = _generator(2102, list(EMBEDDED).index(name), training)
     if name.endswith("ambiguous"):
         return _blends(name, n, generator, training)
-    style = SMALL_PRINT if name.startswith("numbers") else LARGE_PRINT
     labels = torch.randperm(n, generator=generator) % len(prints.texts)
-    images = _print(_draw_ink(name, labels, style, generator), generator)
+    images = _print(_draw_ink(name, labels, generator), generator)
     return _grey_set(name, images, labels)
 
 
@@ -2130,18 +2130,16 @@ def _blends(name, n, generator, training):
     first = torch.randperm(n, generator=generator) % num_classes
     step = torch.randint(1, num_classes, (n,), generator=generator)
     second = (first + step) % num_classes
-    style = SMALL_PRINT
     apart = 0.0
     rows = torch.arange(n)
     if name == "glyphs_ambiguous":
-        style = BLENDED_DIGIT
         angle = 2 * math.pi * torch.rand(n, generator=generator)
         apart = 0.25 * torch.stack([angle.cos(), angle.sin()], 1)      # [n, 2]
         if training:
             rows = rows.repeat_interleave(2)
     weight = 0.35 + 0.3 * torch.rand(n, 1, generator=generator)        # [n, 1]
-    one = _draw_ink(name, first, style, generator, apart)
-    other = _draw_ink(name, second, style, generator, -apart)
+    one = _draw_ink(name, first, generator, apart)
+    other = _draw_ink(name, second, generator, -apart)
     share = weight[:, :, None, None]
     ink = (share * one + (1 - share) * other) / torch.maximum(share, 1 - share)
     ink = ink.clamp_(0, 1)
@@ -2158,12 +2156,13 @@ def _blends(name, n, generator, training):
     return replace(dataset, label_probs=probs[rows], groups=rows)
 
 
-def _draw_ink(name, labels, style, generator, apart=0.0):
+def _draw_ink(name, labels, generator, apart=0.0):
     """Ink in [0, 1], float32 [N, 1, 28, 28]: texts of random stroke width, warped.
 
     apart: a fixed shift [N, 2] in half sides.
     """
     n = len(labels)
+    style = EMBEDDED[name].style
     templates = _templates(name)
 
     def uniform(low, high, *shape):
