@@ -1212,9 +1212,7 @@ def _warp(x, angle=0.0, scale=1.0, shear=0.0, shift=0.0, bend=0.0, size=None, pa
     angle (radians), scale, shear: [B] or numbers. shift [B, 2] and bend [B, *size, 2] are
     (x, y) in half sides; they move the places where the pixels of the output are read.
     """
-    zeros = torch.zeros(len(x))
-    angle = zeros + angle
-    shear = zeros + shear
+    angle = torch.zeros(len(x)) + angle
     cos = angle.cos() / scale
     sin = angle.sin() / scale
     matrix = torch.stack([cos, cos * shear + sin, -sin, cos - sin * shear], 1)
