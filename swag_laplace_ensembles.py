@@ -134,7 +134,7 @@ def head_outputs(theta, last):
     c = theta.shape[1] // (d + 1)
     weight = theta[:, :-c].reshape(s * c, d)
     bias = theta[:, -c:].flatten()
-    z = torch.addmm(bias, last.x, weight.T).view(-1, s, c).transpose(0, 1)     # [S, N or A, C]
+    z = F.linear(last.x, weight, bias).view(-1, s, c).transpose(0, 1)          # [S, N or A, C]
     if last.energies:
         return energy_outputs(z, last)
     return z.log_softmax(-1)
@@ -302,9 +302,9 @@ LAPLACE_GRID = tuple(10 ** (-4 + 0.4 * i) for i in range(21))
 FLOW_GRID = (1, 5, 10, 20, 30, 40, 50, 70, 90, 100, 125, 150, 175, 200, 500)
 
 
-def precision_scores(theta, spectrum, last, noise, grid=LAPLACE_GRID):
-    """The LPD of each prior precision of the grid, with the same noise; NaN: no posterior."""
-    precisions = torch.tensor(grid, dtype=torch.float64, device=theta.device)
+def precision_scores(theta, spectrum, last, noise):
+    """The LPD of each prior precision of LAPLACE_GRID, with the same noise; NaN: no posterior."""
+    precisions = torch.tensor(LAPLACE_GRID, dtype=torch.float64, device=theta.device)
     scores = []
     for samples in laplace_samples(theta, spectrum, precisions[:, None, None], noise):
         outputs = head_outputs(samples, last)
@@ -371,16 +371,16 @@ def negative_elbo(flow, theta, spectrum, base_precision, prior_precision, noise,
     return log_q - log_prior - n / len(last.labels) * log_likelihood
 
 
-def member_combinations(members, k, count=30):
+def member_combinations(members, k):
     """The published ensembles of k of M members, as sorted member numbers from 1.
 
-    Ensemble i = 1, ..., count is Python's random.sample of 1..M with the seed of Cantor's pairing,
+    Ensemble i = 1, ..., 30 is Python's random.sample of 1..M with the seed of Cantor's pairing,
     (k + i)(k + i + 1) / 2 + i. Here k = 1 gives each member once, and equal ensembles count once.
     """
     if k == 1:
         return [[member] for member in range(1, members + 1)]
     found = []
-    for i in range(1, count + 1):
+    for i in range(1, 31):
         seed = (k + i) * (k + i + 1) // 2 + i
         chosen = sorted(random.Random(seed).sample(range(1, members + 1), k))
         if chosen not in found:
@@ -416,13 +416,6 @@ class RunningMixture:
         return Mixture(mean, self.entropy_sum / self.count, self.count)
 
 
-def mix(mixtures):
-    """The Mixture of K members, from those of each; equally many samples of each."""
-    log_probs, entropy, samples = zip(*mixtures)
-    mean = torch.stack(log_probs).double().logsumexp(0) - math.log(len(mixtures))
-    return Mixture(mean, torch.stack(entropy).mean(0), sum(samples))
-
-
 # ---- Model --------------------------------------------------------------------------------------
 # A network returns (outputs, features of its last layer `head`): for images and texts, logits
 # [B, C] and [B, D]; for molecules, mean and variance of the energy [B, 2], and the features of all
@@ -431,9 +424,7 @@ def mix(mixtures):
 
 def widen(x):
     """bfloat16 as float32; float32 and float64 as they are."""
-    if x.dtype == torch.bfloat16:
-        return x.float()
-    return x
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Network(nn.Module):
@@ -581,17 +572,16 @@ class PaiNNLayer(nn.Module):
                                     nn.Dropout(dropout), nn.Linear(features, 3 * features))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, s, v, edges, rbf, direction):
+    def forward(self, s, v, molecules, rbf, direction):
         # Messages: each atom sums over its neighbours.
-        sources, targets = edges
         weight = torch.cat([self.filter.weight, self.filter.bias[:, None]], 1)
         weight = self.dropout(F.linear(rbf, weight))                   # [E, 3 F]
-        messages = self.message(s).index_select(0, sources) * weight
+        messages = self.message(s).index_select(0, molecules.sources) * weight
         vv, ss, vs = messages.chunk(3, -1)                             # each [E, F]
-        s = s + sum_by(targets, ss, len(s))
+        s = s + sum_by(molecules.targets, ss, len(s))
         along = direction[:, :, None] * vs[:, None]                    # [E, 3, F]
-        along = torch.addcmul(along, v.index_select(0, sources), vv[:, None])
-        v = v + sum_by(targets, along, len(s))
+        along = torch.addcmul(along, v.index_select(0, molecules.sources), vv[:, None])
+        v = v + sum_by(molecules.targets, along, len(s))
 
         # Update of each atom.
         vector_u = self.dropout(self.u(v))                             # [A, 3, F]
@@ -642,15 +632,14 @@ class PaiNN(nn.Module):
         return sum_by(molecule, known, count)
 
     def forward(self, molecules):
-        edges = (molecules.sources, molecules.targets)
-        sources, targets = edges
-        displacement = molecules.positions[sources] - molecules.positions[targets]  # [E, 3]
+        starts = molecules.positions[molecules.sources]
+        displacement = starts - molecules.positions[molecules.targets]             # [E, 3]
         distance = displacement.norm(dim=1, keepdim=True)                          # [E, 1]
         rbf = self.edge_features(distance)
         s = self.embedding(molecules.numbers)                                      # [A, F]
         v = s.new_zeros(len(s), 3, s.shape[1])
         for layer in self.layers:
-            s, v = layer(s, v, edges, rbf, displacement / distance)
+            s, v = layer(s, v, molecules, rbf, displacement / distance)
         features = widen(self.readout(s))
         offset = self.known_energies(molecules.numbers, molecules.molecule, molecules.count)
         last = LastLayer(features, None, True, molecules.molecule, offset, self.statistics[1])
@@ -1730,10 +1719,10 @@ def predict_together(study, members, ensemble):
         samples = [member["samples"][:, :share] for member in chosen]
         means, variances = torch.cat(samples, 1).transpose(0, 1).unbind(-1)    # [S, N]
         return EnergyPrediction(means, variances)
-    mixtures = []
-    for member in chosen:
-        mixtures.append(Mixture(member[f"log_probs_{share}"], member[f"entropy_{share}"], share))
-    return ClassPrediction(*mix(mixtures))
+    log_probs = torch.stack([member[f"log_probs_{share}"] for member in chosen])   # [K, N, C]
+    mean = log_probs.double().logsumexp(0) - math.log(len(chosen))
+    entropy = torch.stack([member[f"entropy_{share}"] for member in chosen]).mean(0)
+    return ClassPrediction(mean, entropy, share * len(chosen))
 
 
 def describe(study, title, ensemble):
