@@ -52,7 +52,7 @@ import re
 import time
 from collections import OrderedDict
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -888,17 +888,16 @@ class Study:
         self.map_loader = self.swag_loader
         if args.augment:
             self.map_loader = shuffled(augment="crop_flip")
-        evaluated = {"test": sets.test}
+        parts = {"train": sets.train, "val": sets.val, "test": sets.test}
         for name, dataset in sets.ood.items():
-            evaluated[f"ood-{name}"] = dataset
+            parts[f"ood-{name}"] = dataset
         if sets.predict is not None:
-            evaluated["predict"] = sets.predict
-        self.evaluated = list(evaluated)
+            parts["predict"] = sets.predict
         self.loaders = {}  # {name of a part: its loader, unshuffled}
         batch_size = 512 if args.device.type == "cuda" else 100
-        for name, dataset in {"train": sets.train, "val": sets.val, **evaluated}.items():
-            data.check_sizes(dataset, limit=batch_size)
-            self.loaders[name] = make_loader(dataset, args, batch_size)
+        for part, dataset in parts.items():
+            self.loaders[part] = make_loader(dataset, args, batch_size)
+        self.evaluated = [part for part in parts if part not in ("train", "val")]
         # What networks are made from, beside the options.
         self.origin = data.origin(sets.train, args)
         self.origin["validation examples"] = data.digest(sets.val)
@@ -1018,11 +1017,11 @@ def train_map(study, seed, dropout):
     common.seed_all(seed)
     net = make_network(args, study.sets.train)
     best = copy.deepcopy(net)
-    options = dict(lr=args.lr, weight_decay=args.weight_decay)
     if args.opt == "adamw":
-        optimiser = torch.optim.AdamW(net.parameters(), **options)
+        optimiser = torch.optim.AdamW(net.parameters(), args.lr, weight_decay=args.weight_decay)
     else:
-        optimiser = torch.optim.SGD(net.parameters(), momentum=0.9, nesterov=True, **options)
+        optimiser = torch.optim.SGD(net.parameters(), args.lr, momentum=0.9, nesterov=True,
+                                    weight_decay=args.weight_decay)
     model = common.data_parallel(net, args.device, args.compile)
     name = f"seed{seed}-map"
     if dropout > 0:
@@ -1033,8 +1032,7 @@ def train_map(study, seed, dropout):
         start = time.perf_counter()
         # published code: the learning rate is constant within an epoch
         lr = 0.5 * args.lr * (1 + math.cos(math.pi * epoch / args.epochs))
-        for group in optimiser.param_groups:
-            group["lr"] = lr
+        optimiser.param_groups[0]["lr"] = lr
         loss = train_epoch(study, model, optimiser, study.map_loader, seed, epoch, MAP_LOSS_FACTOR)
         val_lpd = validation_lpd(study, [net.eval()])
         if val_lpd > max([row["val_lpd"] for row in history], default=-math.inf):
@@ -1079,40 +1077,36 @@ class Member:
         self.seed = seed
         self.net = net
         self.digest = common.digest(net)
-        self.theta = flat_head(net.head).detach()                      # [P]
-        self.passes = {}        # {part: Pass}
-        self.gathered = {}      # {part: LastLayer}; on the main process
+        self.theta = flat_head(net.head).detach()  # [P]
+        self.forward = cache(partial(forward, study, net))  # the Pass over a part, made once
         self.sgd_rates = set()  # at which SWAG's SGD is complete
 
     def keep(self, name, compute, **made_from):
         """The values seed<seed>-<name>: read if they were made from the same, or else computed."""
-        made_from |= {"network": self.digest, **self.study.origin,
-                      "options": self.study.run.identity}
+        made_from |= {"network": self.digest, **self.study.origin}
         return self.study.run.load_or_compute(f"seed{self.seed}-{name}", made_from, compute)
 
-    def forward(self, part):
-        """The Pass of theta_m over a set, which is made once."""
-        if part not in self.passes:
-            self.passes[part] = forward(self.study, self.net, part)
-        return self.passes[part]
+    @cached_property
+    def gathered(self):
+        """The LastLayers of the training and the validation set, on the main process."""
+        return gather_last_layer(self, "train"), gather_last_layer(self, "val")
 
     def fit(self, fit, *arguments):
         """fit(member, train, val, *arguments) on the main process, with LastLayers of the sets.
 
         All processes compute the features, and get the result.
         """
-        for part in ("train", "val"):
-            if part not in self.gathered:
-                self.gathered[part] = gather_last_layer(self, part)
-        return common.on_main(fit, self, self.gathered["train"], self.gathered["val"], *arguments)
+        return common.on_main(fit, self, *self.gathered, *arguments)
 
     @cached_property
     def spectrum(self):
         """The Spectrum of the loss at theta on the training set; within `fit`."""
-        find = {"full": full_spectrum, "diag": diagonal_spectrum}[self.args.structure]
-        if self.study.energies:
-            find = energy_spectrum
-        return find(self.theta, self.gathered["train"])
+        train, _ = self.gathered
+        if train.energies:
+            return energy_spectrum(self.theta, train)
+        if self.args.structure == "full":
+            return full_spectrum(self.theta, train)
+        return diagonal_spectrum(self.theta, train)
 
     def noise(self, samples, *key):
         """Standard normal noise [samples, P] for last layers, a function of the key."""
@@ -1209,8 +1203,7 @@ class SWA(NetworkPosterior):
         return swag_moments(self.find_iterates())
 
     def networks(self, count):
-        mean, _, _ = self.moments
-        return networks_at(self.member, [mean])
+        return networks_at(self.member, self.moments[:1])
 
 
 class SWAG(SWA):
@@ -1303,9 +1296,10 @@ def delete_iterates(member, rates, lpds):
         if rate in best:
             continue
         # The checkpoint goes first: it must not count iterates that are gone.
-        for pattern in (f"{name}.pt", f"{name}-*.pt"):
-            for path in member.study.run.dir.glob(pattern):
-                path.unlink()
+        folder = member.study.run.dir
+        (folder / f"{name}.pt").unlink(missing_ok=True)
+        for path in folder.glob(f"{name}-*.pt"):
+            path.unlink()
 
 
 def batch_norms(net):
@@ -1320,7 +1314,7 @@ def networks_at(member, vectors):
     The statistics of batch norm become the means over all batches of the training set.
     """
     study = member.study
-    net = copy.deepcopy(member.net)
+    net = copy.deepcopy(member.net).eval()
     layers = batch_norms(net)
     if layers:
         common.data_parallel(net, study.args.device)  # for batch statistics of the global batch
@@ -1328,7 +1322,6 @@ def networks_at(member, vectors):
     for vector in vectors:
         for p, weights in zip(net.parameters(), vector.split(sizes)):
             p.copy_(weights.view_as(p))
-        net.eval()
         for layer in layers:
             layer.reset_running_stats()
             layer.train()
@@ -1358,7 +1351,8 @@ class MCDropout(NetworkPosterior):
 
     def __init__(self, member):
         self.member = member
-        self.trained = {}  # {rate: network}
+        # The network that is trained with dropout at a rate: it is trained, or read, once.
+        self.train = cache(partial(train_map, member.study, member.seed))
         lpds = {}
         for rate in DROPOUTS:
             found = member.keep(f"mcdo-lpd-{rate:g}", partial(self.score, rate), rate=rate,
@@ -1367,12 +1361,6 @@ class MCDropout(NetworkPosterior):
         rate = choose(lpds, "MC dropout's rate")
         self.net = self.train(rate)
         self.made_from = {"rate": rate, "trained": common.digest(self.net)}
-
-    def train(self, rate):
-        """The network that is trained with dropout at a rate."""
-        if rate not in self.trained:
-            self.trained[rate] = train_map(self.member.study, self.member.seed, rate)
-        return self.trained[rate]
 
     def score(self, rate):
         """{"lpds": {rate: validation LPD}}, if it is finite."""
@@ -1447,20 +1435,19 @@ def fit_flow(member, train, val, laplace, layers):
     base = laplace_samples(theta, member.spectrum, laplace.precision, noise)
     lpds = {}
     # published code: the largest of equally good precisions (LLLA: the smallest)
-    for g in reversed(range(len(FLOW_GRID))):
-        heads, _ = apply_flow([tensor[g] for tensor in flows], base)
+    for precision in reversed(FLOW_GRID):
+        heads, _ = apply_flow(flows[precision], base)
         outputs = head_outputs(heads, val)
-        lpds[FLOW_GRID[g]] = log_predictive_density(outputs, val.labels, val.energies)
+        lpds[precision] = log_predictive_density(outputs, val.labels, val.energies)
     precision = choose_precision(member, "la_nf", lpds)
-    chosen = [tensor[FLOW_GRID.index(precision)] for tensor in flows]
-    heads, _ = apply_flow(chosen, laplace.heads.to(theta))
+    heads, _ = apply_flow(flows[precision], laplace.heads.to(theta))
     return {"precision": precision, "heads": heads.cpu()}
 
 
 def train_flows(member, train, base_precision, layers):
     """Minimise the negative ELBOs of all prior precisions, with the same noise and batches.
 
-    Returns the centres [G, T, P], and a and b [G, T], of the G flows.
+    Returns {prior precision: (centres [T, P], a and b [T])}.
     """
     study = member.study
     args = study.args
@@ -1495,7 +1482,8 @@ def train_flows(member, train, base_precision, layers):
                             f"{epoch + 1}; use fewer --flow-layers")
     print(f"seed{member.seed}-la_nf{layers}  mean negative ELBO of the last epoch "
           f"{total.item() / steps:.6g}", flush=True)
-    return [tensor.detach() for tensor in flows]
+    trained = [tensor.detach() for tensor in flows]                                # [G, T, ...]
+    return dict(zip(FLOW_GRID, zip(*trained)))
 
 
 def take(study, last, rows):
@@ -1521,14 +1509,15 @@ def draw_published(member, file):
             raise ValueError(f"other weights than those of seed {file.seed} in --map-paths")
         laplace = state["llla"]
         h = laplace.get("H_nll", laplace["H"])  # of molecules, H includes the prior
-        spectrum = Spectrum(h.double().to(member.theta.device), None)
+        values = h.double().to(member.theta.device)
+        basis = None
         if h.ndim == 2:
-            spectrum = Spectrum(*eigh(spectrum.values))
+            values, basis = eigh(values)
         if "H_nll" not in laplace:
-            spectrum = spectrum._replace(values=spectrum.values.clamp_min(0))  # below is rounding
+            values = values.clamp_min(0)  # below is rounding
         noise = member.noise(member.args.samples[-1], member.seed, STREAMS["samples"])
         precision = float(laplace["prior_precision"])
-        heads = laplace_samples(member.theta, spectrum, precision, noise)
+        heads = laplace_samples(member.theta, Spectrum(values, basis), precision, noise)
         if file.title != "llla":
             heads, _ = apply_flow(published_flow(file, heads.device), heads)
         return {"precision": precision, "heads": heads.cpu()}
@@ -1627,11 +1616,9 @@ def list_ensembles(study, title):
     args = study.args
     found = []
     for k in args.ensembles:
-        sizes = [s for s in args.samples if s >= k]
-        if title in POINTS:
-            sizes = [k]
         if k > args.members:
-            sizes = []
+            continue
+        sizes = [k] if title in POINTS else [s for s in args.samples if s >= k]
         for samples in sizes:
             for run in range(args.runs):
                 own = study.seeds[run * args.members:(run + 1) * args.members]
@@ -1814,9 +1801,7 @@ def ood_parts(names):
     """{OOD set: the names of its parts}: a+b is a union, but folder:a+b a folder."""
     parts = {}
     for name in names:
-        parts[name] = name.split("+")
-        if name.startswith("folder:"):
-            parts[name] = [name]
+        parts[name] = [name] if name.startswith("folder:") else name.split("+")
     return parts
 
 
@@ -1938,7 +1923,7 @@ EVALUATION_OPTIONS = ("seed", "members", "methods", "ensembles", "samples", "ood
 
 def parse_args(argv=None):
     parser = common.Parser("swag_laplace_ensembles", __doc__, PRESETS,
-                           [*NETWORKS, *SEQUENCE_NETWORKS], dataset="dirty_glyphs",
+                           list(NETWORKS | SEQUENCE_NETWORKS), dataset="dirty_glyphs",
                            model="wrn_16_4", epochs=100, batch_size=128, lr=0.1)
     add = parser.add_argument_group("swag_laplace_ensembles.py").add_argument
     add("--num-val", type=at_least(1), default=2000,
@@ -2068,11 +2053,8 @@ def uses(args, *methods):
 def load_images(args):
     """Training, validation and test images with the published split, which no seed changes."""
     preparation = data.preparation_of(args.model, args.weights, args.image_size)
-    image_size = None if preparation else args.image_size
-    sets = data.load_sets(args.dataset, args.data_dir, val_fraction=0, image_size=image_size,
-                          preparation=preparation)
-    train = sets.train
-    val = sets.val
+    train, val, test, _, _ = data.load_sets(args.dataset, args.data_dir, val_fraction=0,
+                                            image_size=args.image_size, preparation=preparation)
     if val is not None:
         common.refuse(args, ["num_val"], f"on {args.dataset}, which has a folder val")
     else:
@@ -2086,7 +2068,7 @@ def load_images(args):
         std[std == 0] = 1  # a channel may be empty
         train = replace(train, mean=tuple(mean.tolist()), std=tuple(std.tolist()))
     train = data.limit_train(train, args.limit_train)
-    return train, data.match(val, train), data.match(sets.test, train)
+    return train, data.match(val, train), data.match(test, train)
 
 
 def split_images(dataset, num_val):
