@@ -74,10 +74,10 @@ from common import UserError, at_least, between
 # are the mean and the variance of a molecule's.
 
 
-def swag_moments(iterates, floor=1e-8):
+def swag_moments(iterates):
     """SWAG's mean [P], variances d [P] and deviations D [R, P] of R iterates [R, P].
 
-    d = max(mean_r D_r^2, floor), and D_r = w_r - mean, with the final mean as in the paper (in the
+    d = max(mean_r D_r^2, 1e-8), and D_r = w_r - mean, with the final mean as in the paper (in the
     original SWAG it is a running one). Overwrites `iterates` with D. Raises ValueError if R < 2.
     """
     if len(iterates) < 2:
@@ -88,7 +88,7 @@ def swag_moments(iterates, floor=1e-8):
     # One row at a time, so that no second [R, P] is needed.
     for row in deviations:
         variance.addcmul_(row, row, value=1 / len(deviations))
-    return mean, variance.clamp_min_(floor), deviations
+    return mean, variance.clamp_min_(1e-8), deviations
 
 
 def swag_samples(mean, variance, deviations, noise, low_rank_noise):
@@ -335,10 +335,8 @@ def apply_flow(flow, theta):
     betas = F.softplus(b) - alphas
     p = theta.shape[-1]
     log_det = 0.0
-    for layer in range(a.shape[-1]):
-        alpha = alphas[..., layer]
-        beta = betas[..., layer]
-        offset = theta - centres[..., layer, :]
+    for centre, alpha, beta in zip(centres.unbind(-2), alphas.unbind(-1), betas.unbind(-1)):
+        offset = theta - centre
         r = offset.norm(dim=-1)
         h = 1 / (alpha + r)
         across = (p - 1) * torch.log1p(beta * h)
@@ -1606,6 +1604,7 @@ def keep_predictions(member, posterior, title, part):
 class Ensemble(NamedTuple):
     """Members that are averaged, with equally many samples of each."""
 
+    label: str    # the name of their posterior in tables
     seeds: tuple  # of the members
     samples: int  # S, in all
     share: int    # S // K, of each member
@@ -1620,21 +1619,22 @@ def list_ensembles(study, title):
             continue
         sizes = [k] if title in POINTS else [s for s in args.samples if s >= k]
         for samples in sizes:
+            label = label_of(args, title, samples)
             for run in range(args.runs):
                 own = study.seeds[run * args.members:(run + 1) * args.members]
                 for chosen in member_combinations(args.members, k):
                     seeds = tuple(own[member - 1] for member in chosen)
-                    found.append(Ensemble(seeds, samples, samples // k))
+                    found.append(Ensemble(label, seeds, samples, samples // k))
     return found
 
 
-def label_of(args, title, ensemble):
+def label_of(args, title, samples):
     """The name of a posterior in tables, with T and S if the study compares several."""
     label = LABELS[title.rstrip("0123456789")]
     if title.startswith("la_nf") and len(args.flow_layers) > 1:
         label += f", T={title.removeprefix('la_nf')}"
     if title not in POINTS and len(args.samples) > 1:
-        label += f", S={ensemble.samples}"
+        label += f", S={samples}"
     return label
 
 
@@ -1712,11 +1712,10 @@ def predict_together(study, members, ensemble):
     return ClassPrediction(mean, entropy, share * len(chosen))
 
 
-def describe(study, title, ensemble):
+def describe(study, ensemble):
     """What a row is about. Ensembles are told apart by the seeds of their members."""
     test = study.sets.test
-    label = label_of(study.args, title, ensemble)
-    return {"method": f"{label}, K={len(ensemble.seeds)}",
+    return {"method": f"{ensemble.label}, K={len(ensemble.seeds)}",
             "seed": "+".join(map(str, ensemble.seeds)), "members": ensemble.seeds,
             "set": test.name, "n": len(test)}
 
@@ -1750,17 +1749,16 @@ def evaluate(study):
         for ensemble in list_ensembles(study, title):
             prediction = predict_together(study, members, ensemble)
             uncertainties[ensemble] = prediction.uncertainties()
-            row = describe(study, title, ensemble) | prediction.metrics(labels)
+            row = describe(study, ensemble) | prediction.metrics(labels)
             row |= cost(members, ensemble, len(labels))
             scores = prediction.scores(labels)
             if title == "map":
                 de[ensemble.seeds] = scores
             else:
-                label = label_of(study.args, title, ensemble)
                 for metric, values in scores.items():
                     change = values - de[ensemble.seeds][metric]
                     row[f"{metric}_minus_de"] = change.mean().item()
-                    key = (label, len(ensemble.seeds), metric)
+                    key = (ensemble.label, len(ensemble.seeds), metric)
                     changes.setdefault(key, []).append(change)
             rows.append(row)
         rows += detection_rows(study, title, uncertainties)
@@ -1785,7 +1783,7 @@ def detection_rows(study, title, inside):
             outside = []
             for of_part in members:
                 outside.append(predict_together(study, of_part, ensemble).uncertainties())
-            row = describe(study, title, ensemble) | {"against": "+".join(parts)}
+            row = describe(study, ensemble) | {"against": "+".join(parts)}
             for kind in ("total", "epistemic"):
                 if kind not in uncertainties:
                     continue
@@ -2141,10 +2139,11 @@ def read_all_published(args):
     found = {}
     for path in args.map_paths + args.posterior_paths:
         file = read_published(path)
-        if (file.title == "map") != (path in args.map_paths) or (file.title, file.seed) in found:
+        key = (file.title, file.seed)
+        if (file.title == "map") != (path in args.map_paths) or key in found:
             raise UserError(f"{path} holds {file.title} of seed {file.seed}; --map-paths takes a "
                             "MAP network of each seed, --posterior-paths a posterior of each kind")
-        found[file.title, file.seed] = file
+        found[key] = file
     titles = list_titles(args)
     for (title, seed), file in found.items():
         if ("map", seed) not in found or title not in titles:
