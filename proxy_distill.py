@@ -329,14 +329,11 @@ class MIMO(nn.Module):
         return logits.unflatten(1, (self.subnetworks, -1))
 
 
-MIMO_REPETITIONS = 2  # published code: each subnetwork sees an image twice in a batch
-
-
-def mimo_rows(n, subnetworks, generator, repetitions=MIMO_REPETITIONS, shared=0.6):
+def mimo_rows(n, subnetworks, generator, repetitions=2, shared=0.6):
     """Which of the n images of a batch each of E subnetworks sees: [n repetitions, E].
 
     In the fraction `shared` of the rows all subnetworks see the same image; in the others each
-    sees an image of its own.
+    sees an image of its own. The defaults are those of the published code.
     """
     rows = torch.arange(n).repeat(repetitions)
     rows = rows[torch.randperm(len(rows), generator=generator)]
@@ -464,7 +461,7 @@ NETWORKS = {
 }
 
 
-def make_network(args, num_classes, shape, epochs=None):
+def make_network(args, num_classes, shape, epochs):
     """The network --model for images of `shape` (C, H, W), on its device: logits [B, K].
 
     epochs: those for which it will be trained, see data.backbone_and_head.
@@ -488,10 +485,9 @@ def make_mimo(args, num_classes, shape, subnetworks):
 
 # Lightning 1.5 keeps options in a dictionary of its own class; 1.4 has the classes of callbacks as
 # keys. An ordinary dictionary stands for these names; no other name of theirs is known.
-LIGHTNING_NAMES = ("utilities.parsing.AttributeDict", "callbacks.model_checkpoint.ModelCheckpoint",
-                   "callbacks.early_stopping.EarlyStopping",
-                   "callbacks.lr_monitor.LearningRateMonitor")
-LIGHTNING = [(OrderedDict, f"pytorch_lightning.{name}") for name in LIGHTNING_NAMES]
+LIGHTNING = [(OrderedDict, f"pytorch_lightning.{name}") for name in (
+    "utilities.parsing.AttributeDict", "callbacks.model_checkpoint.ModelCheckpoint",
+    "callbacks.early_stopping.EarlyStopping", "callbacks.lr_monitor.LearningRateMonitor")]
 
 
 def read_file(path):
@@ -548,17 +544,6 @@ def read_network(path, kind, like, args):
 KINDS = {"member": 0, "mimo": 1, "student": 2}
 
 
-class Plan(NamedTuple):
-    """How a network is trained, and the checkpoint that it is saved in."""
-
-    name: str         # of the checkpoint
-    made_from: dict   # what its training depends on beside the options
-    seed: int
-    epochs: int
-    batch_size: int   # images of a global batch
-    rate: float       # the highest learning rate
-
-
 def learning_rate(step, steps_per_epoch, epochs, schedule):
     """The factor on the highest learning rate at a step, counted from the start of training."""
     if schedule == "step":
@@ -592,65 +577,60 @@ def make_optimiser(net, args):
     return torch.optim.SGD(groups, momentum=0.9, nesterov=True)
 
 
-def train(net, train_set, batch_columns, plan, args, run):
-    """Minimise a loss; training resumes from the last completed epoch of the checkpoint.
+def train(name, net, train_set, batch_columns, args, run, *, made_from, seed, epochs, batch_size,
+          highest_lr):
+    """Minimise a loss; training resumes from the last completed epoch of the checkpoint `name`.
 
     batch_columns(model, batch, epoch, step) returns {name: values [b]} of the rows of this process
     and the number of rows of the global batch. "loss" is minimised; the means of all are logged.
+    made_from: what it depends on beside the options and data.origin; batch_size: in images.
     """
     optimiser = make_optimiser(net, args)
     # The order and the augmentation of the images depend only on the seed and the epoch.
     augment = "crop_flip" if args.augment else "none"
-    loader = data.Loader(train_set, plan.batch_size, args.device, seed=plan.seed, shuffle=True,
+    loader = data.Loader(train_set, batch_size, args.device, seed=seed, shuffle=True,
                          limit_steps=args.limit_steps, augment=augment, workers=args.workers,
                          channels_last=True)
-    # DistributedDataParallel, with batch norm over all processes.
-    model = common.data_parallel(net, args.device, args.compile)
-
-    history = run.resume(plan.name, plan.epochs, plan.made_from, net=net, optimiser=optimiser)
-    for epoch in range(len(history), plan.epochs):
+    model = common.data_parallel(net, args.device, args.compile)  # DDP, with global batch norm
+    made_from = data.origin(train_set, args) | made_from
+    history = run.resume(name, epochs, made_from, net=net, optimiser=optimiser)
+    for epoch in range(len(history), epochs):
         start = time.perf_counter()
         # Every epoch is seeded, so that a resumed run draws the same dropout masks.
-        common.seed_all(plan.seed, epoch, common.rank())
+        common.seed_all(seed, epoch, common.rank())
         model.train()
-        sums = 0.0  # of each column over the epoch, and the number of rows
+        sums = 0.0  # of each column over the epoch
+        rows = 0
         for step, batch in enumerate(common.progress(loader, epoch)):
             # A function of the step: a resumed run needs no state of a scheduler.
             done = epoch * len(loader) + step
-            lr = plan.rate * learning_rate(done, len(loader), plan.epochs, args.schedule)
+            lr = highest_lr * learning_rate(done, len(loader), epochs, args.schedule)
             for group in optimiser.param_groups:
                 group["lr"] = lr
             columns, global_rows = batch_columns(model, batch, epoch, step)
-
             # DDP averages gradients over processes: this is the mean over the global batch.
             mean_loss = columns["loss"].sum() * common.world_size() / global_rows
             optimiser.zero_grad()
             mean_loss.backward()
             optimiser.step()
-            sums = sums + column_sums(columns)
-        *totals, rows = common.all_reduce(sums).tolist()
-        means = {name: total / rows for name, total in zip(columns, totals)}
+            own_sums = [column.detach().double().sum() for column in columns.values()]
+            sums = sums + torch.stack(own_sums)
+            rows += global_rows
+        totals = common.all_reduce(sums).tolist()
+        means = {column: total / rows for column, total in zip(columns, totals)}
         history.append({"epoch": epoch + 1, **means, "lr": lr,
                         "seconds": time.perf_counter() - start})
-        run.save(plan.name, history, plan.made_from, net=net, optimiser=optimiser)
+        run.save(name, history, made_from, net=net, optimiser=optimiser)
     return net.eval().requires_grad_(False)
-
-
-def column_sums(columns):
-    """The sums of columns {name: [b]}, then the number of rows b, as one tensor in float64."""
-    sums = [column.detach().double().sum() for column in columns.values()]
-    sums.append(torch.full_like(sums[0], len(columns["loss"])))
-    return torch.stack(sums)
 
 
 def train_member(train_set, args, run, seed):
     """Step 1: train one member of the ensemble by cross entropy."""
     common.seed_all(seed, KINDS["member"])
     net = make_network(args, train_set.num_classes, train_set.shape, args.member_epochs)
-    made_from = {**data.origin(train_set, args), "kinds of networks": "member"}
-    plan = Plan(f"member-seed{seed}", made_from, seed, args.member_epochs, args.batch_size,
-                args.lr * args.batch_size / 256)
-    return train(net, train_set, partial(member_columns, args), plan, args, run)
+    return train(f"member-seed{seed}", net, train_set, partial(member_columns, args), args, run,
+                 made_from={"kinds of networks": "member"}, seed=seed, epochs=args.member_epochs,
+                 batch_size=args.batch_size, highest_lr=args.lr * args.batch_size / 256)
 
 
 def member_columns(args, model, batch, epoch, step):
@@ -714,24 +694,19 @@ def train_student(loss, teachers, train_set, args, run, seed):
     """Step 3: train a student, a network like a member, from scratch; it sees no labels."""
     common.seed_all(seed, KINDS["student"])
     net = make_network(args, train_set.num_classes, train_set.shape, args.epochs)
-    made_from = {**data.origin(train_set, args), "kinds of networks": f"student_{loss}",
-                 "teachers": sorted(common.digest(member) for member in teachers.members)}
-    plan = Plan(student_name(loss, len(teachers.members), args, seed), made_from, seed,
-                args.epochs, args.batch_size, args.lr * args.batch_size / 256)
-    return train(net, train_set, partial(student_columns, loss, teachers, args), plan, args, run)
-
-
-def student_name(loss, members, args, seed):
-    """The name of its checkpoint, with the options of students alone.
-
-    With other ones, the same members teach another student, which is saved beside this one.
-    """
+    # With other options of students, the same members teach another student, which is saved
+    # beside this one: its name has these options.
     name = f"student_{loss}-{args.epochs}epochs"
     if loss != "forward_kl":
         name += f"-m{args.model_offset:g}"
     if loss in ("proxy", "rkl_proxy"):
         name += f"-t{args.target_offset:g}"
-    return f"{name}-of{members}-seed{seed}"
+    name += f"-of{len(teachers.members)}-seed{seed}"
+    made_from = {"kinds of networks": f"student_{loss}",
+                 "teachers": sorted(common.digest(member) for member in teachers.members)}
+    return train(name, net, train_set, partial(student_columns, loss, teachers, args), args, run,
+                 made_from=made_from, seed=seed, epochs=args.epochs, batch_size=args.batch_size,
+                 highest_lr=args.lr * args.batch_size / 256)
 
 
 def student_columns(loss, teachers, args, model, batch, epoch, step):
@@ -755,13 +730,12 @@ def train_mimo(train_set, args, run, seed):
     """Train a MIMO network, with 2 --batch-size labels in a step (published code)."""
     common.seed_all(seed, KINDS["mimo"])
     net = make_mimo(args, train_set.num_classes, train_set.shape, args.mimo)
-    made_from = {**data.origin(train_set, args), "kinds of networks": "mimo"}
-    # Each image is repeated for every subnetwork, so a step has fewer images than labels.
-    labels_per_step = 2 * args.batch_size
-    images_per_step = labels_per_step // (MIMO_REPETITIONS * args.mimo)
-    plan = Plan(f"mimo{args.mimo}-{args.mimo_epochs}epochs-seed{seed}", made_from, seed,
-                args.mimo_epochs, images_per_step, args.lr * labels_per_step / 256)
-    return train(net, train_set, partial(mimo_columns, seed, args), plan, args, run)
+    # Each subnetwork sees each image twice, so a step has fewer images than labels.
+    return train(f"mimo{args.mimo}-{args.mimo_epochs}epochs-seed{seed}", net, train_set,
+                 partial(mimo_columns, seed, args), args, run,
+                 made_from={"kinds of networks": "mimo"}, seed=seed, epochs=args.mimo_epochs,
+                 batch_size=args.batch_size // args.mimo,
+                 highest_lr=2 * args.lr * args.batch_size / 256)
 
 
 def mimo_columns(seed, args, model, batch, epoch, step):
