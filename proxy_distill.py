@@ -773,12 +773,11 @@ def mimo_batch(batch, rows):
 
 # ---- Evaluation ---------------------------------------------------------------------------------
 
-# The methods, and their names in the table.
-METHODS = {"single": "single network", "ensemble": "ensemble", "ensemble_proxy": "its proxy",
-           "student_forward_kl": "EnD (forward KL)",
+# The methods, and their names in the table. --predict writes the last of them that was run.
+METHODS = {"single": "single network", "mimo": "MIMO", "ensemble_proxy": "its proxy",
+           "ensemble": "ensemble", "student_forward_kl": "EnD (forward KL)",
            "student_dirichlet_likelihood": "EnD2 (likelihood)",
-           "student_proxy": "proxy, forward KL", "student_rkl_proxy": "proxy, reverse KL",
-           "mimo": "MIMO"}
+           "student_proxy": "proxy, forward KL", "student_rkl_proxy": "proxy, reverse KL"}
 
 
 class Logits(NamedTuple):
@@ -941,37 +940,34 @@ def costs(networks, logits):
     """Milliseconds per example and bytes of the weights, with the keys of `all_outputs`."""
     found = {}
     team = {"ms": logits.ms_loading, "bytes": 0}
-    number = 0
     for name, net in networks.items():
+        key = (name, 0)
         size = sum(tensor.nbytes for tensor in net.state_dict().values())
-        cost = {"ms": logits.ms_loading + logits.ms[name], "bytes": size}
         if name.startswith("member"):
-            found["single", number] = cost
-            number += 1
+            key = ("single", len(found))  # members come first
             team["ms"] += logits.ms[name]
             team["bytes"] += size
-        else:
-            found[name, 0] = cost
+        found[key] = {"ms": logits.ms_loading + logits.ms[name], "bytes": size}
     return found | {("ensemble", 0): team, ("ensemble_proxy", 0): team}
 
 
 def set_rows(name, scored, seed):
-    """{key: row} of prediction metrics on one set; each single network has its own seed."""
-    rows = {}
+    """A row of prediction metrics for each method; each single network has its own seed."""
+    rows = []
     for (method, number), columns in scored.items():
-        rows[method, number] = {"method": METHODS[method], "seed": seed + number, "set": name,
-                                "n": len(columns["correct"]), **prediction_metrics(columns)}
+        rows.append({"method": METHODS[method], "seed": seed + number, "set": name,
+                     "n": len(columns["correct"]), **prediction_metrics(columns)})
     return rows
 
 
 def pair_rows(name, inside, other, outside, seed, selected=slice(None)):
-    """{key: row} of detection metrics: a set, or the `selected` part of it, against another."""
-    rows = {}
+    """Rows of detection metrics: a set, or the `selected` part of it, against another."""
+    rows = []
     for (method, number), columns in inside.items():
         part = {column: values[selected] for column, values in columns.items()}
-        rows[method, number] = {"method": METHODS[method], "seed": seed + number, "set": name,
-                                "against": other, "n": len(part["correct"]),
-                                **detection_metrics(part, outside[method, number])}
+        rows.append({"method": METHODS[method], "seed": seed + number, "set": name,
+                     "against": other, "n": len(part["correct"]),
+                     **detection_metrics(part, outside[method, number])})
     return rows
 
 
@@ -982,23 +978,22 @@ def test_rows(name, scored, cost, seed):
             raise UserError(f"{METHODS[method]}: its logits on {name} are not finite; train it "
                             "again with a lower --lr")
     rows = set_rows(name, scored, seed)
-    for key, row in rows.items():
+    for row, (key, columns) in zip(rows, scored.items()):
         row |= cost[key]
         if key[0].startswith("student") and ("ensemble", 0) in scored:
-            row |= rank_correlations(scored[key], scored["ensemble", 0],
-                                     scored["ensemble_proxy", 0])
-    return list(rows.values())
+            row |= rank_correlations(columns, scored["ensemble", 0], scored["ensemble_proxy", 0])
+    return rows
 
 
 def labelled_rows(name, scored, test_name, test_scored, seed):
     """Rows of a set with the classes of the test set, and of the test set against it."""
     rows = set_rows(name, scored, seed)
     pairs = pair_rows(test_name, test_scored, name, scored, seed)
-    for key, columns in scored.items():
+    for row, key in zip(pairs, test_scored):
         # published code ("_with_val"): rejection among the images of both sets
-        both = join_columns([test_scored[key], columns])
-        pairs[key] |= rejection_metrics("prr_both", both)
-    return list(rows.values()) + list(pairs.values())
+        both = join_columns([test_scored[key], scored[key]])
+        row |= rejection_metrics("prr_both", both)
+    return rows + pairs
 
 
 def ood_rows(dataset, scored, classes, test_set, test_scored, seed):
@@ -1006,7 +1001,7 @@ def ood_rows(dataset, scored, classes, test_set, test_scored, seed):
     name = test_set.name
     # The folders of ImageNet-O are named after classes that its images do not belong to.
     if classes is None or dataset.name == "imagenet_o":
-        rows = list(pair_rows(name, test_scored, dataset.name, scored, seed).values())
+        rows = pair_rows(name, test_scored, dataset.name, scored, seed)
     else:
         rows = labelled_rows(dataset.name, scored, name, test_scored, seed)
     if classes is not None:
@@ -1014,8 +1009,7 @@ def ood_rows(dataset, scored, classes, test_set, test_scored, seed):
         same = torch.isin(test_set.labels, classes)
         if same.any():
             title = f"{name}, its classes"
-            pairs = pair_rows(title, test_scored, dataset.name, scored, seed, same)
-            rows += list(pairs.values())
+            rows += pair_rows(title, test_scored, dataset.name, scored, seed, same)
     return rows
 
 
@@ -1026,8 +1020,8 @@ def shift_rows(rows_of_sets, corruptions):
         rows += [row | {"kind": kind, "severity": severity} for row in of_set]
     groups = [corruptions.kinds]
     # Published tables average 15 kinds where there are more.
-    standard = [kind for kind in corruptions.kinds if kind in data.CIFAR_C_KINDS[:15]]
-    if len(standard) == 15 and len(corruptions.kinds) > 15:
+    standard = data.CIFAR_C_KINDS[:15]
+    if set(standard) < set(corruptions.kinds):
         groups.append(standard)
     for kinds in groups:
         title = f"{corruptions.name}_mean_of_{len(kinds)}"
@@ -1054,19 +1048,15 @@ def mean_rows(title, rows_of_sets):
     return means
 
 
-# --predict writes the last of these methods that was run, and the ensemble beside it.
-BEST = ["single", "mimo", "ensemble"] + [f"student_{loss}" for loss in LOSSES]
-
-
 def write_predictions(logits, sets, run):
-    """--predict: predictions.csv."""
+    """--predict: predictions.csv, by the last method of METHODS and the ensemble beside it."""
     outputs = all_outputs(logits.of_networks)
-    best = [method for method in BEST if (method, 0) in outputs][-1]
+    best = [method for method in METHODS if (method, 0) in outputs][-1]
     log_probs, measures, _ = outputs[best, 0]
     predictions = {best: log_probs[None]}                              # [1, N, K]
-    members = [z for name, z in logits.of_networks.items() if name.startswith("member")]
+    members = [own.log_probs for (method, _), own in outputs.items() if method == "single"]
     if len(members) > 1:
-        predictions["ensemble"] = torch.stack(members).double().log_softmax(-1)   # [M, N, K]
+        predictions["ensemble"] = torch.stack(members)                 # [M, N, K]
     columns = common.prediction_columns(sets.predict, predictions, sets.train.classes)
     # A student's uncertainties are those of a Dirichlet distribution.
     columns |= {name: values for name, values in measures.items() if name != "one_minus_max"}
