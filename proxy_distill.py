@@ -1175,12 +1175,12 @@ def parse_args(argv=None):
         "published code does; its calibration errors are ece10 and mce10 in results.csv")
     args = parser.parse(argv)
     args.ensemble_paths = sorted(args.ensemble_paths)  # in any order, they are the same ensemble
-    if args.target_offset == 0 and "losses" not in args.given:
-        if "proxy" in args.losses:
+    if "losses" not in args.given:
+        if args.target_offset == 0 and "proxy" in args.losses:
             common.print_on_main("skipped: the loss proxy, which overflows with --target-offset 0")
             args.losses = [loss for loss in args.losses if loss != "proxy"]
-    if args.members == 0 and args.mimo and "losses" not in args.given:
-        args.losses = []
+        if args.members == 0 and args.mimo:
+            args.losses = []
     check_options(args)
     if args.student_path:
         # Files are evaluated, and nothing is trained.
@@ -1200,9 +1200,6 @@ def parse_args(argv=None):
     return args
 
 
-OF_STUDENTS = ["epochs", "model_offset", "target_offset"]
-
-
 def check_options(args):
     """Refuse options that contradict each other, or that would have no effect."""
     if args.runs > 1 and (args.ensemble_paths or args.student_path):
@@ -1219,11 +1216,12 @@ def check_options(args):
                         "this option or --image-size")
 
     pretrained = args.model.startswith("torchvision/")
+    of_students = ["epochs", "model_offset", "target_offset"]
     no_effect = [
-        (args.student_path, ["members", "losses", "mimo"] + OF_STUDENTS, "with --student-path"),
+        (args.student_path, ["members", "losses", "mimo"] + of_students, "with --student-path"),
         (args.ensemble_paths, ["members", "member_epochs"], "with --ensemble-paths"),
         (not args.mimo, ["mimo_epochs"], "without --mimo"),
-        (not args.losses and not args.eval, OF_STUDENTS, "without --losses"),
+        (not args.losses and not args.eval, of_students, "without --losses"),
         (args.losses == ["forward_kl"], ["model_offset"], "on the loss forward_kl"),
         (args.losses and not {"proxy", "rkl_proxy"} & set(args.losses), ["target_offset"],
          "without the losses proxy and rkl_proxy"),
@@ -1239,8 +1237,7 @@ def check_options(args):
 
 def is_trained(args):
     """Whether networks are trained, not only read from files."""
-    from_files = args.ensemble_paths or args.student_path
-    return bool(args.losses or args.mimo or not from_files)
+    return bool(args.losses or args.mimo or not (args.ensemble_paths or args.student_path))
 
 
 # ---- Main ---------------------------------------------------------------------------------------
