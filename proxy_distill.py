@@ -1248,21 +1248,22 @@ TEST_NOISE = 2  # also of the set to predict and of published corruptions
 OOD_NOISE = 3   # of the first OOD set
 
 
-def with_noise(dataset, severity, seed):
-    """A set under Gaussian noise; it keeps its name."""
-    if severity == 0 or dataset is None:
+def with_noise(dataset, seed, args):
+    """A set under the Gaussian noise of --noise; it keeps its name."""
+    if args.noise == 0 or dataset is None:
         return dataset
     if isinstance(dataset, data.StreamedSet):
-        raise UserError(f"--noise {severity}: {dataset.name} is not in memory; use --noise 0")
-    noisy = data.corrupted(dataset, "gaussian_noise", severity, seed)
+        raise UserError(f"--noise {args.noise}: {dataset.name} is not in memory; use --noise 0")
+    noisy = data.corrupted(dataset, "gaussian_noise", args.noise, seed)
     return replace(noisy, name=dataset.name)
 
 
-def in_published_size(dataset, args):
-    """published code: both sides of an image become 256 pixels, of which 224 are cut out."""
+def for_evaluation(dataset, seed, args):
+    """A set under noise; with --published-evaluation, its files are read as published."""
     if args.published_evaluation and isinstance(dataset, data.StreamedSet):
-        return replace(dataset, resize=[256, 256])
-    return dataset
+        # Both sides of an image become 256 pixels, of which 224 are cut out.
+        dataset = replace(dataset, resize=[256, 256])
+    return with_noise(dataset, seed, args)
 
 
 def load_sets(args):
@@ -1276,14 +1277,14 @@ def load_sets(args):
                           preparation=preparation, train_part="train" if reads_train else "test")
     ood = {}
     for seed, (name, dataset) in enumerate(sets.ood.items(), OOD_NOISE):
-        ood[name] = in_published_size(with_noise(dataset, args.noise, seed), args)
-    test = in_published_size(with_noise(sets.test, args.noise, TEST_NOISE), args)
-    if args.published_evaluation and test.shape[-1] > 256:
+        ood[name] = for_evaluation(dataset, seed, args)
+    sets = sets._replace(ood=ood, test=for_evaluation(sets.test, TEST_NOISE, args),
+                         predict=for_evaluation(sets.predict, TEST_NOISE, args),
+                         train=with_noise(sets.train, TRAIN_NOISE, args))
+    side = sets.test.shape[-1]
+    if args.published_evaluation and side > 256:
         raise UserError(f"--published-evaluation cuts images out of 256 x 256 pixels, and --model "
-                        f"{args.model} has images of {test.shape[-1]}; remove one of the two")
-    predict = in_published_size(with_noise(sets.predict, args.noise, TEST_NOISE), args)
-    sets = sets._replace(train=with_noise(sets.train, args.noise, TRAIN_NOISE), test=test, ood=ood,
-                         predict=predict)
+                        f"{args.model} has images of {side}; remove one of the two")
     if args.freeze:
         sets = data.frozen_features(sets, args)
     return sets
@@ -1314,10 +1315,11 @@ def find_corruptions(test_set, args):
         return Corruptions(f"{test_set.name}_computed", list(data.CORRUPTIONS))
     name = f"{args.dataset}_c"
     kinds = []
-    if args.shift == "published" and name in data.CORRUPTED:
-        kinds = data.corruption_kinds(name, args.data_dir)
-    if args.shift == "published" and "shift" in args.given and not kinds:
-        raise UserError(f"--shift published: {name} not found; use --shift none or computed")
+    if args.shift == "published":
+        if name in data.CORRUPTED:
+            kinds = data.corruption_kinds(name, args.data_dir)
+        if "shift" in args.given and not kinds:
+            raise UserError(f"--shift published: {name} not found; use --shift none or computed")
     return Corruptions(data.corrupted_name(name, kinds), kinds)
 
 
@@ -1328,8 +1330,8 @@ def corrupted_set(test_set, kind, severity, args):
         return data.corrupted(data.evenly(test_set, limit), kind, severity)
     dataset = data.load_corrupted(f"{args.dataset}_c", kind, severity, args.data_dir,
                                   preparation=test_set.preparation)
-    dataset = data.match(data.evenly(in_published_size(dataset, args), limit), test_set)
-    return with_noise(dataset, args.noise, TEST_NOISE)
+    dataset = data.match(data.evenly(dataset, limit), test_set)
+    return for_evaluation(dataset, TEST_NOISE, args)
 
 
 def limit_batch_size(train_set, args):
@@ -1363,7 +1365,11 @@ def check_network(train_set, args):
 
 
 def read_files(like, args):
-    """The networks of the files that the options name, {name: network}; `like` is the test set."""
+    """The networks of the files that the options name, {name: network}, and their digest.
+
+    The digest has eight hexadecimal digits, in any order of the files; it is None without files.
+    `like` is the test set.
+    """
     networks = {}
     for number, path in enumerate(args.ensemble_paths):
         networks[f"member{number}"], _ = read_network(path, "member", like, args)
@@ -1378,54 +1384,36 @@ def read_files(like, args):
                                  "a student by the reverse KL, a Dirichlet distribution")
             name = "student_rkl_proxy"
         networks[name] = net
-    return networks
+        digests.append(common.digest(net))
+    if not networks:
+        return networks, None
+    return networks, hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()[:8]
 
 
-def open_study(args):
-    """The run directory of members and their students; with other files it is another one."""
-    return common.Run(args, "proxy_distill", run_name(args, f"seed{args.seed}"), NOT_IDENTITY)
-
-
-def open_files(args):
-    """The run directory of networks from files, none of which is trained."""
-    others = set(vars(args)) - set(IDENTITY_OF_FILES)
-    return common.Run(args, "proxy_distill", run_name(args), others)
-
-
-def run_name(args, seed=None):
+def open_run(args):
+    """The run directory of members and their students, or of files, if nothing is trained."""
     width = f"w{args.width:g}" if args.width != 1 else None
     frozen = "frozen" if args.freeze else None
     files = f"files_{args.files}" if args.files else None
-    return common.join_name(data.set_name(args.dataset), args.model, width, frozen, files, seed)
-
-
-def digest_of(networks):
-    """Eight hexadecimal digits that tell networks from others, in any order; None of none."""
-    digests = sorted(common.digest(net) for net in networks.values())
-    if not digests:
-        return None
-    return hashlib.sha256("".join(digests).encode()).hexdigest()[:8]
-
-
-def with_members(row, members, seed):
-    """A row with the list of its members: rows that share some are not independent."""
-    if row["method"] == METHODS["single"]:
-        members = [members[row["seed"] - seed]]
-    elif row["method"] == METHODS["mimo"]:
-        members = []
-    return row | {"members": members}
+    seed = None
+    not_identity = set(vars(args)) - set(IDENTITY_OF_FILES)
+    if is_trained(args):
+        seed = f"seed{args.seed}"
+        not_identity = NOT_IDENTITY
+    name = common.join_name(data.set_name(args.dataset), args.model, width, frozen, files, seed)
+    return common.Run(args, "proxy_distill", name, not_identity)
 
 
 def evaluate(networks, members, sets, corruptions, seed, args, run):
     """The rows of one run, and the picture and the predictions of the first one.
 
-    members: the seeds or files of the ensemble, by which the rows can be told apart.
+    members: the seeds or files of the ensemble. Each row lists its own: rows that share some are
+    not independent.
     """
     logits = collect_logits(networks, sets.test, args)
-    cost = costs(networks, logits)
     test_scored = score(logits)
     name = sets.test.name
-    rows = common.on_main(test_rows, name, test_scored, cost, seed)
+    rows = common.on_main(test_rows, name, test_scored, costs(networks, logits), seed)
     for dataset in sets.ood.values():
         classes = known_classes(dataset, sets.test)
         scored = score(collect_logits(networks, dataset, args), classes)
@@ -1444,7 +1432,13 @@ def evaluate(networks, members, sets, corruptions, seed, args, run):
         common.on_main(write_predictions, logits, sets, run)
     if seed == args.seed and args.plot and args.members > 1:
         common.on_main(plot_rejection, test_scored, run)
-    return [with_members(row, members, seed) for row in rows]
+    for row in rows:
+        row["members"] = members
+        if row["method"] == METHODS["single"]:
+            row["members"] = [members[row["seed"] - seed]]
+        elif row["method"] == METHODS["mimo"]:
+            row["members"] = []
+    return rows
 
 
 # The columns of the table that is printed; results.csv has all of them.
@@ -1459,13 +1453,10 @@ def main(argv=None):
     sets = load_sets(args)
     args = limit_batch_size(sets.train, args)
     corruptions = find_corruptions(sets.test, args)
-    from_files = read_files(sets.test, args)
-    args.files = digest_of(from_files)
+    from_files, args.files = read_files(sets.test, args)
     if is_trained(args):
         check_network(sets.train, args)
-        run = open_study(args)
-    else:
-        run = open_files(args)
+    run = open_run(args)
     rows = []
     for number in range(args.runs):
         # Each run has members of its own.
