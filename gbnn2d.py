@@ -71,15 +71,14 @@ from common import UserError, at_least, between
 
 # Step 1: every weight gets a Gaussian of its own.
 
-RANDOM_LAYERS = (nn.Conv2d, nn.Linear, nn.MultiheadAttention)
-
 
 def weight_shapes(net):
     """{name: shape} of the weights of convolutions, linear layers and attention, in one order."""
     shapes = {}
     for name, parameter in net.named_parameters():
         layer = net.get_submodule(name.rpartition(".")[0])
-        if isinstance(layer, RANDOM_LAYERS) and name.endswith("weight"):
+        is_random = isinstance(layer, (nn.Conv2d, nn.Linear, nn.MultiheadAttention))
+        if is_random and name.endswith("weight"):
             shapes[name] = parameter.shape
     if not shapes:
         raise ValueError("the network has no convolution, linear layer or attention")
@@ -131,7 +130,7 @@ class MeanField(nn.Module):
             weight = net.get_parameter(name).detach().flatten()
             rms = weight.square().mean().sqrt().clamp_min(1e-8)
             mu.append(weight)
-            scale.append(rms.expand(len(weight)))
+            scale.append(rms.expand_as(weight))
         self.mu = nn.Parameter(torch.cat(mu))
         self.register_buffer("prior_sd", torch.cat(scale))
         self.rho = nn.Parameter(inverse_softplus(sigma_init * self.prior_sd))
@@ -146,7 +145,7 @@ class MeanField(nn.Module):
 
     def kl(self):
         """KL of the posterior from the prior, in nats."""
-        return gaussian_kl(self.mu, self.sigma, 0, self.prior_sd).sum()
+        return gaussian_kl(self.mu, self.sigma, self.prior_sd).sum()
 
 
 def inverse_softplus(sigma):
@@ -154,10 +153,10 @@ def inverse_softplus(sigma):
     return sigma + (-torch.expm1(-sigma)).log()
 
 
-def gaussian_kl(mu, sigma, prior_mu, prior_sigma):
-    """KL(N(mu, sigma^2) || N(prior_mu, prior_sigma^2)) in nats, element by element."""
-    variance_ratio = (sigma / prior_sigma).square()
-    offset = (mu - prior_mu) / prior_sigma
+def gaussian_kl(mu, sigma, prior_sd):
+    """KL(N(mu, sigma^2) || N(0, prior_sd^2)) in nats, element by element."""
+    variance_ratio = (sigma / prior_sd).square()
+    offset = mu / prior_sd
     return 0.5 * (variance_ratio - 1 - variance_ratio.log() + offset.square())
 
 
@@ -206,19 +205,16 @@ def nearest(x, centre, count):
     return torch.from_numpy(found).view(len(x), count)
 
 
-ALL = slice(None)  # instead of indices k: all K components
-
-
-def squared_distances(x, mixture, k=ALL):
-    """Squared Mahalanobis distances [n, J] of points [n, 2] from components k [n, J] or ALL."""
+def squared_distances(x, mixture, k=slice(None)):
+    """Squared Mahalanobis distances [n, J] of points [n, 2] from components k [n, J], or all."""
     precision = torch.linalg.inv(mixture.covariance)[k]                # [n, J, 2, 2] or [K, 2, 2]
     u, v = (x[:, None] - mixture.centre[k]).unbind(2)                  # [n, J]
     mixed = 2 * precision[..., 0, 1] * u * v
     return precision[..., 0, 0] * u * u + mixed + precision[..., 1, 1] * v * v
 
 
-def log_joint(x, mixture, k=ALL):
-    """log pi_k N(x; c_k, S_k) [n, J] of points [n, 2] and the components k [n, J] or ALL."""
+def log_joint(x, mixture, k=slice(None)):
+    """log pi_k N(x; c_k, S_k) [n, J] of points [n, 2] and the components k [n, J], or all."""
     log_volume = 0.5 * torch.logdet(mixture.covariance)                # [K]
     log_scale = mixture.proportion.log() - log_volume - math.log(2 * math.pi)
     return log_scale[k] - 0.5 * squared_distances(x, mixture, k)
@@ -229,17 +225,15 @@ def kmeans_plus_plus(x, k, generator):
 
     The probability of each is proportional to its squared distance from the nearest one before.
     """
-    row = torch.randint(len(x), (), generator=generator)
-    rows = [row]
-    distance = (x - x[row]).square().sum(1)                            # [n]
+    rows = [torch.randint(len(x), (), generator=generator)]
+    distance = torch.full_like(x[:, 0], math.inf)                      # [n]
     for draw in torch.rand(k - 1, generator=generator, dtype=x.dtype):
+        distance = torch.minimum(distance, (x - x[rows[-1]]).square().sum(1))
         total = distance.cumsum(0)
         if total[-1] == 0:
             break  # every point has been drawn
         row = torch.searchsorted(total, draw * total[-1], right=True)
-        row = row.clamp_max(len(x) - 1)
-        rows.append(row)
-        distance = torch.minimum(distance, (x - x[row]).square().sum(1))
+        rows.append(row.clamp_max(len(x) - 1))
     return torch.stack(rows)
 
 
@@ -298,9 +292,9 @@ def fit_mixture(x, k, generator, iterations=30, most=1_000_000):
     return select(mixture, mixture.proportion > 0), history
 
 
-def outside_ellipses(x, mixture, k, level=0.95):
-    """The rows of points x [n, 2] that lie outside the ellipse of their component k [n]."""
-    limit = -2 * math.log1p(-level)  # the quantile of chi-square with 2 degrees of freedom
+def outside_ellipses(x, mixture, k):
+    """The rows of points x [n, 2] that lie outside the 95 % ellipse of their component k [n]."""
+    limit = -2 * math.log1p(-0.95)  # the quantile of chi-square with 2 degrees of freedom
     rows = []
     for block in torch.arange(len(x)).split(BLOCK):
         squared = squared_distances(x[block], mixture, k[block, None])[:, 0]
@@ -308,7 +302,7 @@ def outside_ellipses(x, mixture, k, level=0.95):
     return torch.cat(rows)
 
 
-def assign(x, mixture, level=0.95):
+def assign(x, mixture):
     """The most probable component [n] of each point x [n, 2].
 
     It is that of the eight nearest, or for a point outside its ellipse that of all components.
@@ -319,7 +313,7 @@ def assign(x, mixture, level=0.95):
         best = log_joint(block, mixture, k).argmax(1, keepdim=True)
         labels.append(k.gather(1, best)[:, 0])
     labels = torch.cat(labels)
-    for rows in outside_ellipses(x, mixture, labels, level).split(FEW):
+    for rows in outside_ellipses(x, mixture, labels).split(FEW):
         labels[rows] = log_joint(x[rows], mixture).argmax(1)
     return labels
 
@@ -346,10 +340,10 @@ def second_components(x, mixture, k):
     return second, (own - best).sigmoid()
 
 
-def encode(points, label, mixture, level=0.95):
+def encode(points, label, mixture):
     """The SharedWeights of points [N, 2] with the components label [N], where -1 is an outlier."""
     inliers = (label >= 0).nonzero()[:, 0]
-    ellipse_point = inliers[outside_ellipses(points[inliers], mixture, label[inliers], level)]
+    ellipse_point = inliers[outside_ellipses(points[inliers], mixture, label[inliers])]
     second = []
     alpha = []
     for rows in ellipse_point.split(FEW):
@@ -451,7 +445,6 @@ class CompressionOptions(NamedTuple):
     tau_w: float = 0.2             # weights with a larger |mu| are outliers
     grad_frac: float = 0.01        # share of the weights that are outliers by their gradient
     min_cluster: int = 20          # components of at most this many weights dissolve into outliers
-    level: float = 0.95            # of the ellipses
     tau_d: float | str = 3.873e-4  # components merge below this W2; "auto": see AUTO_TAU_D
     tau_g: float = math.inf        # and below this difference of mean gradient magnitudes
     tau_v: float = 1e-3            # and below this difference of variances tr S / 2
@@ -468,32 +461,32 @@ def compress(mu, sigma, gradient, options, generator):
         raise ValueError("the gradient of a weight is negative, but its magnitude is needed")
     points = torch.stack([mu, sigma], 1).double()                      # [N, 2]
     is_outlier = outlier_mask(mu, gradient, options.tau_w, options.grad_frac)
-    inliers = (~is_outlier).nonzero()[:, 0]
+    inliers = points[~is_outlier]                                      # [n, 2]
     k0 = options.k0 or min(2048, max(2, len(mu) // 500))
     if len(inliers) < max(2, k0):
         raise ValueError(f"only {len(inliers)} of {len(mu)} weights are not outliers, too few for "
                          f"{k0} Gaussians")
-    mixture, log_likelihood = fit_mixture(points[inliers], k0, generator)
+    mixture, log_likelihood = fit_mixture(inliers, k0, generator)
     label = torch.full((len(mu),), -1)                                 # [N], -1 is an outlier
-    label[inliers] = assign(points[inliers], mixture, options.level)
+    label[~is_outlier] = assign(inliers, mixture)
 
     # The published code, too, makes outliers of the members of small components.
     label, mixture = keep_components(label, mixture, options.min_cluster + 1)
     if len(mixture.proportion) == 0:
         raise ValueError(f"no Gaussian has more than {options.min_cluster} weights; there are too "
                          f"many Gaussians ({k0})")
-    before = encode(points, label, mixture, options.level)
+    before = encode(points, label, mixture)
 
-    rows = (label >= 0).nonzero()[:, 0]
-    members = label[rows].bincount()
-    mean_gradient = label[rows].bincount(gradient[rows].double()) / members
+    shared = label >= 0                                                # [N]
+    members = label[shared].bincount()                                 # [K]
+    mean_gradient = label[shared].bincount(gradient[shared].double()) / members
     tau_d = options.tau_d
     if tau_d == "auto":
-        tau_d = AUTO_TAU_D * sigma[rows].median().item()
+        tau_d = AUTO_TAU_D * sigma[shared].median().item()
     mixture = merge_mixture(mixture, mean_gradient, tau_d, options.tau_g, options.tau_v)
-    label[rows] = assign(points[rows], mixture, options.level)
+    label[shared] = assign(points[shared], mixture)
     label, mixture = keep_components(label, mixture, 1)
-    after = encode(points, label, mixture, options.level)
+    after = encode(points, label, mixture)
     return before, after, {"k0": k0, "tau_d": tau_d, "em_log_likelihood": log_likelihood}
 
 
@@ -539,12 +532,12 @@ class SharedGaussians(nn.Module):
         m, s = drawn.unbind(1)
         if self.equal:
             s = torch.zeros_like(s)
-        eps = torch.randn(len(weights.label), dtype=m.dtype, device=m.device)
+        eps = torch.randn_like(weights.label, dtype=m.dtype)
         return fill_in(weights, m, s, eps)
 
     def weights(self):
         """The SharedWeights as they are now."""
-        start = SharedWeights(*[getattr(self, name) for name in SharedWeights._fields])
+        start = SharedWeights(**dict(self.named_buffers()))
         centre = start.centre + torch.einsum("kpq,kq->kp", start.factor, self.shift)
         outlier_mu = start.outlier_mu + start.outlier_sigma * self.outlier_shift
         outlier_sigma = start.outlier_sigma * self.outlier_stretch.exp()
@@ -566,7 +559,7 @@ class SharedGaussians(nn.Module):
         squares = squares + self.shift.square().sum(1)
         log_determinant = self.stretch[:, 0] + self.stretch[:, 2]  # of M
         shared = 0.5 * squares - 1 - log_determinant
-        outliers = gaussian_kl(self.outlier_shift, self.outlier_stretch.exp(), 0, 1)
+        outliers = gaussian_kl(self.outlier_shift, self.outlier_stretch.exp(), 1)
         return shared.sum() + outliers.sum()
 
 
