@@ -811,9 +811,9 @@ def published_sigma(args, train_set):
     if not with_rho:
         return None
     net = published_network(with_rho, args.weights, args, train_set.num_classes, train_set.shape)
-    rho = [net.get_parameter(name).detach().flatten() for name in weight_shapes(net)]
+    rho = MeanField(net).mu.detach()  # the weights of `net` as a vector, which are rho here
     # published code: this can be negative, which is the same Gaussian as that of its magnitude
-    return (0.0003 + torch.cat(rho).exp()).log().abs().clamp_min(1e-8)
+    return (0.0003 + rho.exp()).log().abs().clamp_min(1e-8)
 
 
 # ---- Training -----------------------------------------------------------------------------------
@@ -998,7 +998,7 @@ def mean_prediction(logits, uniform):
 
 def uncertainties(prediction):
     """Total uncertainty [N], the entropy of the mean, and its epistemic part, in nats."""
-    total = torch.special.entr(prediction.log_probs.exp()).sum(1)
+    total = common.entropy(prediction.log_probs.exp())
     return {"total": total, "epistemic": (total - prediction.aleatoric).clamp_min(0)}
 
 
@@ -1043,12 +1043,12 @@ def make_rows(method, test_set, test, ood, size, seed, args):
         del inside["epistemic"], rows[0]["accuracy_mode"]
     for against, prediction in ood.items():
         outside = uncertainties(prediction)
-        metrics = {}
+        comparison = row | {"against": against}
         for name in inside:
             found = common.ood_metrics(inside[name], outside[name], larger_means="ood")
             for metric, value in found.items():
-                metrics[f"{metric}_{name}"] = value  # for example auroc_total
-        rows.append({**row, "against": against, **metrics})
+                comparison[f"{metric}_{name}"] = value  # for example auroc_total
+        rows.append(comparison)
     return rows
 
 
@@ -1175,18 +1175,19 @@ OTHER_NAMES = {"centers": "centers_guide", "outliers_posterior_simga": "outliers
 
 def read_published(state, train_set, args):
     """The network of a file of the published last stage; raises errors like `decompress`."""
-    net = published_network(state["state_dict_no_weight"], args.load, args, train_set.num_classes,
-                            train_set.shape, has_weights=False)
-    outputs = len(state["state_dict_no_weight"]["fc.bias"])
+    rest = state["state_dict_no_weight"]
+    indices = state["params_dict_indices"]
+    net = published_network(rest, args.load, args, train_set.num_classes, train_set.shape,
+                            has_weights=False)
+    outputs = len(rest["fc.bias"])
     if outputs > train_set.num_classes:
         common.print_on_main(f"note: the network has {outputs} outputs, the data have "
                              f"{train_set.num_classes} classes")
     guide = {OTHER_NAMES.get(name, name): value for name, value in state["params_guide"].items()}
-    check_published(guide | state["params_dict_indices"], net)
+    check_published(guide | indices, net)
     mu = guide["outliers_posterior_loc"]
     sigma = guide["outliers_posterior_sigma"]
     centre = guide["centers_guide"]
-    indices = state["params_dict_indices"]
     outlier = indices["outliers_indices"]
     rows = torch.tensor(indices["ellipse_outdices"], dtype=torch.long)  # [E]
     if args.model == "wide_resnet":
@@ -1222,9 +1223,9 @@ def check_published(parts, net):
         raise ValueError("a value is not finite")
     if (parts["outliers_posterior_sigma"] < 0).any():
         raise ValueError("a value of outliers_posterior_sigma is negative")
-    if n > 0 and parts["filtered_labels"].max() >= k:
-        raise ValueError(f"filtered_labels has {int(parts['filtered_labels'].max())}, expected at "
-                         f"most {k - 1}")
+    largest = int(parts["filtered_labels"].max())
+    if largest >= k:
+        raise ValueError(f"filtered_labels has {largest}, expected at most {k - 1}")
 
 
 def published_blend(centre, indices):
@@ -1496,7 +1497,8 @@ def sets_of_file(state, is_ours, args):
     if args.model == "wide_resnet":
         # published code: its test has other statistics than its training, and 30 draws
         statistics = CIFAR100
-        args.mc = args.mc if "mc" in args.given else 30
+        if "mc" not in args.given:
+            args.mc = 30
     return load_sets(args, statistics, "test")  # the training images are not read
 
 
