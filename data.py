@@ -673,7 +673,7 @@ def _read(name, split, data_dir, image_size, preparation):
         return concat(name, _torchvision("mnist", training, data_dir), ambiguous)
     if name.startswith("folder:"):
         return _own_folder(name, split, preparation or _usual_preparation(name, image_size or 32))
-    if name not in DATASETS and Path(name).is_dir():
+    if name and name not in DATASETS and Path(name).is_dir():
         raise UserError(f"{name} is a folder; write folder:{name}")
     others = ("nonsense",) if split == "ood" else ()
     _choose_from("dataset", name, DATASETS + others)
@@ -1894,8 +1894,9 @@ def _load_weights(net, state, model, weights):
         rows = len(state[f"{name}.weight"])
         net.set_submodule(name, nn.Linear(head.in_features, rows, head.bias is not None))
     # Some prefixes are still there if another name has none.
-    stripped = {PREFIXES.sub("", key, count=1): value for key, value in state.items()}
+    stripped = OrderedDict((PREFIXES.sub("", key, count=1), state[key]) for key in state)
     if len(stripped) == len(state):
+        stripped._metadata = getattr(state, "_metadata", None)  # the versions of the layers
         state = stripped
     for key in list(state):
         value = state.pop(key)
@@ -1907,8 +1908,8 @@ def _load_weights(net, state, model, weights):
     missing = [key for key in expected if key not in state and "num_batches" not in key]
     left_over = [key for key in state if key not in expected]
     # Quantised weights are integers.
-    integers = [key for key in expected.keys() & state.keys()
-                if expected[key].is_floating_point() and not state[key].is_floating_point()]
+    integers = [key for key in expected if expected[key].is_floating_point() and key in state
+                and not state[key].is_floating_point()]
     problem = ""
     for what, names in (("missing", missing), ("left over", left_over), ("integers", integers)):
         if names:

@@ -755,9 +755,9 @@ def fit(features, labels, num_classes, args):
         raise UserError(str(error)) from None
     counts = labels.bincount(minlength=num_classes)
     if gaussians.jitter > 0 and not args.active_learning:
-        print(f"note: a covariance is singular (class {counts.argmin()} has {counts.min()} "
-              f"examples, {features.shape[1]} features), so {gaussians.jitter:.2g} was added to "
-              "all variances; --shrinkage or more examples give better densities")
+        print(f"note: a covariance is singular ({features.shape[1]} features; the smallest class, "
+              f"{counts.argmin()}, has {counts.min()} examples), so {gaussians.jitter:.2g} was "
+              "added to all variances; --shrinkage or more examples give better densities")
     return gaussians
 
 
@@ -1085,6 +1085,17 @@ def active_learning_pool(args):
     return Pool(images, torch.cat(start), ambiguous, data.match(test, images))
 
 
+def options_of(acquisition, args):
+    """The options of an acquisition function, which determines --sn and --mod if neither is given.
+
+    published commands: -sn -mod for the density, and neither for the others
+    """
+    if args.sn is not None:
+        return args
+    is_density = acquisition == "density"
+    return common.with_options(args, sn=is_density, mod=is_density)
+
+
 def acquisition_step(pool, labelled, acquisition, seed, args):
     """Train networks from scratch on the labelled rows of the pool, and choose the next rows.
 
@@ -1093,10 +1104,7 @@ def acquisition_step(pool, labelled, acquisition, seed, args):
     if args.eval:
         raise UserError(f"{acquisition} has only {len(labelled)} labels; finish this run first "
                         "(the same command without --eval)")
-    if args.sn is None:
-        # published commands: -sn -mod for the density, and neither for the others
-        is_density = acquisition == "density"
-        args = common.with_options(args, sn=is_density, mod=is_density)
+    args = options_of(acquisition, args)
     # published code: an epoch has 5056 examples, each labelled one nearly equally often
     draws = torch.arange(max(5056, len(labelled)))
     train_set = pool.images.select(labelled[draws % len(labelled)])
@@ -1160,7 +1168,8 @@ def run_active_learning(args):
         raise UserError("--active-learning trains networks from scratch: choose another --model "
                         f"than {args.model}")
     pool = active_learning_pool(args)
-    check_network(pool.images, args)
+    for acquisition in args.active_learning:
+        check_network(pool.images, options_of(acquisition, args))
     # Here the options of the evaluation, too, change what is labelled.
     run = common.Run(args, "ddu", run_name(args), evaluation_options=["active_learning"])
     last = args.max_training_samples
@@ -1226,9 +1235,8 @@ EVALUATION_OPTIONS = ("ood", "shrinkage", "density_quantile", "entropy_quantile"
 USED_BY_FEATURES = ("features", "score", "validation", "seed", "shrinkage", "density_quantile",
                     "entropy_quantile", "entropy_threshold", "data_dir", "out_dir", "name",
                     "device", "fresh", "plot")
-# Words of the published commands, and what to type instead.
+# Options of the published commands, and what to type instead.
 PUBLISHED_WORDS = {
-    "dirty-mnist": "dirty_mnist",
     "--dataset-root": "--data-dir",
     "--model-type": "nothing: all scores are computed, and those of an ensemble with --ensemble M",
     "--load-path": "--load FILE.model ..., or --eval for a run of this script",
@@ -1243,7 +1251,8 @@ PUBLISHED_WORDS = {
 
 
 def parse_args(argv=None):
-    for word in argv or sys.argv:
+    words = sys.argv[1:] if argv is None else argv
+    for word in words:
         name = word.split("=")[0]
         if name in PUBLISHED_WORDS:
             raise UserError(f"{name}: of the published code; here it is {PUBLISHED_WORDS[name]}")
@@ -1306,6 +1315,7 @@ def parse_args(argv=None):
         "(published code: 1000)")
     args = parser.parse(argv)
     if args.active_learning:
+        args.active_learning = list(dict.fromkeys(args.active_learning))
         for name, value in ACTIVE_LEARNING.items():
             if name not in args.given:
                 setattr(args, name, value)
@@ -1410,6 +1420,8 @@ def check_network(train_set, args):
         raise UserError(f"--model {args.model} fails on {smallest} images {train_set.shape}: "
                         f"{common.one_line(error)}; use another --model, --image-size or "
                         "--batch-size") from None
+    for path in args.load or []:
+        load_published(path, net, args.model)
     counts = train_set.labels.bincount(minlength=train_set.num_classes)
     if counts.min() < 2:
         raise UserError(f"class {counts.argmin()} of {train_set.name} has {counts.min()} training "

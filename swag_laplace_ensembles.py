@@ -1154,7 +1154,8 @@ def choose(lpds, what):
 
 def choose_precision(member, title, lpds):
     """The prior precision of the largest validation LPD, with a note at an end of the grid."""
-    precision = choose(finite_only(lpds), f"the prior precision of {LABELS[title]}")
+    label = LABELS[title.rstrip("0123456789")]
+    precision = choose(finite_only(lpds), f"the prior precision of {label}")
     if precision in (min(lpds), max(lpds)):
         print(f"note: seed{member.seed}-{title}: the chosen prior precision {precision:g} is an "
               "end of its grid; a better one may lie beyond", flush=True)
@@ -1437,7 +1438,7 @@ def fit_flow(member, train, val, laplace, layers):
         heads, _ = apply_flow(flows[precision], base)
         outputs = head_outputs(heads, val)
         lpds[precision] = log_predictive_density(outputs, val.labels, val.energies)
-    precision = choose_precision(member, "la_nf", lpds)
+    precision = choose_precision(member, f"la_nf{layers}", lpds)
     heads, _ = apply_flow(flows[precision], laplace.heads.to(theta))
     return {"precision": precision, "heads": heads.cpu()}
 
@@ -2170,6 +2171,8 @@ def check_network(train_set, published, args):
         outputs, features = net.train()(batch[0])
         net.head(features)
         data_loss(outputs, batch.labels, args.dataset in data.MOLECULES)
+    except UserError:
+        raise
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"--model {args.model} fails on {smallest} example(s) of {train_set.name}: "
                         f"{common.one_line(error)}; use another --model, --image-size or "

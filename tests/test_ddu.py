@@ -420,6 +420,9 @@ def test_published_state_dicts_that_do_not_fit_are_one_line(tmp_path):
 
     load(file)
     left_over = file | {"module.layer4.0.bn1.bias": torch.zeros(1)}
+    argv = f"--dataset glyphs --model wide_resnet --width 0.2 --load {path} --out-dir {tmp_path}"
+    assert "does not fit --model" in refusal(ddu.main, [*argv.split(), *CPU])
+    assert not (tmp_path / "ddu").exists()
     for state, changes, words in [
             (file, dict(mod=True), "Unexpected key"), (file, dict(sn=False), "Missing key"),
             (file, dict(num_classes=11), "size mismatch"), (left_over, {}, '"layer4.0.bn1.bias"')]:
@@ -1137,6 +1140,20 @@ def test_active_learning_with_ambiguous_examples_counts_them_by_their_labels(tmp
     assert 0.2 < share < 0.8 and row["ambiguous_share"] == share
 
 
+def test_what_only_one_acquisition_refuses_is_refused_first(tmp_path, monkeypatch):
+    sn = []
+    monkeypatch.setattr(ddu, "check_network", lambda _, args: sn.append((args.sn, args.mod)))
+
+    def later(*args, **options):
+        raise common.UserError("later")
+
+    monkeypatch.setattr(common, "Run", later)
+    names = ["random", "density", "density", "random"]
+    argv = ["--active-learning", *names, "--name", "dirty-mnist", "--out-dir", str(tmp_path), *CPU]
+    assert refusal(ddu.main, argv) == "later"
+    assert sn == [(False, False), (True, True)]
+
+
 def test_each_labelled_example_is_drawn_nearly_equally_often(monkeypatch):
     seen = []
     images = torch.arange(7000.0).view(-1, 1, 1, 1)
@@ -1161,7 +1178,8 @@ MISUSE = {
     f"{FAST} --ood glyphs": "called glyphs", f"{FAST} --ood folder:": "has no path",
     "--dataset imagenet_o": "imagenet_o", "--model no_net": "choose one of lenet",
     f"{GLYPHS} --model lenet -sn": "lenet", f"{GLYPHS} --model lenet --no-sn -mod": "lenet",
-    f"{FAST} --eval": "train it first", "--features x.npz": "--score",
+    "--dataset dirty-mnist": "choose one of .*dirty_mnist", f"{FAST} --eval": "train it first",
+    "--features x.npz": "--score",
     "--score x.npz": "--features", "--features x --score y": "not found: x",
     f"{FAST} --predict no_set": "no_set", f"{LEARN_FAST} --num-initial-samples 25": "samples 25",
     f"{LEARN_FAST} --max-training-samples 10": "samples 10",
@@ -1170,10 +1188,10 @@ MISUSE = {
     "--active-learning random --model torchvision/resnet18": "from scratch",
     "--dataset tiny_imagenet --model lenet --no-sn --no-mod": "--model lenet fails on images"}
 # Words of the published commands are answered with ours.
-for words in ("--dataset dirty-mnist", "--model-type gmm", "--load-path x", "--al-type gmm", "-mi",
+for words in ("--model-type gmm", "--load-path x", "--al-type gmm", "-mi",
               "-ambiguous", "--nesterov", "--mom 0.9", "--first-milestone 9",
               "--second-milestone=9"):
-    word = re.split("[ =]", words.removeprefix("--dataset "))[0]
+    word = re.split("[ =]", words)[0]
     MISUSE[words] = f"^{word}: of the published code; here it is .+"
 
 

@@ -225,6 +225,16 @@ def test_default_weights_are_downloaded(tmp_path, monkeypatch):
     assert same_weights(backbone, downloaded[0])
 
 
+def test_the_versions_of_layers_are_kept(tmp_path):
+    state = saved(tmp_path / "x.pt", "mnasnet0_5")  # its layers ask for the version of the weights
+    backbone, _ = network("torchvision/mnasnet0_5", tmp_path / "x.pt")
+    assert same_weights(backbone, state)
+    prefixed = nn.ModuleDict({"module": models.mnasnet0_5(num_classes=5)}).state_dict()
+    torch.save({"state_dict": prefixed}, tmp_path / "y.pt")
+    backbone, _ = network("torchvision/mnasnet0_5", tmp_path / "y.pt")
+    assert same_weights(backbone, {name[7:]: value for name, value in prefixed.items()})
+
+
 # ---- Sizes --------------------------------------------------------------------------------------
 
 

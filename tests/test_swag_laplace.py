@@ -239,8 +239,8 @@ def test_best_of_scores(capsys):
     member = SimpleNamespace(seed=3)
     assert sl.choose_precision(member, "llla", {0.1: math.nan, 1.0: -2.0, 10.0: -3.0}) == 1.0
     assert capsys.readouterr().out == ""
-    assert sl.choose_precision(member, "la_nf", {10.0: -1.0, 1.0: -3.0, 0.1: -3.0}) == 10.0
-    assert "note: seed3-la_nf: the chosen prior precision 10 is an end" in capsys.readouterr().out
+    assert sl.choose_precision(member, "la_nf5", {10.0: -1.0, 1.0: -3.0, 0.1: -3.0}) == 10.0
+    assert "note: seed3-la_nf5: the chosen prior precision 10 is an end" in capsys.readouterr().out
 
 
 # ---- Flows --------------------------------------------------------------------------------------
@@ -1307,7 +1307,7 @@ def test_what_depends_on_other_options(monkeypatch):
     (["--dataset", "clusters", "--target", "homo"], "--target has no effect on clusters"),
     (["--dataset", "clusters", "--structure", "diag"], "--structure has no effect on molecules"),
     (["--methods", "map", "--samples", "9"], "--samples has no effect without --methods swag or"),
-    (["--dataset", "reviews", "--model", "torchvision/resnet18"], "choose one of bert_256_2"),
+    (["--dataset", "reviews", "--model", "torchvision/resnet18"], "8: choose one of bert_256_2"),
     (["--members", "2", "--ensembles", "3"], "--ensembles 3: must not exceed --members 2"),
     (["--samples", "2", "--members", "3", "--ensembles", "3"], "at least one for each member"),
     (["--swag-lrs", "0.01", "0.0100000499"], "same first six digits"),
@@ -1315,4 +1315,5 @@ def test_what_depends_on_other_options(monkeypatch):
 def test_misuse_is_one_line(tmp_path, argv, said):
     with pytest.raises(UserError, match=said) as error:
         sl.main(["--out-dir", str(tmp_path), *CPU, *argv])
+    assert "fails on" not in str(error.value)
     assert "\n" not in str(error.value) and not list(tmp_path.iterdir())  # nothing is claimed
