@@ -21,7 +21,6 @@ Usage:
 
 Expected (more in tests/RESULTS.md): `--runs 3`: 565 Gaussians merge into 104; accuracy 99.75 %
   (deterministic: 99.77), ECE 1.3 +- 0.3 % (0.3 +- 0.1), 63 % of the deterministic network's bytes.
-  Bytes are those of the tensors; the file (file_bytes) is a little larger.
 
 Differences from the published code (github.com/gfhvbjk/Anonymous, commit ad31235), "there":
   - The last stage there cannot learn: drawn weights are detached, and the optimiser makes no step.
@@ -390,7 +389,7 @@ def merge_mixture(mixture, gradient, tau_d, tau_g=math.inf, tau_v=1e-3):
 
     Two may merge if their W2 < tau_d, their gradients [K] (mean magnitudes of the members) differ
     by less than tau_g and their variances tr S / 2 by less than tau_v. Moments are matched: the
-    mean and covariance of the whole mixture stay. Memory: 8 K^2 bytes.
+    mean and covariance of the whole mixture stay. Memory: 16 K^2 bytes at first, then half.
     """
     mixture = Mixture(*[tensor.clone() for tensor in mixture])
     gradient = gradient.clone()

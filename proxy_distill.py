@@ -16,11 +16,9 @@ Targets", NeurIPS 2021, arXiv:2105.06987. The method:
 Usage:
   python proxy_distill.py                          # numbers (1000 classes), offline, two CPU cores
   torchrun --nproc_per_node 8 proxy_distill.py --dataset imagenet            # the paper's row
-  torchrun --nproc_per_node 8 proxy_distill.py --dataset imagenet --members 0 --mimo 2  # MIMO alone
   python proxy_distill.py --dataset folder:images --model torchvision/resnet18     # your network
   python proxy_distill.py --dataset imagenet --published-evaluation --losses --ensemble-paths FILES
-    # the ten members of https://storage.yandexcloud.net/yandex-research/proxy-dirichlet-
-    # distillation/imagenet/ensemble.tar.gz; without --losses they also teach students
+    # the published members (see README.md); without --losses they also teach students
 
 Expected (more in tests/RESULTS.md): 99.6 % right by the ensemble, 98.1 by one network, 98.0 by the
   student, 0.1 by EnD2 and the forward KL; AUROC of letters 0.998 by student and ensemble (n = 3).
@@ -40,12 +38,11 @@ Differences from the published code (github.com/yandex-research/proxy-dirichlet-
     (there, AdamW without); the step schedule has no milestone before the second epoch.
   - Images are resized in proportion, those of ImageNet-C only with --image-size;
     --published-evaluation makes both sides 256, as there, but by Pillow with antialiasing (there,
-    OpenCV). On equal logits, metrics then agree (ece10 and mce10 have their bins), but for the
-    ensemble's RMI, its proxy and MIMO. Not computed: the area under precision and recall of
-    errors; for ImageNet-O, whose labels mean nothing, all that needs labels.
+    OpenCV). On equal logits, metrics then agree (with ece10 and mce10), but for the ensemble's
+    RMI, its proxy and MIMO. The labels of ImageNet-O, which mean nothing, are not used.
   - --amp is bfloat16 (there, float16). Ties share a rank in PRR (there, the order of rows). Means
     over corruptions are new. The last epoch counts (there, also the best on validation images).
-Not here: the paper's machine translation and speech recognition.
+Not here: precision and recall of errors; the paper's machine translation and speech recognition.
 """
 
 import argparse
