@@ -836,6 +836,7 @@ def test_ood_sets(tmp_path, capsys):
     assert out[0].startswith("skipped: svhn: ")
     refuses("not found", data.ood_sets, ["svhn"], train, tmp_path, required=True)
     refuses("'swhn' is unknown; .*folder:PATH, nonsense", data.ood_sets, ["swhn"], train)
+    refuses("dataset .. is unknown", data.ood_sets, [""], train)
     assert not data.ood_sets(["glyphs"], train)
     assert "another set of this run is called glyphs" in capsys.readouterr().out
 
