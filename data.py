@@ -1,9 +1,9 @@
 """Data of the scripts: loaders, augmentation, corruptions, OOD sets and embedded sets.
 
-    sets = load_sets("cifar10", "data", seed=1, ood=["svhn"])
-    sets.train                                     # 45,000 images, uint8, in memory
-    sets.ood["svhn"]                               # normalised with the statistics of sets.train
-    for batch in Loader(sets.train, 128, "cuda", shuffle=True, augment="crop_flip").epoch(3):
+    splits = load_splits(args, seed=1)             # args: the options of a script
+    splits.train                                   # 45,000 images of CIFAR-10, uint8, in memory
+    splits.ood["svhn"]                             # normalised with the statistics of splits.train
+    for batch in Loader(splits.train, 128, "cuda", shuffle=True, augment="crop_flip").epoch(3):
         batch.images                               # float32, normalised, on the device
 
     train = load_text("sst2", "train", "data")     # or load_molecules("qm9", "train", "data")
@@ -13,24 +13,23 @@
 Small image sets are an `ImageSet`: uint8 tensors that the `Loader` keeps on the device, where it
 crops, flips and normalises whole batches. Large images are a `StreamedSet`: files that are decoded
 by worker processes. Sentences are a `TextSet`, molecules a `MoleculeSet`. `DATASETS`, `TEXTS` and
-`MOLECULES` list the names of all sets; `digest` identifies what a set holds. Functions that read a
-set must be called by all processes together. Errors that the user can fix are `common.UserError`s
-of one line.
+`MOLECULES` list the names of all sets; `fingerprint` identifies what a set holds. Functions that
+read a set must be called by all processes together. Errors that the user can fix are
+`common.UserError`s of one line.
 """
 
-import contextlib
 import hashlib
-import io
-import itertools
 import math
 import os
 import random
-import re
+import time
 import unicodedata
-from collections import Counter, OrderedDict, namedtuple
+from collections import Counter, defaultdict, deque, namedtuple
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial, wraps
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,14 +37,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont, ImageOps
+from scipy.ndimage import gaussian_filter
 from torch import Tensor, nn
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils.data import DataLoader
 from torchvision import datasets as tv
 from torchvision import models
 from torchvision.datasets.utils import download_url
-from torchvision.transforms import InterpolationMode, RandomResizedCrop
+from torchvision.transforms import InterpolationMode, RandomHorizontalFlip, RandomResizedCrop
 from torchvision.transforms import functional as TF
+from torchvision.transforms.v2.functional import jpeg
 
 import common
 from common import UserError
@@ -54,63 +54,52 @@ from common import UserError
 
 
 class Source(NamedTuple):
-    """Where a published set lies, what it holds, and how it is normalised."""
+    """The place of a published set, its classes, and how it is normalised."""
 
     path: str               # relative to the data directory
     site: str               # where its publisher offers it
-    train_rows: int = 0     # published numbers of images
-    test_rows: int = 0
     num_classes: int = 0    # 0: as many as there are class folders
     mean: tuple = ()        # per channel, of pixels in [0, 1], as published
     std: tuple = ()
     side: int = 0           # pixels per side of images that are read from files
-    other_paths: tuple = ()  # where published scripts and other libraries put it
 
 
-MNIST_STATISTICS = (10, (0.1307,), (0.3081,))
 SOURCES = {
     "mnist": Source("MNIST/raw", "https://ossci-datasets.s3.amazonaws.com/mnist",
-                    60000, 10000, *MNIST_STATISTICS),
-    "fashion_mnist": Source("FashionMNIST/raw",
-                            "https://github.com/zalandoresearch/fashion-mnist",
-                            60000, 10000, 10, (0.2860,), (0.3530,)),
+                    10, (0.1307,), (0.3081,)),
+    "fashion_mnist": Source("FashionMNIST/raw", "https://github.com/zalandoresearch/fashion-mnist",
+                            10, (0.2860,), (0.3530,)),
     # This published std is the mean of the stds within each image; that of all training pixels is
     # (0.2470, 0.2435, 0.2616).
     "cifar10": Source("cifar-10-batches-py", "https://www.cs.toronto.edu/~kriz/cifar.html",
-                      50000, 10000, 10, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+                      10, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
     "cifar100": Source("cifar-100-python", "https://www.cs.toronto.edu/~kriz/cifar.html",
-                       50000, 10000, 100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+                       100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     "svhn": Source("{}_32x32.mat", "http://ufldl.stanford.edu/housenumbers",
-                   73257, 26032, 10, (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
+                   10, (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
     "ambiguous_mnist": Source(
         "AmbiguousMNIST",
         "https://github.com/BlackHC/ddu_dirty_mnist/releases/download/data-v1.0.0",
-        60000, 60000, *MNIST_STATISTICS),
-    # These statistics are published on a scale of 0 to 255; the published repository has a
-    # wnids.txt in the outer folder, too.
+        10, (0.1307,), (0.3081,)),
+    # These statistics are published on a scale of 0 to 255.
     "tiny_imagenet": Source(
-        "tiny-imagenet-200", "http://cs231n.stanford.edu/tiny-imagenet-200.zip", 100000, 10000, 0,
+        "tiny-imagenet-200", "http://cs231n.stanford.edu/tiny-imagenet-200.zip", 0,
         (122.4786 / 255, 114.2755 / 255, 101.3963 / 255),
-        (70.4924 / 255, 68.5679 / 255, 71.8127 / 255), 64,
-        ("TinyImageNet/tiny-imagenet-200", "TinyImageNet")),
+        (70.4924 / 255, 68.5679 / 255, 71.8127 / 255), 64),
     "imagenet": Source("imagenet", "https://www.image-net.org (sort val into class folders)",
-                       1281167, 50000, 0, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 224),
-    "imagenet_a": Source("imagenet-a", "https://github.com/hendrycks/natural-adv-examples",
-                         0, 7500),
-    "imagenet_o": Source("imagenet-o", "https://github.com/hendrycks/natural-adv-examples",
-                         0, 2000),
-    "imagenet_r": Source("imagenet-r", "https://github.com/hendrycks/imagenet-r", 0, 30000),
+                       0, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 224),
+    "imagenet_a": Source("imagenet-a", "https://github.com/hendrycks/natural-adv-examples"),
+    "imagenet_o": Source("imagenet-o", "https://github.com/hendrycks/natural-adv-examples"),
+    "imagenet_r": Source("imagenet-r", "https://github.com/hendrycks/imagenet-r"),
     "cifar10_c": Source("CIFAR-10-C", "https://zenodo.org/records/2535967"),
     "cifar100_c": Source("CIFAR-100-C", "https://zenodo.org/records/3555552"),
-    "tiny_imagenet_c": Source("Tiny-ImageNet-C", "https://zenodo.org/records/8206060",
-                              other_paths=("TinyImageNet/corrupt",)),
+    "tiny_imagenet_c": Source("Tiny-ImageNet-C", "https://zenodo.org/records/8206060"),
     "imagenet_c": Source("imagenet-c", "https://zenodo.org/records/2235448"),
     # The test set of GLUE has no labels.
     "sst2": Source("SST-2", "https://dl.fbaipublicfiles.com/glue/data/SST-2.zip (labelled test "
                    "set: https://huggingface.co/datasets/SetFit/sst2)"),
-    "qm9": Source(
-        "QM9", "https://deepchemdata.s3-us-west-1.amazonaws.com/datasets/molnet_publish/qm9.zip",
-        other_paths=("QM9/raw",)),
+    "qm9": Source("QM9", "https://deepchemdata.s3-us-west-1.amazonaws.com/datasets/molnet_publish/"
+                  "qm9.zip"),
 }
 TORCHVISION = {
     "mnist": tv.MNIST,
@@ -175,24 +164,15 @@ DATASETS = IN_MEMORY + ("tiny_imagenet", "imagenet", "imagenet_a", "imagenet_o",
                         "folder:PATH")
 TEXTS = ("reviews", "reviews_finance", "sst2")
 MOLECULES = ("clusters", "clusters_large", "qm9")
-SPLITS = ("train", "val", "test", "ood")
 
 
-class Absent(UserError):
+class DatasetNotFound(UserError):
     """A set cannot be used: it was not found, is damaged, or has the name of another set."""
 
 
-def _absent(name, path, reason="not found"):
-    return Absent(f"{name}: {path}: {reason}; get it from {SOURCES[name].site} and put it there")
-
-
-def _place(name, data_dir, file=""):
-    """The folder of a published set that has this file; if none has it, the usual folder."""
-    source = SOURCES[name]
-    for path in (source.path,) + source.other_paths:
-        if (data_dir / path / file).exists():
-            return data_dir / path
-    return data_dir / source.path
+def _not_found(name, path, reason="not found"):
+    site = SOURCES[name].site
+    return DatasetNotFound(f"{name}: {path}: {reason}; get it from {site} and save it at this path")
 
 
 def _choose_from(what, value, choices):
@@ -225,6 +205,16 @@ def _loader_generator(*key):
 # ---- Sets ---------------------------------------------------------------------------------
 
 
+class Transform(NamedTuple):
+    """How image files are resized, cropped in the centre and normalised."""
+
+    crop: int               # side of the crop, in pixels
+    resize: int | list      # size of the shorter side before it, or [height, width]
+    mean: tuple             # per channel, of pixels in [0, 1]
+    std: tuple
+    interpolation: InterpolationMode = InterpolationMode.BILINEAR
+
+
 class _Rows:
     """What all kinds of sets share: N rows that can be selected."""
 
@@ -233,11 +223,11 @@ class _Rows:
     counts = ""             # ... and of the field with their numbers
     is_features = False     # whether the rows are vectors instead of pictures
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.labels)
 
-    def select(self, index):
-        """The rows `index` (a slice, integers [n] or a mask [N]) as a new set."""
+    def select(self, index: slice | Tensor | list) -> "Dataset":
+        """Make a set of the rows `index`: a slice, integers [n] or a mask [N]."""
         rows = torch.arange(len(self))[index]
         selected = {}
         for name in self.of_rows:
@@ -266,28 +256,18 @@ class ImageSet(_Rows):
     groups: Tensor | None = None        # int64 [N]; rows of a group are never split
     classes: tuple = ()                 # names in the order of the labels, where known
     files: tuple = ()                   # paths of the images, relative to their folder
-    preparation: tuple | None = None    # the Preparation of files that were read into memory
+    transform: Transform | None = None  # that of files that were read into memory
 
     of_rows = ("images", "labels", "label_probs", "groups", "files")
 
-    def __post_init__(self):
-        n = len(self.labels)
-        if len(self.images) != n or len(self.files) not in (0, n):
-            raise UserError(f"{self.name}: {len(self.images)} images and {len(self.files)} names, "
-                            f"but {n} labels")
-        if n > 0 and not self.labels.is_floating_point():
-            low, high = self.labels.aminmax()
-            if low < -1 or high >= self.num_classes:
-                raise UserError(f"{self.name}: labels from {low} to {high}; expected 0 to "
-                                f"{self.num_classes - 1}")
-
     @property
-    def shape(self):
+    def shape(self) -> tuple[int, ...]:
         """(C, H, W)."""
         return tuple(self.images.shape[1:])
 
     @property
-    def is_features(self):
+    def is_features(self) -> bool:
+        """Whether the rows are vectors, with height and width 1."""
         return self.shape[1:] == (1, 1)
 
 
@@ -311,24 +291,22 @@ class StreamedSet(_Rows):
     of_rows = ("files", "labels")
 
     @property
-    def preparation(self):
-        return Preparation(self.shape[-1], self.resize, self.mean, self.std, self.interpolation)
+    def transform(self) -> Transform:
+        """The Transform that prepares other files in the same way."""
+        return Transform(self.shape[-1], self.resize, self.mean, self.std, self.interpolation)
 
-    def __getitem__(self, row):
+    def __getitem__(self, row: int) -> Tensor:
         """File `row` as uint8 [3, S, S]: a centre crop, or with a key a random crop and flip."""
         image = _read_image(self.root / self.files[row], _to_rgb)
         if self.key is None:
             image = TF.resize(image, self.resize, self.interpolation)
             return TF.pil_to_tensor(TF.center_crop(image, self.shape[-1]))
-        # get_params draws from the default generator, which is restored afterwards.
+        crop = RandomResizedCrop(self.shape[1:], interpolation=self.interpolation)
+        flip = RandomHorizontalFlip()
+        # They draw from the default generator, which is restored afterwards.
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(_loader_generator(*self.key, row).get_state())
-            box = RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3))
-            flip = torch.rand(()) < 0.5
-        image = TF.resized_crop(image, *box, list(self.shape[1:]), self.interpolation)
-        if flip:
-            image = TF.hflip(image)
-        return TF.pil_to_tensor(image)
+            return TF.pil_to_tensor(flip(crop(image)))
 
     def _read_all(self, read):
         """read(row) of all rows, by a pool of threads; one error for all unreadable files."""
@@ -347,11 +325,11 @@ class StreamedSet(_Rows):
                             f"{', '.join(errors[:3])}")
         return results
 
-    def in_memory(self):
-        """An ImageSet of all files."""
+    def in_memory(self) -> ImageSet:
+        """Decode all files into an ImageSet."""
         images = torch.stack(self._read_all(self.__getitem__))
         return ImageSet(self.name, images, self.labels, self.num_classes, self.mean, self.std,
-                        classes=self.classes, files=self.files, preparation=self.preparation)
+                        classes=self.classes, files=self.files, transform=self.transform)
 
     def check_headers(self):
         """Refuse files whose headers tell that they cannot be read; nothing is decoded."""
@@ -383,7 +361,7 @@ class MoleculeSet(_Rows):
     numbers: Tensor         # int64 [A], atomic numbers, in 1..100
     positions: Tensor       # float64 [A, 3], angstrom
     sizes: Tensor           # int64 [N], number of atoms per molecule
-    labels: Tensor          # float64 [N]; float32 would round QM9's energies by 1 meV
+    labels: Tensor          # float64 [N], eV; float32 would round QM9's energies by 1 meV
     references: Tensor      # float64 [101], eV, see atom_references
     quantity: str = ""      # what the labels are; only equal quantities can be compared
 
@@ -392,8 +370,12 @@ class MoleculeSet(_Rows):
     counts = "sizes"
 
 
-def entries_of(rows, counts):
-    """Places (int64) of the entries of `rows`, where row i has counts[i] entries in turn."""
+Images = ImageSet | StreamedSet
+Dataset = ImageSet | StreamedSet | TextSet | MoleculeSet
+
+
+def entries_of(rows: Tensor, counts: Tensor) -> Tensor:
+    """Positions (int64) of the entries of `rows`, where row i has counts[i] entries in turn."""
     starts = counts.cumsum(0) - counts                     # [N]
     selected = counts[rows]                                # [n]
     new_starts = selected.cumsum(0) - selected             # [n]
@@ -401,38 +383,46 @@ def entries_of(rows, counts):
     return torch.arange(len(shift)) + shift
 
 
-UNSEEN = ("name", "root", "files", "key", "preparation")  # fields that training does not see
+UNSEEN = ("name", "root", "files", "key", "transform")  # fields that training does not see
+FEW_BYTES = 256e6  # image files that are streamed are compared by their content up to this size
 
 
-def digest(dataset):
-    """A hexadecimal SHA-256 of all that training sees of a set; a checkpoint is made from it.
+def fingerprint(*datasets: Dataset) -> str:
+    """Compute the hexadecimal SHA-256 of all that training sees of one set, or of several.
 
     It covers pixels, tokens or atoms, labels, label_probs, groups, statistics and names of
-    classes, but not the name of the set. Streamed files count by relative name, size and time of
-    the last change. All processes call this together; the main process computes it, once per set.
+    classes, but not the name of a set. Streamed files count by their relative names and their
+    content, or, if they have more than FEW_BYTES together, their sizes; the time of their last
+    change does not matter. All processes call this together; the main process computes it.
     """
-    if "digest" not in vars(dataset):
-        vars(dataset)["digest"] = common.on_main(_hash, dataset)
-    return vars(dataset)["digest"]
+    return common.on_main(_hash, datasets)
 
 
-def _hash(dataset):
+def _hash(datasets):
     content = hashlib.sha256()
-    for name in [field.name for field in fields(dataset) if field.name not in UNSEEN]:
-        value = getattr(dataset, name)
-        if name in ("mean", "std"):
-            # Their last digits depend on the number of threads that summed up.
-            value = [f"{number:.4g}" for number in value]
-        if isinstance(value, Tensor):
-            content.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
-            content.update(value.contiguous().flatten().view(torch.uint8).numpy())
-        else:
-            content.update(f"{name} {value!r}\n".encode())
-    if isinstance(dataset, StreamedSet):
-        for file in dataset.files:
-            status = (dataset.root / file).stat()
-            content.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode())
+    for dataset in datasets:
+        for name in [field.name for field in fields(dataset) if field.name not in UNSEEN]:
+            value = getattr(dataset, name)
+            if name in ("mean", "std"):
+                # Their last digits depend on the number of threads that summed up.
+                value = [f"{number:.4g}" for number in value]
+            if isinstance(value, Tensor):
+                content.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
+                content.update(value.contiguous().flatten().view(torch.uint8).numpy())
+            else:
+                content.update(f"{name} {value!r}\n".encode())
+        if isinstance(dataset, StreamedSet):
+            paths = [dataset.root / file for file in dataset.files]
+            sizes = [path.stat().st_size for path in paths]
+            content.update(f"{dataset.files} {sizes}\n".encode())
+            if sum(sizes) <= FEW_BYTES:
+                content.update("".join(map(_file_hash, paths)).encode())
     return content.hexdigest()
+
+
+def _file_hash(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _to_unit(images):
@@ -450,23 +440,20 @@ def _from_unit(x, dtype):
     return x
 
 
-def concat(name, first, second):
-    """The rows of the image set `first`, then those of `second`, normalised like `first`.
+def concat(name: str, first: ImageSet, second: ImageSet) -> ImageSet:
+    """Join two image sets: the rows of `first`, then those of `second`, normalised like `first`.
 
     Bytes become numbers in [0, 1] if only one set has bytes. Where a set has no label_probs, they
     are its labels, one-hot; where it has no groups, each row is one.
     """
-    if (first.shape, first.classes) != (second.shape, second.classes):
-        raise UserError(f"{first.name} {first.shape} and {second.name} {second.shape} cannot be "
-                        "joined: their images or classes differ")
-    parts = [first, second]
+    images = [first.images, second.images]
     if first.images.dtype != second.images.dtype:
-        parts = [replace(part, images=_to_unit(part.images)) for part in parts]
+        images = [_to_unit(first.images), _to_unit(second.images)]
+    label_probs = torch.cat([_label_probs(first), _label_probs(second)])
     first_groups = _groups(first)
     second_groups = _groups(second) + first_groups.max() + 1
-    return replace(first, name=name, images=torch.cat([part.images for part in parts]),
-                   labels=torch.cat([first.labels, second.labels]),
-                   label_probs=torch.cat([_label_probs(part) for part in parts]),
+    return replace(first, name=name, images=torch.cat(images),
+                   labels=torch.cat([first.labels, second.labels]), label_probs=label_probs,
                    groups=torch.cat([first_groups, second_groups]), files=())
 
 
@@ -482,11 +469,12 @@ def _groups(dataset):
     return torch.arange(len(dataset)) if groups is None else groups
 
 
-# ---- Splits and parts ---------------------------------------------------------------------
+# ---- Splits and subsets -------------------------------------------------------------------
 
 
-def train_val_split(n, seed, val_fraction=0.1, groups=None):
-    """(train, val): int64 row numbers; each of the rows 0..n-1 is in exactly one of them.
+def train_val_split(n: int, seed: int, val_fraction: float = 0.1,
+                    groups: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Split the rows 0..n-1 at random into (train, val), int64 row numbers.
 
     Published: a legacy NumPy shuffle of 0..n-1, of which the first floor(val_fraction n) are
     for validation. With groups (int64 [n]), the groups are shuffled and counted instead, and
@@ -495,14 +483,14 @@ def train_val_split(n, seed, val_fraction=0.1, groups=None):
     group_of_rows = np.arange(n) if groups is None else groups.numpy()
     names, group = np.unique(group_of_rows, return_inverse=True)
     order = np.random.RandomState(seed).permutation(len(names))
-    rank = np.argsort(order)[group]                        # [n] place of each row's group
+    rank = np.argsort(order)[group]                        # [n] rank of each row's group
     rows = torch.from_numpy(np.argsort(rank, kind="stable"))
     num_val = int((rank < math.floor(val_fraction * len(names))).sum())
     return rows[num_val:], rows[:num_val]
 
 
-def class_split(labels, seed, val_fraction=0.1):
-    """(train, val): int64 row numbers, ascending, in which classes keep their shares.
+def class_split(labels: Tensor, seed: int, val_fraction: float = 0.1) -> tuple[Tensor, Tensor]:
+    """Split rows into (train, val), int64 row numbers, ascending; classes keep their shares.
 
     floor(val_fraction n) rows are for validation, but at least one row of each class is not.
     """
@@ -513,23 +501,24 @@ def class_split(labels, seed, val_fraction=0.1):
     return order[:num_train].sort().values, order[num_train:].sort().values
 
 
-def evenly(dataset, limit):
-    """At most `limit` rows of a set, in their order; all rows if limit is None.
+def stratified_subset(dataset: Dataset, limit: int | None) -> Dataset:
+    """Select at most `limit` rows of a set, in their order; all rows if limit is None.
 
-    They are drawn at random, always the same, so that classes keep their shares and none is left
-    out while the limit allows it. Groups stay whole: an ambiguous image is absent, or has all its
-    labels. Where labels are real numbers, the rows are evenly spaced.
+    They are drawn at random, always the same, so that classes keep their shares and all classes
+    are represented while the limit allows it. Groups stay whole: of an ambiguous image, all
+    labels are selected, or none. Where labels are real numbers, the rows are evenly spaced.
     """
     n = len(dataset)
     if limit is None or limit >= n:
         return dataset
     if dataset.labels.is_floating_point():
         return dataset.select(torch.arange(limit) * n // limit)
-    _, first, group = np.unique(_groups(dataset), return_index=True, return_inverse=True)
-    order = _by_shares(dataset.labels.numpy()[first], seed=0)          # [G]
-    rows_so_far = np.bincount(group)[order].cumsum()
-    kept = np.isin(group, order[rows_so_far <= limit])
-    return dataset.select(torch.from_numpy(kept))
+    labels = dataset.labels.numpy()
+    if getattr(dataset, "groups", None) is None:
+        rows = _by_shares(labels, seed=0)[:limit]
+    else:
+        rows = _groups_by_shares(labels, dataset.groups.numpy(), limit, seed=0)
+    return dataset.select(torch.from_numpy(np.sort(rows)))
 
 
 def _by_shares(labels, seed):
@@ -546,9 +535,42 @@ def _by_shares(labels, seed):
     return shuffled[place.argsort(kind="stable")]
 
 
-def limit_train(dataset, limit):
-    """`evenly` for a training set: refuses a limit that leaves a class without examples."""
-    limited = evenly(dataset, limit)
+def _groups_by_shares(labels, groups, limit, seed):
+    """At most `limit` rows that are whole groups, in which all labels keep their shares.
+
+    Groups of different sizes take turns by their shares. Of the groups of a size, the next one is
+    the next at random that has a row of the label whose share of selected rows is the smallest.
+    """
+    _, labels = np.unique(labels, return_inverse=True)
+    _, group, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    rows_of_groups = np.split(group.argsort(kind="stable"), sizes.cumsum()[:-1])
+    waiting = defaultdict(deque)  # {(size, label): the rows of groups, in random order}
+    for number in np.random.RandomState(seed).permutation(len(sizes)):
+        rows = rows_of_groups[number]
+        for label in set(labels[rows]):
+            waiting[len(rows), label].append(rows)
+    totals = np.bincount(labels)                           # [K]
+    counts = np.zeros(len(totals))                         # [K] of selected rows
+    is_selected = np.zeros(len(labels), bool)              # [N]
+    for size in sizes[_by_shares(sizes, seed)]:
+        if counts.sum() + size > limit:
+            break
+        for label in (counts / totals).argsort(kind="stable"):
+            queue = waiting[size, label]
+            # A group waits for each of its labels.
+            while queue and is_selected[queue[0][0]]:
+                queue.popleft()
+            if queue:
+                rows = queue.popleft()
+                is_selected[rows] = True
+                counts += np.bincount(labels[rows], minlength=len(counts))
+                break
+    return is_selected.nonzero()[0]
+
+
+def limit_train(dataset: Dataset, limit: int | None) -> Dataset:
+    """Call `stratified_subset` for a training set; refuse a limit that loses a class."""
+    limited = stratified_subset(dataset, limit)
     if not dataset.labels.is_floating_point():
         lost = set(dataset.labels.tolist()) - set(limited.labels.tolist())
         if lost:
@@ -557,48 +579,45 @@ def limit_train(dataset, limit):
     return limited
 
 
-def check_sizes(*sets, limit=math.inf):
+def check_sizes(*datasets: Dataset | None, limit: float = math.inf):
     """Refuse sets that are too small to be distributed over the processes.
 
     Call it before training. Entries may be None; `limit` is the number of rows that are
     distributed at a time.
     """
     processes = common.world_size()
-    for dataset in sets:
-        rows = math.inf if dataset is None else min(len(dataset), limit)
-        if rows < processes:
-            raise UserError(f"{dataset.name}: {rows} example(s) cannot be distributed over "
-                            f"{processes} process(es); use fewer processes, add examples or "
-                            "remove the set")
+    for dataset in datasets:
+        if dataset is not None and min(len(dataset), limit) < processes:
+            raise UserError(f"{dataset.name}: {min(len(dataset), limit)} example(s) cannot be "
+                            f"distributed over {processes} process(es); use fewer processes, add "
+                            "examples or remove the set")
 
 
 # ---- Loading ------------------------------------------------------------------------------
 
-
-class Sets(NamedTuple):
-    """The image sets of a run, all of the size, channels and normalisation of `train`."""
-
-    train: ImageSet | StreamedSet
-    val: ImageSet | StreamedSet | None
-    test: ImageSet | StreamedSet
-    ood: dict               # {name: set}
-    predict: ImageSet | StreamedSet | None
-
-
-class Preparation(NamedTuple):
-    """How image files are resized, cropped in the centre and normalised."""
-
-    crop: int               # side of the crop, in pixels
-    resize: int | list      # size of the shorter side before it, or [height, width]
-    mean: tuple             # per channel, of pixels in [0, 1]
-    std: tuple
-    interpolation: InterpolationMode = InterpolationMode.BILINEAR
-
-
 SMALL = 64  # images in files are kept in memory if no side has more pixels than this
 
 
-def _usual_preparation(name, image_size=None):
+def transform_of(args) -> Transform | None:
+    """Look up how images are prepared for --model torchvision/NAME; None for other networks.
+
+    It is the Transform of torchvision's default weights, also for a file of weights, which was
+    probably fine-tuned from them, and that of ResNet-18 for --weights none. --image-size replaces
+    the crop, and changes the resizing in proportion.
+    """
+    if not args.model.startswith("torchvision/"):
+        return None
+    name = common.torchvision_name(args.model)
+    if args.weights == "none":
+        name = "resnet18"
+    published = models.get_model_weights(name).DEFAULT.transforms()
+    crop = args.image_size or published.crop_size[0]
+    resize = round(crop * published.resize_size[0] / published.crop_size[0])
+    return Transform(crop, resize, tuple(published.mean), tuple(published.std),
+                     published.interpolation)
+
+
+def _usual_transform(name, image_size=None):
     # Variants of ImageNet and folders of the user are normalised like ImageNet.
     source = SOURCES["imagenet"]
     if name.startswith("tiny_imagenet"):
@@ -606,7 +625,7 @@ def _usual_preparation(name, image_size=None):
     side = image_size or source.side
     # Small images keep the whole shorter side; of large ones the centre is cut, as published.
     resize = side if side <= SMALL else round(side * 256 / 224)
-    return Preparation(side, resize, source.mean, source.std)
+    return Transform(side, resize, source.mean, source.std)
 
 
 def _together(read):
@@ -623,31 +642,26 @@ def _together(read):
 
 
 @_together
-def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, image_size=None,
-         preparation=None, limit=None):
-    """A set of DATASETS as an ImageSet or a StreamedSet, downloaded where that is possible.
+def load(name: str, split: str, data_dir: str | Path = "data", *, image_size: int | None = None,
+         transform: Transform | None = None) -> Images:
+    """Read a set of DATASETS, which is downloaded where that is possible.
 
-    split            "train" and "val": parts of the training set, or, of a folder that has both,
-                     its own parts; "test"; "ood": the test set, or all images at any depth of a
-                     folder, as one class
-    val_fraction     share of the training set that is "val", in [0, 1), chosen by `seed`; with
-                     0, the rows of "train" are in the order of the files
-    image_size       side of the square images that are read from files (folders: 32)
-    preparation      a Preparation of image files, instead of image_size; images in memory keep
-                     their size, but become RGB and are normalised by its mean and std
-    limit            number of rows to keep, see evenly and, for "train", limit_train
+    split        "train": the whole training set, in the order of the files; "val": the folder val
+                 of the user's own images; "test"; "ood": the test set, or all images at any depth
+                 of a folder, as one class
+    image_size   side of the square images that are read from files, in pixels (folders: 32)
+    transform    a Transform of image files, instead of image_size; images in memory keep their
+                 size, but become RGB and are normalised by its mean and std
 
-    Raises Absent if the set is not found.
+    Images of files are an ImageSet if their sides have at most SMALL pixels, but for those of
+    ImageNet; else a StreamedSet. Raises DatasetNotFound.
     """
-    _choose_from("split", split, SPLITS)
-    dataset = _read(name, split, Path(data_dir), image_size, preparation)
-    if split in ("train", "val") and not has_own_val(name):
-        dataset = _part(dataset, name, split, seed, val_fraction)
-    dataset = limit_train(dataset, limit) if split == "train" else evenly(dataset, limit)
+    _choose_from("split", split, ("train", "val", "test", "ood"))
+    dataset = _read(name, split, Path(data_dir), image_size, transform)
     if isinstance(dataset, ImageSet):
-        if preparation is not None:
+        if transform is not None:
             images = dataset.images.expand(-1, 3, -1, -1)
-            dataset = replace(dataset, images=images, mean=preparation.mean, std=preparation.std)
+            dataset = replace(dataset, images=images, mean=transform.mean, std=transform.std)
         return dataset
     # ImageNet stays on the disk at any size: there is too much of it.
     if name.startswith(("folder:", "tiny_imagenet")) and dataset.shape[-1] <= SMALL:
@@ -657,99 +671,190 @@ def load(name, split, data_dir="data", *, seed=1, val_fraction=0.1, image_size=N
     return dataset
 
 
-def _read(name, split, data_dir, image_size, preparation):
-    """The whole training set, the test set, or a part of a folder of the user."""
-    training = split in ("train", "val")
-    if name in IN_MEMORY and image_size is not None and preparation is None:
+def _read(name, split, data_dir, image_size, transform):
+    """The set of `load`, before images are converted or read into memory."""
+    if name.startswith("folder:"):
+        return _user_folder(name, split, transform or _usual_transform(name, image_size or 32))
+    if split == "val":
+        raise UserError(f"{name} has no validation set; split its training set")
+    is_training = split == "train"
+    if name in IN_MEMORY and image_size is not None and transform is None:
         raise UserError(f"--image-size has no effect on {', '.join(IN_MEMORY)}; remove this option")
     if name in EMBEDDED:
-        return _embedded(name, training)
+        return _embedded(name, is_training)
     if name in TORCHVISION:
-        return _torchvision(name, training, data_dir)
+        return _torchvision(name, is_training, data_dir)
     if name == "ambiguous_mnist":
-        return _ambiguous_mnist(training, data_dir)
+        return _ambiguous_mnist(is_training, data_dir)
     if name == "dirty_mnist":
-        ambiguous = _ambiguous_mnist(training, data_dir)
-        return concat(name, _torchvision("mnist", training, data_dir), ambiguous)
-    if name.startswith("folder:"):
-        return _own_folder(name, split, preparation or _usual_preparation(name, image_size or 32))
-    if name and name not in DATASETS and Path(name).is_dir():
-        raise UserError(f"{name} is a folder; write folder:{name}")
+        ambiguous = _ambiguous_mnist(is_training, data_dir)
+        return concat(name, _torchvision("mnist", is_training, data_dir), ambiguous)
     others = ("nonsense",) if split == "ood" else ()
     _choose_from("dataset", name, DATASETS + others)
-    preparation = preparation or _usual_preparation(name, image_size)
+    transform = transform or _usual_transform(name, image_size)
     if name == "tiny_imagenet":
-        dataset = _tiny_imagenet(training, data_dir, preparation)
-    else:
-        dataset = _imagenet(name, training, data_dir, preparation)
-    source = SOURCES[name]
-    published = source.train_rows if training else source.test_rows
-    if len(dataset) != published:
-        _print_once(f"note: {dataset.root} has {len(dataset):,} images; {published:,} were "
-                    "published")
-    return dataset
+        return _tiny_imagenet(is_training, data_dir, transform)
+    return _imagenet(name, is_training, data_dir, transform)
 
 
-def _part(pool, name, split, seed, val_fraction):
-    """The part "train" or "val" of a training set."""
-    if split == "train" and val_fraction == 0:
-        return pool  # in the order of the files
-    if name.startswith("folder:"):
-        train, val = class_split(pool.labels, seed, val_fraction)
-    else:
-        train, val = train_val_split(len(pool), seed, val_fraction, _groups(pool))
-    if len(val) == 0 and split == "val":
-        raise UserError(f"{name}: {val_fraction:g} of {len(pool)} training examples is no "
-                        "validation example; take a larger share or add examples")
-    return pool.select(train if split == "train" else val)
+class Splits(NamedTuple):
+    """The sets of a run, all of the size, channels and normalisation of `train`.
 
-
-def load_sets(name, data_dir="data", *, seed=1, val_fraction=0.1, image_size=None,
-              preparation=None, limit_train=None, statistics=None, ood=(), ood_required=False,
-              predict=None, train_part="train"):
-    """The image sets of a run: training, validation, test, OOD and predicted set, as Sets.
-
-    train_part       "test" where nothing is trained, if the statistics are not those of a folder
-    limit_train      number of training examples, see the function limit_train
-    statistics       (mean, std) per channel, instead of those of the training set
-    ood              names of OOD sets, see ood_sets; `ood_required`: the user named them
-    predict          name of the set to predict, see predict_set
-
-    The validation set is None if val_fraction is 0 and the folder has no part val. For the
-    other options see load. Refuses sets that are too small to train on or to distribute.
+    fingerprints: {noun: fingerprint} of the "training data" before they were split and limited
+    (absent where they were not read), of the "test data", and of the "file of --weights" if there
+    is one. backbone_ms (milliseconds per example) and backbone_bytes are what the backbone costs
+    that has replaced images by features (--freeze).
     """
-    read = partial(load, name, data_dir=data_dir, seed=seed, val_fraction=val_fraction,
-                   image_size=image_size, preparation=preparation)
-    train = read(train_part, limit=limit_train)
+
+    train: Dataset
+    val: Dataset | None
+    test: Dataset
+    ood: dict[str, Dataset]
+    predict: Dataset | None
+    fingerprints: dict[str, str]
+    backbone_ms: float = 0.0
+    backbone_bytes: int = 0
+
+    def summary(self) -> str:
+        """Describe the sets in one line, with the accuracy of guessing where there are classes."""
+        test_counts = f"{len(self.test):,} test {_noun(self.test)}"
+        counts = test_counts
+        if self.val is not None:
+            counts = f"{len(self.train):,} training, {len(self.val):,} held-out and {test_counts}"
+        elif "training data" in self.fingerprints:
+            counts = f"{len(self.train):,} training and {test_counts}"
+        name = self.train.name
+        if isinstance(self.train, MoleculeSet):
+            return f"{name}: {counts}"
+        if getattr(self.train, "files", ()) and name not in SOURCES:
+            name = f"folder {name}"
+        most_frequent = self.train.labels.bincount().argmax()
+        accuracy = (self.test.labels == most_frequent).double().mean()
+        return (f"{name}: {self.train.num_classes} classes, {counts}; always guessing the most "
+                f"frequent class: accuracy {accuracy:.3f}")
+
+
+def _noun(dataset):
+    """What the rows of a set are, with their shape."""
+    if isinstance(dataset, TextSet):
+        return "sentences"
+    if isinstance(dataset, MoleculeSet):
+        return "molecules"
+    if dataset.is_features:
+        return f"examples of {dataset.shape[0]} features"
+    channels, height, width = dataset.shape
+    return f"images of {channels} x {height} x {width}"
+
+
+def fingerprints(args, test_set: Dataset, *training_sets: Dataset) -> dict[str, str]:
+    """Compute the fingerprints of Splits.
+
+    training_sets: the whole training set, and the validation set where it is not a part of it
+    """
+    texts = {}
+    if training_sets:
+        texts["training data"] = fingerprint(*training_sets)
+    texts["test data"] = fingerprint(test_set)
+    is_file = args.weights not in (None, "DEFAULT", "none")
+    # A finished network can be evaluated without the file of its first weights.
+    if is_file and common.on_main(os.path.isfile, args.weights):
+        texts["file of --weights"] = common.on_main(_file_hash, args.weights)
+    return texts
+
+
+def load_splits(args, seed: int, *, val_fraction: float = 0.1, split: Callable | None = None,
+                statistics: Callable | None = None, ood: Sequence[str] | None = None,
+                reads_train: bool = True) -> Splits:
+    """Read the image sets of a run, as the options of a script say.
+
+    seed           chooses the validation images
+    val_fraction   share of the training images that are for validation, in [0, 1); a folder val of
+                   the user's own images replaces them. With 0, val is None
+    split          a function of the whole training set that returns (training rows, validation
+                   rows), instead of val_fraction
+    statistics     a function of the training images, before --limit-train, that returns (mean,
+                   std) per channel, of pixels in [0, 1]; it is not called for torchvision/NAME,
+                   whose weights come with statistics
+    ood            names of OOD sets, instead of args.ood
+    reads_train    False: nothing is trained, and `train` is the test set
+
+    With --freeze, images become features. Refuses sets that are too small to train on or to be
+    distributed over the processes.
+    """
+    transform = transform_of(args)
+    read = partial(load, args.dataset, data_dir=args.data_dir, image_size=args.image_size,
+                   transform=transform)
+    test = read("test")
+    train = test
+    val = None
+    training_sets = []
+    if reads_train:
+        train = read("train")
+        training_sets.append(train)
+        if has_val_folder(args.dataset):
+            val = read("val")
+            training_sets.append(val)
+    texts = fingerprints(args, test, *training_sets)
+    if reads_train and val is None:
+        train, val = _hold_out(train, args.dataset, seed, val_fraction, split)
+    if statistics is not None and transform is None:
+        mean, std = statistics(train)
+        train = replace(train, mean=tuple(mean), std=tuple(std))
+    if reads_train:
+        train = limit_train(train, args.limit_train)
     if len(train) < 2:
         raise UserError(f"{train.name}: {len(train)} training example(s); at least two are needed")
-    if statistics is not None:
-        mean, std = statistics
-        train = replace(train, mean=tuple(mean), std=tuple(std))
-    val = None
-    if val_fraction > 0 or common.on_main(has_own_val, name):
-        val = match(read("val"), train)
-    test = match(read("test"), train)
-    others = ood_sets(ood, train, data_dir, required=ood_required)
-    predicted = predict_set(predict, train, data_dir) if predict else None
+    return _complete_splits(train, val, test, ood, texts, args)
+
+
+def _hold_out(whole, name, seed, val_fraction, split):
+    """(training set, validation set or None) from a whole training set."""
+    if split is not None:
+        train, val = split(whole)
+    elif val_fraction == 0:
+        return whole, None
+    elif name.startswith("folder:"):
+        train, val = class_split(whole.labels, seed, val_fraction)
+    else:
+        train, val = train_val_split(len(whole), seed, val_fraction, _groups(whole))
+    if len(val) == 0:
+        raise UserError(f"{name}: {len(whole)} training examples are too few to hold out a "
+                        f"validation example (share {val_fraction:g}); add examples")
+    return whole.select(train), whole.select(val)
+
+
+def _complete_splits(train, val, test, ood, texts, args):
+    """The Splits of these sets and of OOD and predicted ones, all converted like `train`."""
+    if val is not None:
+        val = convert_like(val, train)
+    test = convert_like(test, train)
+    names = args.ood if ood is None else ood
+    others = ood_sets(names, train, args.data_dir, required="ood" in args.explicit)
+    predicted = None
+    if args.predict:
+        predicted = predict_set(args.predict, train, args.data_dir)
     check_sizes(train, val, test, predicted, *others.values())
-    return Sets(train, val, test, others, predicted)
+    splits = Splits(train, val, test, others, predicted, texts)
+    if args.freeze:
+        splits = frozen_features(splits, args)
+    return splits
 
 
 # ---- Published images ---------------------------------------------------------------------
 
 
-def _torchvision(name, training, data_dir):
-    """An ImageSet of what torchvision reads, and downloads if it is absent."""
-    part = "train" if training else "test"
-    options = {"split": part} if name == "svhn" else {"train": training}
+def _torchvision(name, is_training, data_dir):
+    """An ImageSet of what torchvision reads, and downloads if it is missing."""
+    split = "train" if is_training else "test"
+    options = {"split": split} if name == "svhn" else {"train": is_training}
     source = SOURCES[name]
-    path = data_dir / source.path.format(part)
+    path = data_dir / source.path.format(split)
     try:
         # This also completes what a killed download has left.
         raw = TORCHVISION[name](data_dir, download=True, **options)
-    except Exception as error:  # absent and truncated files raise many undocumented types
-        raise _absent(name, path, f"not found or damaged: {common.one_line(error)}") from None
+    except Exception as error:  # missing and truncated files raise many undocumented types
+        reason = f"not found or damaged: {common.one_line(error)}"
+        raise _not_found(name, path, reason) from None
     images = torch.as_tensor(raw.data)
     if "mnist" in name:
         images = images.unsqueeze(1)                       # [N, 1, 28, 28]
@@ -758,14 +863,11 @@ def _torchvision(name, training, data_dir):
     labels = torch.as_tensor(raw.labels if name == "svhn" else raw.targets).long()
     # Digits have the same names in all sets; torchvision calls them "3 - three" in MNIST.
     classes = DIGITS if name in ("mnist", "svhn") else raw.classes
-    published = source.train_rows if training else source.test_rows
-    if len(images) != published:
-        raise _absent(name, path, f"{len(images):,} images instead of {published:,}")
     return ImageSet(name, images, labels, source.num_classes, source.mean, source.std,
                     classes=tuple(classes))
 
 
-def _ambiguous_mnist(training, data_dir):
+def _ambiguous_mnist(is_training, data_dir):
     """Ambiguous-MNIST: each image ten times in a row, with its ten sampled labels."""
     name = "ambiguous_mnist"
     source = SOURCES[name]
@@ -778,8 +880,8 @@ def _ambiguous_mnist(training, data_dir):
             arrays.append(torch.load(folder / file, map_location="cpu", weights_only=True))
         except Exception as error:  # urllib, ssl, torchvision and torch raise several types
             reason = f"not found or damaged: {common.one_line(error)}"
-            raise _absent(name, folder / file, reason) from None
-    half = slice(0, 6000) if training else slice(6000, 12000)
+            raise _not_found(name, folder / file, reason) from None
+    half = slice(0, 6000) if is_training else slice(6000, 12000)
     samples = arrays[0][half].float()                      # [6000, 1, 28, 28]
     votes = arrays[1][half].long()                         # [6000, 10]
     probs = F.one_hot(votes, 10).float().mean(1)           # [6000, 10]
@@ -791,26 +893,6 @@ def _ambiguous_mnist(training, data_dir):
 # ---- Folders of images --------------------------------------------------------------------
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".webp", ".tif", ".tiff")
-
-
-def set_name(name):
-    """The name of a set as part of a file name.
-
-    Of folder:PATH and PATH.npz it is the last component, without suffix; characters other
-    than A-Z a-z 0-9 . _ - become "_".
-    """
-    if name.startswith("folder:"):
-        name = _folder_path(name).resolve().name
-    if name.endswith(".npz"):
-        name = Path(name).stem
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", name).lstrip(".") or "folder"
-
-
-def _folder_path(name):
-    path = name.removeprefix("folder:")
-    if not path.strip():
-        raise UserError(f"{name!r} has no path; write folder: and the path of a folder")
-    return Path(path).expanduser()
 
 
 def _unreadable(path, error):
@@ -847,153 +929,193 @@ def _to_rgb(file):
     return image.convert("RGB")
 
 
-def _entries(folder):
+class Tree(NamedTuple):
+    """What is below a folder: sorted paths relative to it, with forward slashes."""
+
+    folders: list[str]
+    files: list[str]
+    broken: list[str]       # links that lead nowhere, or to themselves
+
+
+def _visible_entries(folder):
     """The entries of a folder, sorted by name; hidden ones are no data."""
-    entries = os.scandir(folder) if folder.is_dir() else ()
-    entries = [entry for entry in entries if not entry.name.startswith(".")]
+    if not folder.is_dir():
+        return []
+    try:
+        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+    except OSError as error:
+        raise _unreadable(folder, error) from None
     for entry in entries:
-        try:
-            entry.name.encode()
-        except UnicodeEncodeError:
-            readable = os.fsencode(entry.name).decode("utf-8", "backslashreplace")
-            raise UserError(f"{folder}/{readable}: the name is not UTF-8; rename it") from None
-    return sorted(entries, key=lambda entry: entry.name)
+        readable = os.fsencode(entry.name).decode("utf-8", "backslashreplace")
+        if readable != entry.name:
+            raise UserError(f"{folder}/{readable}: the name is not UTF-8; rename it")
+    return sorted(entries, key=attrgetter("name"))
 
 
 def _folders_in(folder):
-    return [entry.name for entry in _entries(folder) if entry.is_dir()]
+    return [entry.name for entry in _visible_entries(folder) if os.path.isdir(entry)]
 
 
-def _files_in(folder):
-    # Other entries, such as pipes, could block for ever when they are read.
-    return [entry.name for entry in _entries(folder) if entry.is_file()]
-
-
-def _files_below(folder, above=()):
-    """Sorted paths, relative to `folder`, of the files at any depth."""
-    files = _files_in(folder)
-    above += (folder.resolve(),)
-    for name in _folders_in(folder):
-        # A link to one of the folders above would lead round in a circle.
-        if (folder / name).resolve() not in above:
-            files += [f"{name}/{file}" for file in _files_below(folder / name, above)]
-    return sorted(files)
+def _walk(root, prefix="", above=()):
+    """The Tree below root/<prefix>; `above` are the real paths of the folders that lead to it."""
+    tree = Tree([], [], [])
+    folder = root / prefix
+    above += (os.path.realpath(folder),)
+    for entry in _visible_entries(folder):
+        path = f"{prefix}{entry.name}"
+        if entry.is_symlink() and not os.path.exists(entry):
+            tree.broken.append(path)
+        elif entry.is_dir():
+            tree.folders.append(path)
+            # A link to one of the folders above would lead round in a circle.
+            if os.path.realpath(entry) not in above:
+                for paths, more in zip(tree, _walk(root, f"{path}/", above)):
+                    paths += more
+        # Other entries, such as pipes, could block for ever when they are read.
+        elif entry.is_file():
+            tree.files.append(path)
+    return Tree(*map(sorted, tree))
 
 
 def _images_among(files):
     return [file for file in files if file.lower().endswith(SUFFIXES)]
 
 
-def _streamed(name, root, files, labels, classes, preparation):
-    crop, resize, mean, std, interpolation = preparation
+def _streamed(name, root, files, labels, classes, transform):
+    crop, resize, mean, std, interpolation = transform
     return StreamedSet(name, root, tuple(files), torch.tensor(labels), max(1, len(classes)), mean,
                        std, (3, crop, crop), resize, interpolation, tuple(classes))
 
 
-def _class_folders(name, root, classes, preparation, place=""):
-    """A StreamedSet of the images directly in root/<class><place>."""
+def _class_folders(name, root, tree, classes, transform, subfolder=""):
+    """A StreamedSet of the images directly in root/<class><subfolder>, from the Tree of root."""
+    images = defaultdict(list)  # {folder: paths}
+    for file in _images_among(tree.files):
+        images[os.path.dirname(file)].append(file)
     files = []
     labels = []
-    for label, c in enumerate(classes):
-        folder = f"{c}{place}"
-        images = _images_among(_files_in(root / folder))
-        if not images:
+    for label, class_name in enumerate(classes):
+        folder = f"{class_name}{subfolder}"
+        if not images[folder]:
             raise UserError(f"{root / folder}: no images ({' '.join(SUFFIXES)}) in it; put the "
-                            "images of this class there")
-        files += [f"{folder}/{image}" for image in images]
-        labels += [label for _ in images]
-    return _streamed(name, root, files, labels, classes, preparation)
+                            "images of this class into this folder")
+        files += images[folder]
+        labels += [label for _ in images[folder]]
+    return _streamed(name, root, files, labels, classes, transform)
 
 
-def has_own_val(name):
-    """Whether `name` is a folder of the user with validation images."""
-    return name.startswith("folder:") and bool(_folders_in(_folder_path(name) / "val"))
+def has_val_folder(name: str) -> bool:
+    """Say whether `name` is a folder:PATH with validation images. All processes call it."""
+    if not name.startswith("folder:"):
+        return False
+    return bool(common.on_main(_folders_in, common.folder_path(name) / "val"))
 
 
-def _own_folder(name, split, preparation):
-    """A part of a folder of the user; "val" is "train" if there is no folder val."""
-    root = _folder_path(name)
+def _user_folder(name, split, transform):
+    """A split of a folder of the user, or for "ood" all its images as one class."""
+    root = common.folder_path(name)
     if not root.is_dir():
-        reason = "is a file, not a folder" if root.exists() else "not found"
-        raise Absent(f"folder {root} {reason}; write folder: and the path of a folder")
+        raise DatasetNotFound(f"folder {root} not found, or not a folder; write folder: and the "
+                              "path of a folder")
+    set_name = common.set_name(name)
     if split == "ood":
-        return _all_images(name, root, preparation)
-    classes = _folders_in(root / "train")
-    if len(classes) < 2 or not _folders_in(root / "test"):
+        tree = _walk(root)
+        files = _images_among(tree.files)
+        if not files:
+            raise UserError(f"folder {root}: no images ({' '.join(SUFFIXES)}) in it")
+        _print_skipped(root, tree, files)
+        return _streamed(set_name, root, files, [0 for _ in files], (), transform)
+    trees = {folder: _walk(root / folder) for folder in ("train", "val", "test")}
+    classes = [path for path in trees["train"].folders if "/" not in path]
+    if len(classes) < 2 or not trees["test"].folders:
         raise UserError(f"folder {root}: expected {root}/train/<class>/* with two classes or more "
                         f"and {root}/test/<class>/*; {root}/val/<class>/* is for validation. "
                         "A test set is never the training set")
-    part = "train" if split == "val" and not has_own_val(name) else split
-    dataset = _class_folders(set_name(name), root / part, classes, preparation)
-    _print_skipped(root / part, dataset.files)
-    here = _places_on_disk(root / part)
+    dataset = _class_folders(set_name, root / split, trees[split], classes, transform)
+    _print_skipped(root / split, trees[split], dataset.files)
     for other in ("train", "val"):
-        if other != part and here & _places_on_disk(root / other):
-            raise UserError(f"folder {root}: {part} and {other} share images, by a link; a test "
-                            "set is never the training set")
+        if other == split:
+            break  # validation images are compared with training images alone, these with none
+        _compare_images(root, split, other, trees)
     return dataset
 
 
-def _places_on_disk(folder):
-    """{(device, inode)} of all images below a folder, those of links being where they lead to."""
-    statuses = [os.stat(folder / file) for file in _images_among(_files_below(folder))]
-    return {(status.st_dev, status.st_ino) for status in statuses}
-
-
-def _all_images(name, root, preparation):
-    """All images below a folder of the user, as one class."""
-    files = _images_among(_files_below(root))
-    if not files:
-        raise UserError(f"folder {root}: no images ({' '.join(SUFFIXES)}) in it")
-    _print_skipped(root, files)
-    labels = [0 for _ in files]
-    return _streamed(set_name(name), root, files, labels, (), preparation)
-
-
-def _print_skipped(root, used):
-    """Report in one line, once, which files below `root` are not used."""
-    skipped = sorted(set(_files_below(root)) - set(used))
+def _print_skipped(root, tree, used):
+    """Report in one line each, once, which files and broken links below `root` are not used."""
+    skipped = sorted(set(tree.files) - set(used))
     if skipped:
         _print_once(f"folder:{root}: skipped {len(skipped)} file(s) that are not of the types "
                     f"{' '.join(SUFFIXES)} or not directly in a class folder of train, the first "
                     f"of them: {', '.join(skipped[:3])}")
+    if tree.broken:
+        _print_once(f"folder:{root}: skipped {len(tree.broken)} link(s) that lead nowhere, the "
+                    f"first of them: {', '.join(tree.broken[:3])}")
 
 
-def _imagenet(name, training, data_dir, preparation):
+def _compare_images(root, split, other, trees):
+    """Refuse images that two splits share by a link; report how many have equal content."""
+    images = [root / split / file for file in _images_among(trees[split].files)]
+    count = len(images)
+    others = [root / other / file for file in _images_among(trees[other].files)]
+    # Few files are left for the later and slower keys, of which the last one decides.
+    for key in (os.path.getsize, _first_bytes, _file_hash):
+        shared = {key(path) for path in images} & {key(path) for path in others}
+        images = [path for path in images if key(path) in shared]
+        others = [path for path in others if key(path) in shared]
+    if set(map(os.path.realpath, images)) & set(map(os.path.realpath, others)):
+        raise UserError(f"folder {root}: {split} and {other} share images, by a link; a test set "
+                        "is never the training set")
+    if images:
+        _print_once(f"note: folder {root}: {len(images)} of {count} images in {split} are also in "
+                    f"{other}, which makes results look better than they are; the first of them: "
+                    f"{', '.join(str(path.relative_to(root)) for path in images[:3])}")
+
+
+def _first_bytes(path):
+    try:
+        with open(path, "rb") as file:
+            return file.read(4096)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _imagenet(name, is_training, data_dir, transform):
     """ImageNet, or one of its variants, which have a test set only."""
     root = data_dir / SOURCES[name].path
-    classes = _folders_in(root)
+    class_root = root
     if name == "imagenet":
-        # The test set must have all classes of the training set, if that is there.
-        classes = _folders_in(root / "train")
-        root = root / ("train" if training else "val")
-        classes = classes or _folders_in(root)
-    elif training:
+        root = root / ("train" if is_training else "val")
+        # The test set must have all classes of the training set, if that exists.
+        class_root = root.parent / "train"
+    elif is_training:
         raise UserError(f"{name} has a test split only")
-    if not _folders_in(root):
-        raise _absent(name, f"{root}/<class>/*.JPEG")
-    return _class_folders(name, root, classes, preparation)
+    tree = _walk(root)
+    if not tree.folders:
+        raise _not_found(name, f"{root}/<class>/*.JPEG")
+    classes = _folders_in(class_root) or _folders_in(root)
+    return _class_folders(name, root, tree, classes, transform)
 
 
-def _tiny_imagenet(training, data_dir, preparation):
+def _tiny_imagenet(is_training, data_dir, transform):
     """TinyImageNet as published; its labelled validation images are the test set."""
     name = "tiny_imagenet"
-    root = _place(name, data_dir, "wnids.txt")
+    root = data_dir / SOURCES[name].path
     classes = _wnids(root)
-    if training:
-        return _class_folders(name, root / "train", classes, preparation, "/images")
+    if is_training:
+        root = root / "train"
+        return _class_folders(name, root, _walk(root), classes, transform, "/images")
     files = []
     labels = []
-    for line in _read_file(name, root / "val" / "val_annotations.txt").split("\n"):
+    for line in _read_published(name, root / "val" / "val_annotations.txt").split("\n"):
         file, wnid = line.split("\t")[:2]
         files.append(f"val/images/{file}")
         labels.append(classes.index(wnid))
-    return _streamed(name, root, files, labels, classes, preparation)
+    return _streamed(name, root, files, labels, classes, transform)
 
 
 def _wnids(root):
     """The classes of TinyImageNet, in the order of their labels."""
-    return _read_file("tiny_imagenet", root / "wnids.txt").split()
+    return _read_published("tiny_imagenet", root / "wnids.txt", str.split)
 
 
 # ---- Corruptions --------------------------------------------------------------------------
@@ -1008,16 +1130,8 @@ CORRUPTED = ("cifar10_c", "cifar100_c", "tiny_imagenet_c", "imagenet_c")
 SEVERITIES = (1, 2, 3, 4, 5)
 
 
-def corruption_kinds(name, data_dir="data"):
-    """The kinds of a set of CORRUPTED that the main process finds in all five severities.
-
-    They are in the order of CIFAR_C_KINDS. One line is printed on what is missing.
-    """
-    _choose_from("corrupted set", name, CORRUPTED)
-    return common.on_main(_find_kinds, name, Path(data_dir))
-
-
 def _find_kinds(name, data_dir):
+    """The kinds of a set of CORRUPTED with all five severities; a line says what is missing."""
     present = []
     missing = []
     for kind in CIFAR_C_KINDS:
@@ -1026,75 +1140,111 @@ def _find_kinds(name, data_dir):
         else:
             missing.append(kind)
     if missing:
-        reason = f"lacks all or a part of {', '.join(missing)}" if present else "not found"
-        common.print_on_main(str(_absent(name, _place(name, data_dir), reason)))
+        reason = "not found"
+        if present:
+            reason = f"lacks all or a part of {', '.join(missing)}"
+        common.print_on_main(str(_not_found(name, data_dir / SOURCES[name].path, reason)))
     return present
 
 
 def _corrupted_paths(name, kind, data_dir):
     """What belongs to a kind: images and labels, or a folder for each severity."""
-    root = _place(name, data_dir)
+    root = data_dir / SOURCES[name].path
     if name.startswith("cifar"):
         return [root / f"{kind}.npy", root / "labels.npy"]
     return [root / kind / str(severity) for severity in SEVERITIES]
 
 
-def corrupted_name(name, kinds):
-    """`name` if `kinds` are all that were published, else a name such as imagenet_c_15of19."""
-    if len(kinds) == len(CIFAR_C_KINDS):
-        return name
-    return f"{name}_{len(kinds)}of{len(CIFAR_C_KINDS)}"
-
-
 @_together
-def load_corrupted(name, kind, severity, data_dir="data", *, preparation=None):
-    """A test set under one corruption at severity 1..5, in memory except for large images.
+def load_corrupted(name: str, kind: str, severity: int, data_dir: str | Path = "data", *,
+                   transform: Transform | None = None) -> Images:
+    """Read a test set under one corruption at severity 1..5, in memory except for large images.
 
     It is read from CIFAR-10-C/<kind>.npy and labels.npy (10,000 rows per severity), from
     imagenet-c/<kind>/<severity>/<class>/* or from Tiny-ImageNet-C/<kind>/<severity>/<class>/*.
-    preparation: that of the images of the clean test set [default: the usual one].
+    transform: that of the images of the clean test set [default: the usual one].
     """
     _choose_from("corrupted set", name, CORRUPTED)
     data_dir = Path(data_dir)
-    title = f"{name}_{kind}_s{severity}"
+    set_name = f"{name}_{kind}_s{severity}"
     paths = _corrupted_paths(name, kind, data_dir)
     if name.startswith("cifar"):
         clean = SOURCES[name.removesuffix("_c")]
         rows = slice(severity * 10000 - 10000, severity * 10000)
-        images = _read_npy(name, paths[0], (50000, 32, 32, 3), np.uint8)[rows]
-        images = np.ascontiguousarray(images.transpose(0, 3, 1, 2))
-        labels = _read_npy(name, paths[1], (50000,), np.integer)[rows]
+        try:
+            images, labels = [np.load(path, mmap_mode="r")[rows] for path in paths]
+        except (ValueError, OSError, EOFError) as error:  # an error of the format names no file
+            raise _not_found(name, paths[0], common.one_line(error)) from None
+        images = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
         labels = torch.from_numpy(labels.astype(np.int64))
-        return ImageSet(title, torch.from_numpy(images), labels, clean.num_classes, clean.mean,
-                        clean.std)
-    path = paths[severity - 1]
-    if not path.exists():
-        raise _absent(name, path)
-    preparation = preparation or _usual_preparation(name)
-    # The copy must have all classes of the clean set, if that is there.
+        return ImageSet(set_name, images, labels, clean.num_classes, clean.mean, clean.std)
+    root = paths[severity - 1]
+    if not root.exists():
+        raise _not_found(name, root)
+    tree = _walk(root)
+    transform = transform or _usual_transform(name)
+    # The copy must have all classes of the clean set, if that exists.
     if name == "tiny_imagenet_c":
-        classes = _wnids(_place("tiny_imagenet", data_dir, "wnids.txt"))
+        classes = _wnids(data_dir / SOURCES["tiny_imagenet"].path)
     else:
-        classes = _folders_in(data_dir / "imagenet" / "val") or _folders_in(path)
+        classes = _folders_in(data_dir / "imagenet" / "val") or tree.folders
         # The files of ImageNet-C are centre crops already: they are resized as a whole.
-        preparation = preparation._replace(resize=preparation.crop)
-    dataset = _class_folders(title, path, classes, preparation)
+        transform = transform._replace(resize=transform.crop)
+    dataset = _class_folders(set_name, root, tree, classes, transform)
     return dataset.in_memory() if dataset.shape[-1] <= SMALL else dataset
 
 
-def _read_npy(name, path, shape, dtype):
-    """An array of this shape and kind of numbers, mapped into memory."""
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise _absent(name, path, common.one_line(error)) from None
-    if array.shape != shape or not np.issubdtype(array.dtype, dtype):
-        raise _absent(name, path, f"{array.dtype} {array.shape}, expected {shape}")
-    return array
+class CorruptedSets(NamedTuple):
+    """The test sets of --shift, which are read one at a time."""
+
+    name: str               # of all of them together, such as imagenet_c_15of19
+    kinds: list[str]        # of corruption, each with the SEVERITIES 1 to 5
+    read: Callable          # read(kind, severity) returns an image set, converted and limited
 
 
-def corrupt(images, kind, severity, seed=0):
-    """Images under a corruption of CORRUPTIONS at severity 1..5; equal arguments, equal results.
+def corrupted_sets(test_set: Images, args) -> CorruptedSets | None:
+    """Find the corrupted copies of a test set: those of --shift, in memory if they are computed.
+
+    They are converted like the test set and have at most --shift-examples examples (0: all), in
+    which classes keep their shares. None for --shift none, and where published files are missing
+    that the user did not ask for.
+    """
+    if args.shift == "none":
+        return None
+    limit = args.shift_examples or None
+    check_sizes(test_set, limit=limit or math.inf)
+    if test_set.is_features:
+        raise UserError(f"--shift {args.shift} corrupts images, but {test_set.name} has features; "
+                        "use --shift none")
+    if args.shift == "computed":
+        clean = stratified_subset(test_set, limit)
+        if isinstance(clean, StreamedSet):
+            clean = common.on_each_machine(clean.in_memory)
+        # These corruptions are not those of the published -C sets.
+        name = "glyphs_c" if test_set.name == "glyphs" else f"{test_set.name}_computed_c"
+        return CorruptedSets(name, list(CORRUPTIONS), partial(corrupted, clean))
+    name = f"{args.dataset}_c"
+    kinds = []
+    if name in CORRUPTED:
+        kinds = common.on_main(_find_kinds, name, Path(args.data_dir))
+    if not kinds:
+        if "shift" in args.explicit:
+            raise UserError(f"--shift published: {name} not found; use --shift none or computed")
+        return None
+    read = partial(_load_converted, name, test_set, limit, args.data_dir)
+    if len(kinds) < len(CIFAR_C_KINDS):
+        name = f"{name}_{len(kinds)}of{len(CIFAR_C_KINDS)}"
+    return CorruptedSets(name, kinds, read)
+
+
+def _load_converted(name, test_set, limit, data_dir, kind, severity):
+    """A published corrupted set, converted like the clean test set and limited."""
+    dataset = load_corrupted(name, kind, severity, data_dir, transform=test_set.transform)
+    return convert_like(stratified_subset(dataset, limit), test_set)
+
+
+def corrupt(images: Tensor, kind: str, severity: int, seed: int = 0) -> Tensor:
+    """Corrupt images by a kind of CORRUPTIONS at severity 1..5; equal arguments, equal results.
 
     images: uint8, or float32 in [0, 1], [N, C, H, W]. These corruptions are not those of
     CIFAR-10-C, and their results cannot be compared.
@@ -1108,8 +1258,8 @@ def corrupt(images, kind, severity, seed=0):
     return torch.cat(blocks).to(images.device)
 
 
-def corrupted(dataset, kind, severity, seed=0):
-    """An ImageSet under `corrupt`, named like cifar10_computed_gaussian_noise_s3."""
+def corrupted(dataset: ImageSet, kind: str, severity: int, seed: int = 0) -> ImageSet:
+    """Apply `corrupt` to an image set; its name becomes cifar10_computed_gaussian_noise_s3."""
     if not isinstance(dataset, ImageSet) or dataset.is_features:
         raise UserError(f"{dataset.name}: corruptions can only be computed for images in memory")
     images = corrupt(dataset.images, kind, severity, seed)
@@ -1137,13 +1287,8 @@ def _impulse_noise(x, share, generator):
 def _gaussian_blur(x, std, _):
     std = std * x.shape[-1]                                            # in pixels
     reach = math.ceil(3 * std)
-    offset = torch.arange(-reach, reach + 1.0)
-    kernel = torch.exp(-offset**2 / (2 * std**2))
-    channels = x.shape[1]
-    kernel = (kernel / kernel.sum()).expand(channels, 1, 1, -1)        # [C, 1, 1, 2 reach + 1]
-    x = F.pad(x, (reach, reach, reach, reach), mode="replicate")
-    x = F.conv2d(x, kernel, groups=channels)
-    return F.conv2d(x, kernel.mT, groups=channels)
+    blurred = gaussian_filter(x.numpy(), std, radius=reach, mode="nearest", axes=(2, 3))
+    return torch.from_numpy(blurred)
 
 
 def _motion_blur(x, length, generator):
@@ -1169,12 +1314,7 @@ def _pixelate(x, kept, _):
 
 
 def _jpeg(x, quality, _):
-    decoded = []
-    for image in (x * 255).round().byte():
-        buffer = io.BytesIO()
-        TF.to_pil_image(image).save(buffer, "jpeg", quality=quality)
-        decoded.append(TF.pil_to_tensor(Image.open(buffer)))
-    return _to_unit(torch.stack(decoded))
+    return _to_unit(jpeg((x * 255).round().byte(), quality))
 
 
 def _occlusion(x, side, generator):
@@ -1244,22 +1384,17 @@ CORRUPTIONS = {
 # ---- OOD sets and sets to predict ---------------------------------------------------------
 
 
-def match(dataset, like):
-    """`dataset` with the channels, size, mean and std of `like`.
+def convert_like(dataset: Images, reference: Images) -> Images:
+    """Give a set the channels, size, mean and std of the set `reference`.
 
-    Grey is repeated, RGB becomes luma, and sizes change by antialiased bilinear interpolation.
-    OOD data are always normalised with the statistics of the training set.
+    Grey is repeated, RGB becomes luma, and sizes change by antialiased bilinear interpolation;
+    a StreamedSet must have the size already. OOD data are always normalised with the statistics of
+    the training set.
     """
-    dataset = replace(dataset, mean=like.mean, std=like.std)
-    if dataset.shape == like.shape:
+    dataset = replace(dataset, mean=reference.mean, std=reference.std)
+    if dataset.shape == reference.shape:
         return dataset
-    if dataset.is_features or like.is_features:
-        raise UserError(f"{dataset.name} {dataset.shape} and {like.name} {like.shape}: images "
-                        "and features cannot be compared, nor features of different numbers")
-    channels, height, width = like.shape
-    if isinstance(dataset, StreamedSet):
-        raise UserError(f"{dataset.name}: image files that are read as {dataset.shape} cannot "
-                        f"become {like.shape}; use image_size={width}")
+    channels, height, width = reference.shape
     blocks = []
     for block in dataset.images.split(1000):
         x = _to_unit(block)
@@ -1270,88 +1405,97 @@ def match(dataset, like):
     return replace(dataset, images=torch.cat(blocks))
 
 
-def ood_sets(names, like, data_dir="data", *, required=False):
-    """The OOD sets {name: set} for a training set `like`, resized and normalised like it.
+NAMES_OF_SPLITS = ("train", "val", "test", "predict")
 
-    A name is that of a set of the kind of `like`, for images also folder:PATH or "nonsense", for
-    features PATH.npz. `required`: the user named the sets. Then it is an error if a set is absent
-    or has the name of another set; else it is skipped, which one line reports.
+
+def _name_of_other(name):
+    """The name of an OOD or predicted set; that of folder:images/test is images_test."""
+    set_name = common.set_name(name)
+    if set_name in NAMES_OF_SPLITS:
+        parent = Path(os.path.realpath(common.folder_path(name))).parent
+        set_name = f"{common.set_name(f'folder:{parent}')}_{set_name}"
+    return set_name
+
+
+def ood_sets(names: Sequence[str], reference: Dataset, data_dir: str | Path = "data", *,
+             required: bool = False) -> dict[str, Dataset]:
+    """Read OOD sets {name: set}, resized and normalised like the training set `reference`.
+
+    A name is that of a set of the kind of `reference`, for images also folder:PATH or "nonsense".
+    `required`: the user named the sets. Then it is an error if a set is not found or has the name
+    of another set; else it is skipped, which one line reports.
     """
-    found = {}
-    used = ("train", "val", "test", like.name)
+    sets = {}
     for name in names:
-        title = set_name(name)
+        set_name = _name_of_other(name)
         try:
-            if title in used or title in found:
-                raise Absent(f"OOD set {name}: another set of this run is called {title}; rename "
-                             "one of them or remove it")
-            found[title] = replace(_other_set(name, like, data_dir), name=title)
-        except Absent as error:
+            if set_name == reference.name or set_name in sets:
+                raise DatasetNotFound(f"OOD set {name}: another set of this run is called "
+                                      f"{set_name}; rename one of them or remove it")
+            sets[set_name] = replace(_read_other(name, reference, data_dir), name=set_name)
+        except DatasetNotFound as error:
             if required:
                 raise
             common.print_on_main(f"skipped: {error}")
-    return found
+    return sets
 
 
-def _other_set(name, like, data_dir):
-    """The test part of a set of the kind of `like`, prepared and normalised like it."""
-    if name.endswith(".npz"):
-        return feature_set(name, like, labelled=False)
-    if isinstance(like, TextSet):
-        return load_text(name, "test", data_dir, like=like)
-    if isinstance(like, MoleculeSet):
-        target = "u0"
-        if name == "qm9" and like.quantity in QM9_TARGETS:
-            target = like.quantity
-        return load_molecules(name, "test", data_dir, target=target)
+def _read_other(name, reference, data_dir):
+    """The test set of a data set of the kind of `reference`, converted like it."""
+    if isinstance(reference, TextSet):
+        return load_text(name, "test", data_dir, reference=reference)
+    if isinstance(reference, MoleculeSet):
+        return load_molecules(name, "test", data_dir)
+    if reference.is_features:
+        raise UserError(f"{name} has images, but {reference.name} has features: they cannot be "
+                        "compared")
     if name == "nonsense":
-        return nonsense(like)
+        return nonsense(reference)
     size = None
-    if like.preparation is None and name.startswith(("folder:", "imagenet")):
+    if reference.transform is None and name.startswith(("folder:", "imagenet")):
         # TinyImageNet is small enough to be resized in memory, as published.
-        size = like.shape[-1]
-    dataset = load(name, "ood", data_dir, image_size=size, preparation=like.preparation)
-    if isinstance(dataset, StreamedSet) and isinstance(like, ImageSet):
+        size = reference.shape[-1]
+    dataset = load(name, "ood", data_dir, image_size=size, transform=reference.transform)
+    if isinstance(dataset, StreamedSet) and isinstance(reference, ImageSet):
         dataset = common.on_each_machine(dataset.in_memory)
-    return match(dataset, like)
+    return convert_like(dataset, reference)
 
 
-def predict_set(name, like, data_dir="data"):
-    """The set `name`, read like an OOD set, with labels that mean what those of `like` mean.
+def predict_set(name: str, reference: Dataset, data_dir: str | Path = "data") -> Dataset:
+    """Read a set like an OOD set, with labels that mean what those of `reference` mean.
 
     Labels are translated by the names of the classes; for a folder these are the folders that
     the images lie in. They are -1 (molecules: NaN) where they are unknown. `files` names the
-    images of a folder and of "nonsense", or the rows of an .npz file.
+    images of a folder and of "nonsense".
     """
-    dataset = _other_set(name, like, data_dir)
-    if isinstance(dataset, MoleculeSet) and dataset.quantity != like.quantity:
+    dataset = replace(_read_other(name, reference, data_dir), name=_name_of_other(name))
+    if isinstance(dataset, MoleculeSet):
+        if dataset.quantity == reference.quantity:
+            return dataset
         return replace(dataset, labels=torch.full_like(dataset.labels, math.nan))
-    if name.endswith(".npz") or isinstance(dataset, MoleculeSet):
-        return dataset
     if name.startswith("folder:"):
         names = [Path(file).parent.name for file in dataset.files]
     else:
         classes = dict(enumerate(dataset.classes))
         names = [classes.get(label) for label in dataset.labels.tolist()]
-    labels = _numbers_of(names, like.classes)
-    return replace(dataset, labels=labels, num_classes=like.num_classes, classes=like.classes)
+    return replace(dataset, labels=_labels_of(names, reference.classes),
+                   num_classes=reference.num_classes, classes=reference.classes)
 
 
-def _numbers_of(names, classes):
-    """int64 [N]: the places of the names in `classes`, -1 for other names."""
-    label_of = {c: label for label, c in enumerate(classes)}
+def _labels_of(names, classes):
+    """int64 [N]: the positions of the names in `classes`, -1 for other names."""
+    label_of = {class_name: label for label, class_name in enumerate(classes)}
     return torch.tensor([label_of.get(name, -1) for name in names])
 
 
-def nonsense(like):
-    """The set "nonsense": 70 images that belong to no class, each with a name in `files`.
+def nonsense(reference: Images) -> ImageSet:
+    """Draw the set "nonsense": 70 images that belong to no class, each with a name in `files`.
 
-    They have the shape (C, H, W) and the statistics of the image set `like`; equal shapes give
-    equal images. The ten of a kind differ in shade, number of squares, direction or random draw.
+    They have the shape (C, H, W) and the statistics of the image set `reference`; equal shapes
+    give equal images. The ten of a kind differ in shade, number of squares, direction or random
+    draw.
     """
-    if like.is_features:
-        raise UserError(f"nonsense are images, but {like.name} has features")
-    _, height, width = like.shape
+    _, height, width = reference.shape
     y = (torch.arange(height)[:, None] + 0.5) / height                 # [H, 1], in (0, 1)
     x = (torch.arange(width) + 0.5) / width                            # [W]
     generator = _generator(2105)
@@ -1367,15 +1511,15 @@ def nonsense(like):
             "checkerboard": (row + column) % 2.0,
             "stripes": row % 2.0,
             "gradient": 0.5 + ramp / math.sqrt(2),
-            "uniform_noise": torch.rand(like.shape, generator=generator),
-            "gaussian_noise": 0.5 + 0.25 * torch.randn(like.shape, generator=generator),
+            "uniform_noise": torch.rand(reference.shape, generator=generator),
+            "gaussian_noise": 0.5 + 0.25 * torch.randn(reference.shape, generator=generator),
         }
         for kind, image in kinds.items():
-            images[f"{kind}-{number}"] = _from_unit(image, torch.uint8).expand(like.shape)
+            images[f"{kind}-{number}"] = _from_unit(image, torch.uint8).expand(reference.shape)
     files = tuple(sorted(images))
     pixels = torch.stack([images[file] for file in files])
-    return ImageSet("nonsense", pixels, torch.full((len(files),), -1), like.num_classes, like.mean,
-                    like.std, classes=like.classes, files=files)
+    return ImageSet("nonsense", pixels, torch.full((len(files),), -1), reference.num_classes,
+                    reference.mean, reference.std, classes=reference.classes, files=files)
 
 
 # ---- Features -----------------------------------------------------------------------------
@@ -1383,26 +1527,11 @@ def nonsense(like):
 MOST_CLASSES = 1_000_000  # a larger label is an error: memory is allocated for each class
 
 
-def load_arrays(path, names, optional=()):
-    """{name: array} of an .npz file: all of `names`, and those of `optional` that it has."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            found = ", ".join(file) or "nothing"
-            wanted = list(names) + [name for name in optional if name in file]
-            return {name: file[name] for name in wanted}
-    except FileNotFoundError:
-        raise UserError(f"file not found: {path}") from None
-    except KeyError:
-        raise UserError(f"{path} needs the arrays {', '.join(names)}; it has {found}") from None
-    except Exception:  # NumPy raises many types for a damaged file
-        raise UserError(f"{path} is not a readable .npz file of plain arrays") from None
-
-
 @dataclass(frozen=True, eq=False)
 class Features(_Rows):
     """N rows of features, as an .npz file has them."""
 
-    values: Tensor          # [N, D], in the floating dtype of the file
+    values: Tensor          # float64 [N, D]
     labels: Tensor          # int64 [N], from 0, or -1 where unknown
     classes: tuple = ()     # names in the order of the labels, where known
     files: tuple = ()       # names of the rows, where known
@@ -1410,30 +1539,26 @@ class Features(_Rows):
     of_rows = ("values", "labels", "files")
 
 
-def read_features(path, dim=None, *, labelled=False, classes=()):
-    """The Features in the arrays of an .npz file: 'features' [N, D], 'labels' [N], 'names' [N].
+def read_features(path: str | Path, dim: int | None = None, *, labelled: bool = False,
+                  classes: tuple = ()) -> Features:
+    """Read the Features in an .npz file: 'features' [N, D], 'labels' [N] and 'names' [N].
 
-    Labels are numbers from 0 or names of classes; they and the names of the rows may be absent.
+    Labels are numbers from 0 or names of classes; they and the names of the rows may be missing.
 
-    dim       D must be this number
-    labelled  labels must be there; if they are names, these are the classes, in sorted order
-    classes   otherwise, names of classes, such as those of the training features; labels that
-              are not among them are unknown
+    dim        D must be this number
+    labelled   labels are needed; if they are names, these are the classes, in sorted order
+    classes    otherwise, names of classes, such as those of the training features; labels that
+               are not among them are unknown
     """
-    needed = ("features", "labels") if labelled else ("features",)
-    arrays = load_arrays(path, needed, ("labels", "names"))
+    arrays = _read_arrays(path, labelled)
     values = arrays["features"]
     shape = list(values.shape)
     if len(shape) != 2 or 0 in shape or shape[1] != (dim or shape[1]):
         raise UserError(f"{path}: 'features' must be [N, {dim or 'D'}], not {shape}")
-    if values.dtype.kind not in "fiu":
-        raise UserError(f"{path}: 'features' must hold numbers")
+    is_number = values.dtype.kind in "fiu"
     # The comparison is false for NaN.
-    if not (np.abs(values) <= np.finfo(np.float32).max).all():
-        raise UserError(f"{path}: 'features' contain NaN, infinity or numbers that exceed float32")
-    # PyTorch has neither long doubles nor other byte orders.
-    if values.dtype not in (np.float16, np.float32, np.float64):
-        values = values.astype(np.float64)
+    if not (is_number and (np.abs(values) <= np.finfo(np.float32).max).all()):
+        raise UserError(f"{path}: 'features' must be finite numbers in the range of float32")
     n = len(values)
     labels = torch.full((n,), -1)
     if "labels" in arrays:
@@ -1443,56 +1568,42 @@ def read_features(path, dim=None, *, labelled=False, classes=()):
     names = arrays.get("names", np.array([], str))
     if names.dtype.kind != "U" or names.shape not in ((0,), (n,)):
         raise UserError(f"{path}: 'names' must be [{n}] texts")
-    return Features(torch.from_numpy(values), labels, classes, tuple(names.tolist()))
+    values = torch.from_numpy(values.astype(np.float64))
+    return Features(values, labels, classes, tuple(names.tolist()))
+
+
+def _read_arrays(path, labelled):
+    """{name: array} of an .npz file: the features, and the labels and names that it has."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in ("features", "labels", "names") if name in file}
+    except FileNotFoundError:
+        raise UserError(f"file not found: {path}") from None
+    except Exception:  # NumPy raises many types for a damaged file
+        raise UserError(f"{path} is not a readable .npz file of plain arrays") from None
+    needed = ["features", "labels"] if labelled else ["features"]
+    if not set(needed) <= arrays.keys():
+        raise UserError(f"{path} needs the arrays {', '.join(needed)}; it has "
+                        f"{', '.join(arrays) or 'none of them'}")
+    return arrays
 
 
 def _read_labels(path, labels, n, classes):
     """int64 [n]: labels of an .npz file as numbers of the classes, -1 where unknown."""
     if labels.shape == (n,) and labels.dtype.kind == "U":
-        return _numbers_of(labels.tolist(), classes)
+        return _labels_of(labels.tolist(), classes)
     whole = labels.shape == (n,) and labels.dtype.kind in "iu"
     if not whole or labels.min() < 0 or labels.max() >= MOST_CLASSES:
         raise UserError(f"{path}: 'labels' must be [{n}] names, or integers from 0, below "
                         f"{MOST_CLASSES:,}")
-    numbers = torch.from_numpy(labels.astype(np.int64))
     if classes:
-        return torch.full_like(numbers, -1)  # they do not tell which of the names is meant
-    return numbers
-
-
-@_together
-def feature_set(path, like=None, *, labelled=True):
-    """The Features of an .npz file as an ImageSet [N, D, 1, 1], which the Loader standardises.
-
-    Mean and std are those of each feature in the file (std 1 where it is constant), or those of
-    the feature set `like`, to whose classes all labels belong; unless `labelled`, those that do
-    not, or are absent, are -1.
-    """
-    name = set_name(str(path))
-    if like is not None:
-        if not like.is_features:
-            raise UserError(f"{path}: features cannot be compared with {like.name}, which has "
-                            "none")
-        features = read_features(path, like.shape[0], classes=like.classes)
-        labels = features.labels.where(features.labels < like.num_classes, -1)
-        if labelled and (labels < 0).any():
-            raise UserError(f"{path}: 'labels' must be [{len(labels)}] classes of {like.name}")
-        return replace(like, name=name, images=features.values[:, :, None, None], labels=labels,
-                       files=features.files)
-    features = read_features(path, labelled=True)
-    values = features.values.double()
-    std, mean = torch.std_mean(values, 0, correction=0)
-    low, high = values.aminmax(dim=0)
-    # Of a constant, the computed std may be a rounding error.
-    std[(low == high) | (std == 0)] = 1
-    return ImageSet(name, features.values[:, :, None, None], features.labels,
-                    int(features.labels.max()) + 1, tuple(mean.tolist()), tuple(std.tolist()),
-                    classes=features.classes, files=features.files)
+        return torch.full((n,), -1)  # numbers do not tell which of the names is meant
+    return torch.from_numpy(labels.astype(np.int64))
 
 
 # ---- Batches ------------------------------------------------------------------------------
 
-# The piece of a global batch that belongs to this process, on the device. labels: [b]. index:
+# The rows of a global batch that belong to this process, on the device. labels: [b]. index:
 # int64 [b], the rows of the set. global_size: number of rows over all processes.
 # images: float32 [b, C, H, W], normalised. tokens: int64 [b, L], padded with 0.
 Batch = namedtuple("Batch", "images labels index global_size")
@@ -1516,42 +1627,45 @@ class Molecules(NamedTuple):
 
 
 class _Batches:
-    """What both loaders share: global batches, of which each process gets a contiguous piece.
+    """What both loaders share: global batches, which are distributed over the processes.
 
-    The pieces of a batch differ by one row at most; in the last batch they may be empty.
-    Together they are the batch of a single process.
+    Each process gets a contiguous piece of a batch. The pieces differ by one row at most; in the
+    last batch they may be empty. Together they are the batch of a single process.
 
     limit_steps   an epoch ends after this number of batches
-    drop_last     an epoch has no smaller batch, unless it has no other one
+    drop_last     an epoch has no smaller batch, unless it has no other one; otherwise, with
+                  `shuffle`, a last batch of one row joins the batch before it, because batch norm
+                  cannot train on one row
     """
 
     def __init__(self, dataset, batch_size, device, seed, shuffle, limit_steps, drop_last):
         check_sizes(dataset, limit=batch_size)
         self.dataset = dataset
-        self.batch_size = batch_size
         self.device = torch.device(device)
         self.seed = seed
         self.shuffle = shuffle
-        self.steps = math.ceil(len(dataset) / batch_size)
-        if drop_last:
-            self.steps = max(1, len(dataset) // batch_size)
-        if limit_steps is not None:
-            self.steps = min(self.steps, limit_steps)
+        full, rest = divmod(len(dataset), batch_size)
+        self.sizes = [batch_size for _ in range(full)]  # of the global batches
+        if rest == 1 and full > 0 and shuffle and not drop_last:
+            self.sizes[-1] += 1
+        elif rest > 0 and (full == 0 or not drop_last):
+            self.sizes.append(rest)
+        self.sizes = self.sizes[:limit_steps]
         self.labels = dataset.labels.to(self.device)
 
-    def __len__(self):
+    def __len__(self) -> int:
         """Number of steps in an epoch, the same for all processes."""
-        return self.steps
-
-    def epoch(self, epoch=0):
-        """Iterate over this process's pieces of the batches of an epoch."""
-        return itertools.islice(self._batches(epoch), self.steps)
+        return len(self.sizes)
 
     def _order(self, generator):
         """int64 [N]: the rows in the order of this epoch."""
         if self.shuffle:
             return torch.randperm(len(self.dataset), generator=generator)
         return torch.arange(len(self.dataset))
+
+    def _split(self, order):
+        """The global batches of an order [N] of rows."""
+        return order[:sum(self.sizes)].split(self.sizes)
 
     def _piece(self, batch):
         """This process's piece [b] of a global batch [B] of rows."""
@@ -1570,9 +1684,10 @@ class Loader(_Batches):
     workers    number of processes that decode a StreamedSet, at most one for each core
     """
 
-    def __init__(self, dataset, batch_size, device="cpu", *, seed=0, shuffle=False,
-                 limit_steps=None, drop_last=False, augment="none", workers=0,
-                 channels_last=False):
+    def __init__(self, dataset: Images, batch_size: int, device: str | torch.device = "cpu", *,
+                 seed: int = 0, shuffle: bool = False, limit_steps: int | None = None,
+                 drop_last: bool = False, augment: str = "none", workers: int = 0,
+                 channels_last: bool = False):
         super().__init__(dataset, batch_size, device, seed, shuffle, limit_steps, drop_last)
         if augment != "none" and dataset.is_features:
             raise UserError(f"{dataset.name}: {augment} would destroy features; augment images")
@@ -1595,7 +1710,8 @@ class Loader(_Batches):
                 images = torch.from_numpy(images)
             self.images = images.to(self.device)
 
-    def _batches(self, epoch):
+    def epoch(self, epoch: int = 0) -> Iterator[Batch]:
+        """Iterate over this process's pieces of the batches of an epoch."""
         generator = _loader_generator(self.seed, epoch)
         order = self._order(generator)
         if self.streamed:
@@ -1605,7 +1721,7 @@ class Loader(_Batches):
         return self._gather_crops(order, generator)
 
     def _gather(self, order):
-        for batch in order.to(self.device).split(self.batch_size):
+        for batch in self._split(order.to(self.device)):
             rows = self._piece(batch)
             images = self._normalise(self.images[rows])
             yield Batch(images, self.labels[rows], rows, len(batch))
@@ -1621,7 +1737,7 @@ class Loader(_Batches):
         # A view of all crops, [N, C, 9, 9, H, W], which takes no memory.
         _, height, width = self.dataset.shape
         crops = self.images.unfold(2, height, 1).unfold(3, width, 1)
-        for batch in torch.arange(n, device=self.device).split(self.batch_size):
+        for batch in self._split(torch.arange(n, device=self.device)):
             at = self._piece(batch)
             rows = order[at]
             x = crops[rows, :, dy[at], dx[at]]                         # [b, C, H, W]
@@ -1631,24 +1747,19 @@ class Loader(_Batches):
             yield Batch(self._normalise(x), self.labels[rows], rows, len(batch))
 
     def _stream(self, order, generator, epoch):
-        batches = order.split(self.batch_size)
+        batches = self._split(order)
         pieces = [self._piece(batch) for batch in batches]
         key = None if self.augment == "none" else (self.seed, epoch)
-        # With a generator of its own, DataLoader leaves the global one alone.
-        decoded = iter(DataLoader(
-            replace(self.dataset, key=key),
+        # With this generator, DataLoader leaves the global one alone.
+        loader = DataLoader(
+            replace(self.dataset, key=key), num_workers=self.workers, generator=generator,
             batch_sampler=[piece.tolist() for piece in pieces if len(piece)],
-            num_workers=self.workers, pin_memory=self.device.type == "cuda",
-            generator=generator))
+            pin_memory=self.device.type == "cuda")
+        decoded = _decoded_batches(loader)
         for batch, rows in zip(batches, pieces):
             images = torch.empty(0, *self.dataset.shape)
-            try:
-                if len(rows):
-                    images = next(decoded)
-            except UserError as error:
-                # A worker's error comes with its traceback in the message.
-                message = str(error).rsplit("UserError: ", 1)[-1]
-                raise UserError(message.strip()) from None
+            if len(rows):
+                images = next(decoded)
             images = images.to(self.device, non_blocking=True)
             rows = rows.to(self.device, non_blocking=True)
             yield Batch(self._normalise(images), self.labels[rows], rows, len(batch))
@@ -1658,26 +1769,59 @@ class Loader(_Batches):
         return x.sub_(self.shift).mul_(self.scale).float()
 
 
+def _decoded_batches(loader):
+    """The batches of a DataLoader; errors of its workers become one line."""
+    try:
+        yield from loader
+    except UserError as error:
+        # A worker's error comes with its traceback in the message.
+        message = str(error).rsplit("UserError: ", 1)[-1]
+        raise UserError(message.strip()) from None
+    except RuntimeError as error:
+        explained = common.as_user_error(error)
+        if explained is None:
+            raise
+        raise explained from None
+
+
+def evaluation_loader(dataset: Images, args, batch_size: int = 512, **options) -> Loader:
+    """Make the Loader of a pass over a set in eval mode, in the order of the set.
+
+    Its batches have at least the size of those of training; those of a StreamedSet have just this
+    size, as the memory that data loading workers share may suffice for no more.
+
+    batch_size   number of images in memory that a batch has, unless --batch-size is larger
+    options      of the Loader
+    """
+    batch_size = max(batch_size, args.batch_size)
+    if isinstance(dataset, StreamedSet):
+        batch_size = args.batch_size
+    options = {"workers": args.workers, "channels_last": True} | options
+    return Loader(dataset, batch_size, args.device, **options)
+
+
 class SequenceLoader(_Batches):
     """Batches of a TextSet or a MoleculeSet, in an order determined by (seed, epoch).
 
     Sentences are padded to the longest of the global batch. Without `shuffle` they come by rising
     length, so that little is padded. cutoff (angstrom) is that of the edges of molecules, which
-    are found here, once.
+    are computed once, when the loader is made.
     """
 
-    def __init__(self, dataset, batch_size, device="cpu", *, seed=0, shuffle=False,
-                 limit_steps=None, drop_last=False, cutoff=5.0):
+    def __init__(self, dataset: TextSet | MoleculeSet, batch_size: int,
+                 device: str | torch.device = "cpu", *, seed: int = 0, shuffle: bool = False,
+                 limit_steps: int | None = None, drop_last: bool = False, cutoff: float = 5.0):
         super().__init__(dataset, batch_size, device, seed, shuffle, limit_steps, drop_last)
         if isinstance(dataset, MoleculeSet):
             self.sources, self.targets, self.counts = find_edges(dataset, cutoff)
 
-    def _batches(self, epoch):
+    def epoch(self, epoch: int = 0) -> Iterator[TextBatch | MoleculeBatch]:
+        """Iterate over this process's pieces of the batches of an epoch."""
         order = self._order(_loader_generator(self.seed, epoch))
         is_text = isinstance(self.dataset, TextSet)
         if is_text and not self.shuffle:
             order = self.dataset.lengths.argsort(stable=True)
-        for batch in order.split(self.batch_size):
+        for batch in self._split(order):
             rows = self._piece(batch)
             if is_text:
                 longest = int(self.dataset.lengths[batch].max())
@@ -1688,38 +1832,39 @@ class SequenceLoader(_Batches):
             yield make(self.labels[rows], rows, len(batch))
 
     def _tokens(self, rows, longest):
-        part = self.dataset.select(rows)
-        is_token = torch.arange(longest) < part.lengths[:, None]
+        sentences = self.dataset.select(rows)
+        is_token = torch.arange(longest) < sentences.lengths[:, None]
         tokens = torch.zeros(is_token.shape, dtype=torch.int64)        # [b, L]
-        tokens[is_token] = part.tokens.long()
+        tokens[is_token] = sentences.tokens.long()
         return tokens.to(self.device, non_blocking=True)
 
     def _molecules(self, rows):
-        part = self.dataset.select(rows)
-        molecule = torch.arange(len(rows)).repeat_interleave(part.sizes)
+        chosen = self.dataset.select(rows)
+        molecule = torch.arange(len(rows)).repeat_interleave(chosen.sizes)
         # Edges count atoms within their molecule; in the graph these follow each other.
-        first_atom = part.sizes.cumsum(0) - part.sizes                 # [b]
+        first_atom = chosen.sizes.cumsum(0) - chosen.sizes             # [b]
         shift = first_atom.repeat_interleave(self.counts[rows])        # [e]
         edges = entries_of(rows, self.counts)                          # [e]
-        columns = (part.numbers, part.positions.float(), molecule, self.sources[edges] + shift,
+        columns = (chosen.numbers, chosen.positions.float(), molecule, self.sources[edges] + shift,
                    self.targets[edges] + shift)
         on_device = [column.to(self.device, non_blocking=True) for column in columns]
         return Molecules(*on_device, len(rows))
 
 
-def find_edges(dataset, cutoff=5.0):
-    """(sources int16 [E], targets int16 [E], counts int64 [N]) of the edges of each molecule.
+def find_edges(dataset: MoleculeSet, cutoff: float = 5.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the edges of each molecule: (sources int16 [E], targets int16 [E], counts int64 [N]).
 
-    Edges lead from each atom to all others of its molecule that are closer than `cutoff`. Atoms
-    are counted within their molecule, and edges are sorted by molecule, then by target.
+    Edges lead from each atom to all others of its molecule that are closer than `cutoff`
+    (angstrom). Atoms are counted within their molecule, and edges are sorted by molecule, then by
+    target.
     """
     sources = []
     targets = []
     counts = []
-    for places in dataset.positions.split(dataset.sizes.tolist()):
+    for positions in dataset.positions.split(dataset.sizes.tolist()):
         # The matrix product that cdist may use instead would round the distances.
         mode = "donot_use_mm_for_euclid_dist"
-        near = torch.cdist(places, places, compute_mode=mode) < cutoff
+        near = torch.cdist(positions, positions, compute_mode=mode) < cutoff
         near.fill_diagonal_(False)
         target, source = near.nonzero(as_tuple=True)
         sources.append(source.short())
@@ -1728,387 +1873,83 @@ def find_edges(dataset, cutoff=5.0):
     return torch.cat(sources), torch.cat(targets), torch.tensor(counts)
 
 
-# ---- Pretrained networks ------------------------------------------------------------------
+# ---- Features of a frozen network ---------------------------------------------------------
 
 
-def preparation_of(model, weights, image_size=None):
-    """The Preparation of images for torchvision/NAME; None for other networks.
+def frozen_features(splits: Splits, args) -> Splits:
+    """Replace the images of a run by the features of torchvision/NAME, for --freeze.
 
-    It is that of torchvision's default weights, also for a file of weights, which was probably
-    fine-tuned from them. For the weights "none" it is ResNet-18's: 224 pixels and the statistics
-    of ImageNet. `image_size` replaces the crop, and the resizing in proportion.
+    The network is not trained: its features are computed once, without augmentation, see
+    `with_features`. `common.backbone_and_head` then gives a new head for them. backbone_ms is the
+    time of the pass over the training images, with reading them.
     """
-    if not model.startswith("torchvision/"):
-        return None
-    name = _torchvision_name(model)
-    if weights == "none":
-        name = "resnet18"
-    published = models.get_model_weights(name).DEFAULT.transforms()
-    crop = published.crop_size[0]
-    resize = published.resize_size[0]
-    if image_size is not None:
-        resize = round(image_size * resize / crop)
-        crop = image_size
-    return Preparation(crop, resize, tuple(published.mean), tuple(published.std),
-                       published.interpolation)
-
-
-def _torchvision_name(model):
-    """NAME of torchvision/NAME, which must be an image classifier that ends in a linear layer."""
-    name = model.removeprefix("torchvision/")
-    if name not in models.list_models(module=models, exclude="squeezenet*"):
-        raise UserError(f"--model {model}: not an image classifier of torchvision that ends in a "
-                        "linear layer; use resnet18, resnet50, convnext_tiny, efficientnet_b0, "
-                        "mobilenet_v3_large, vit_b_16, swin_t or a relative of theirs")
-    return name
-
-
-def is_pretrained(args):
-    """Whether --model and --weights are those of a network that was trained elsewhere."""
-    return args.model.startswith("torchvision/") and args.weights != "none"
-
-
-def backbone_and_head(args, networks, num_classes, shape, epochs=None):
-    """The network --model for images of `shape` (C, H, W), as (backbone, linear head).
-
-    The backbone makes features [B, D]. networks: the table NETWORKS of a script, whose functions
-    return the backbone (a module, a list of layers, or layers by name) and D; or a whole
-    classifier, whose head is replaced if it has other classes. For features [D, 1, 1] of --freeze,
-    it is a head alone. epochs: those for which this network is trained [default: --epochs].
-    """
-    is_trained = (args.epochs if epochs is None else epochs) > 0
-    if args.freeze and tuple(shape[1:]) == (1, 1):
-        if not is_trained:
-            raise UserError("--freeze trains a new last layer, for one epoch or more")
-        return nn.Flatten(), nn.Linear(shape[0], num_classes)
-    if args.model.startswith("torchvision/"):
-        # --eval restores what was trained: the file of its first weights need not be there.
-        return pretrained_network(args.model, args.weights or "DEFAULT", num_classes, shape,
-                                  args.image_size, is_trained=is_trained,
-                                  is_restored=args.eval and is_trained)
-    if args.model not in networks:
-        raise UserError(f"--model {args.model}: choose one of {', '.join(networks)}, or "
-                        "torchvision/NAME")
-    made = networks[args.model](args, shape)
-    if isinstance(made, nn.Module):
-        backbone, head = split_head(made, args.model, shape)
-        return backbone, _fit_head(head, num_classes, args.model, is_trained)
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], int)):
-        raise UserError(f"--model {args.model}: its function must return a classifier, or the "
-                        "layers before the head and the number of their features")
-    backbone, dim = made
-    if isinstance(backbone, dict):
-        backbone = nn.Sequential(OrderedDict(backbone))
-    elif not isinstance(backbone, nn.Module):
-        backbone = nn.Sequential(*backbone)
-    found = list(_outputs_of_one_image(backbone, args.model, shape).shape)
-    if found != [1, dim]:
-        raise UserError(f"--model {args.model}: its layers make outputs {found} of one image, but "
-                        f"its function returns {dim} as the number of features, which needs "
-                        f"[1, {dim}]")
-    return backbone, nn.Linear(dim, num_classes)
-
-
-def pretrained_network(model, weights, num_classes, shape, image_size=None, *, is_trained=True,
-                       is_restored=False):
-    """torchvision/NAME for images of `shape` (C, H, W), as (backbone, linear head).
-
-    weights      "DEFAULT": torchvision's, which are downloaded; "none": random ones; else a file,
-                 whose head may have other classes
-    image_size   to which the backbone resizes images of another size; None is the size of the
-                 weights for "DEFAULT", and the size of the images otherwise
-    is_trained   whether the network will be trained: otherwise a new head is refused
-    is_restored  whether it will get all its weights from a checkpoint: these here are not loaded
-    """
-    name = _torchvision_name(model)
-    if shape[0] not in (1, 3):
-        raise UserError(f"--model {model} takes images of one or three channels, not {shape[0]}")
-    published_size = preparation_of(model, weights).crop
-    size = image_size or shape[-1]
-    if image_size is None and weights == "DEFAULT":
-        size = published_size
-    options = {}
-    if name.startswith("vit_") and size % int(name[-2:]) == 0:  # vit_b_16 has patches of 16 pixels
-        options["image_size"] = size
-    if name in ("googlenet", "inception_v3"):
-        # With weights of ImageNet, these two have a normalisation of their own.
-        options.update(init_weights=True, transform_input=weights != "none")
-    net = models.get_model(name, num_classes=num_classes, **options)
-    _switch_off_auxiliary(net)
-    if weights != "none" and not is_restored:
-        if weights == "DEFAULT":
-            state = common.on_each_machine(_download_weights, name)
-        else:
-            state = read_state_dict(weights)
-        _load_weights(net, state, model, weights)
-    advice = f"use --image-size {published_size}, or another --model"
-    backbone, head = split_head(net, model, (3, size, size), advice)
-    if tuple(shape) != (3, size, size):
-        backbone = nn.Sequential(FitImages(size), backbone)
-    return backbone, _fit_head(head, num_classes, model, is_trained)
-
-
-# What training code puts around a state dict: a key of a checkpoint, and prefixes of all names.
-STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "net")
-PREFIXES = re.compile(r"((module|model|net|backbone|_orig_mod)\.)*")
-
-
-def read_state_dict(path):
-    """The state dict {name: tensor} in a file of torch.save, on the CPU.
-
-    It may lie under one of STATE_DICT_KEYS, and all its names may begin with PREFIXES.
-    """
-    state = common.load_tensors(path)
-    for key in STATE_DICT_KEYS:
-        if isinstance(state.get(key), dict):
-            state = state[key]
-    for name, value in state.items():
-        if not (isinstance(name, str) and isinstance(value, Tensor)):
-            raise UserError(f"{path} is no state dict: {name!r} is no tensor; give a file of "
-                            "torch.save(net.state_dict(), FILE)")
-    if not state or not common.all_finite(state):
-        raise UserError(f"{path}: the state dict is empty, or a weight is not finite")
-    prefixes = PREFIXES.match(os.path.commonprefix(list(state)))[0]
-    for prefix in prefixes.split(".")[:-1]:
-        # This also renames the versions of the layers, which MNASNet needs.
-        consume_prefix_in_state_dict_if_present(state, f"{prefix}.")
-    return state
-
-
-def _download_weights(name):
-    """The state dict of torchvision's default weights."""
-    weights = models.get_model_weights(name).DEFAULT
-    try:
-        return weights.get_state_dict(progress=True, check_hash=True, weights_only=True)
-    except Exception as error:  # of many types: no network, no space, a damaged file
-        raise UserError(f"--weights DEFAULT: {weights.url} cannot be downloaded to "
-                        f"{torch.hub.get_dir()}/checkpoints, or not be read there "
-                        f"({common.one_line(error)}); try again, or give a file") from None
-
-
-def _load_weights(net, state, model, weights):
-    """Load a state dict into a network of torchvision, which gets a head of as many classes."""
-    name = _linear_layers(net)[0]
-    head = net.get_submodule(name)
-    if f"{name}.weight" in state:
-        rows = len(state[f"{name}.weight"])
-        net.set_submodule(name, nn.Linear(head.in_features, rows, head.bias is not None))
-    # Some prefixes are still there if another name has none.
-    stripped = OrderedDict((PREFIXES.sub("", key, count=1), state[key]) for key in state)
-    if len(stripped) == len(state):
-        stripped._metadata = getattr(state, "_metadata", None)  # the versions of the layers
-        state = stripped
-    for key in list(state):
-        value = state.pop(key)
-        if not key.startswith(AUXILIARY):
-            # DenseNet's weights still have old names: "denselayer1.norm.1" is now "norm1".
-            state[re.sub(r"(denselayer\d+\.\w+)\.(\d)", r"\1\2", key)] = value
-    expected = net.state_dict()
-    # Files of PyTorch 0.4 have no number of batches.
-    missing = [key for key in expected if key not in state and "num_batches" not in key]
-    left_over = [key for key in state if key not in expected]
-    # Quantised weights are integers.
-    integers = [key for key in expected if expected[key].is_floating_point() and key in state
-                and not state[key].is_floating_point()]
-    problem = ""
-    for what, names in (("missing", missing), ("left over", left_over), ("integers", integers)):
-        if names:
-            problem += f"{len(names)} {what} ({', '.join(names[:3])}); "
-    try:
-        # With such names, PyTorch's own message would be long.
-        if not problem:
-            net.load_state_dict(state)
-    except (RuntimeError, ValueError) as error:  # other shapes
-        problem = f"{common.one_line(error)}; "
-    if problem:
-        raise UserError(f"--weights {weights} does not fit {model}: {problem}give the --model and "
-                        "--image-size that it was trained with")
-
-
-# The auxiliary classifiers of GoogLeNet and Inception v3, which only training from scratch uses.
-AUXILIARY = ("aux1", "aux2", "AuxLogits")
-
-
-def _switch_off_auxiliary(net):
-    """Let a network that has auxiliary classifiers return nothing but logits in training, too."""
-    if hasattr(net, "aux_logits"):
-        net.aux_logits = False
-        for name in AUXILIARY:
-            setattr(net, name, None)
-
-
-def _linear_layers(net):
-    """The names of the linear layers of a network, the last one first."""
-    layers = net.named_modules()
-    return [name for name, layer in layers if name and isinstance(layer, nn.Linear)][::-1]
-
-
-USUAL_ADVICE = "use another --model or --image-size"
-
-
-def split_head(net, model, shape, advice=USUAL_ADVICE):
-    """Split a classifier into (backbone, head): the head is the linear layer that it ends in.
-
-    The backbone is `net` without it, and without auxiliary outputs. One image shows that the head
-    makes the classifier's outputs of the backbone's.
-    """
-    _switch_off_auxiliary(net)
-    logits = _outputs_of_one_image(net, model, shape, advice)
-    for name in _linear_layers(net):  # the head need not be the last that the class names
-        head = net.get_submodule(name)
-        net.set_submodule(name, nn.Identity())
-        # Without this layer, the network may fail.
-        with contextlib.suppress(UserError, AttributeError, TypeError, LookupError):
-            features = _outputs_of_one_image(net, model, shape, advice)
-            sizes = [(1, head.in_features), (1, head.out_features)]
-            if [features.shape, logits.shape] == sizes and torch.allclose(head(features), logits):
-                if head.bias is None:
-                    head.bias = nn.Parameter(torch.zeros(head.out_features))
-                return net, head
-        net.set_submodule(name, head)
-    raise UserError(f"--model {model}: its last layer is not a linear layer that makes logits "
-                    "[B, K] of features [B, D]; let its function return the layers before the "
-                    "head, and the number of their features")
-
-
-def _outputs_of_one_image(net, model, shape, advice=USUAL_ADVICE):
-    """What a network makes of one image of `shape`, on the CPU.
-
-    In eval mode it draws no random numbers and changes no statistics of batch norm: what is
-    trained later does not depend on this check.
-    """
-    image = torch.linspace(-1, 1, math.prod(shape)).view(1, *shape)
-    net.eval()
-    try:
-        with torch.no_grad():
-            outputs = net(image)
-    except (RuntimeError, ValueError, AssertionError) as error:
-        raise UserError(f"--model {model} fails on images {tuple(shape)}: "
-                        f"{common.one_line(error)}; {advice}") from None
-    net.train()
-    if not isinstance(outputs, Tensor):
-        raise UserError(f"--model {model}: it must return a tensor, not {type(outputs).__name__}")
-    return outputs
-
-
-def _fit_head(head, num_classes, model, is_trained):
-    """A linear head as it is if it has `num_classes`, or else a new one, which must be trained."""
-    if head.out_features == num_classes:
-        if not is_trained:
-            _print_once(f"{model}: output k of its head is taken for class k of the data; classes "
-                        "in folders are counted in alphabetical order")
-        return head
-    if not is_trained:
-        raise UserError(f"--model {model}: its head has {head.out_features} classes, the data have "
-                        f"{num_classes}; train a new head, for one epoch or more")
-    _print_once(f"{model}: new head: {num_classes} classes instead of {head.out_features}")
-    return nn.Linear(head.in_features, num_classes)
-
-
-class FitImages(nn.Module):
-    """Repeat grey images to three channels, and resize images to `size` pixels per side."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.size = size
-
-    def forward(self, x):
-        x = x.expand(-1, 3, -1, -1)
-        if x.shape[-1] != self.size:
-            x = F.interpolate(x, (self.size, self.size), mode="bilinear", antialias=True)
-        return x
-
-
-def frozen_features(sets, args):
-    """The Sets of a run with features in place of images, for --freeze.
-
-    They are those of torchvision/NAME, which is not trained, computed once, without augmentation,
-    see with_features. `backbone_and_head` then gives a new head for them.
-    """
-    _print_once(f"{args.model}: a new head is trained on its features; ms and bytes are that "
-                "head's")
+    train = splits.train
+    _print_once(f"{args.model}: a new head is trained on its features, which are computed once")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(args.seed)  # for --weights none
-        backbone, _ = pretrained_network(args.model, args.weights or "DEFAULT",
-                                         sets.train.num_classes, sets.train.shape, args.image_size)
+        backbone, _ = common.pretrained_network(args, train.num_classes, train.shape)
     backbone = backbone.to(args.device, memory_format=torch.channels_last)
-    train = with_features(backbone, sets.train, args)
-
-    def computed(dataset):
-        return None if dataset is None else with_features(backbone, dataset, args, like=train)
-
-    ood = {name: computed(dataset) for name, dataset in sets.ood.items()}
-    return Sets(train, computed(sets.val), computed(sets.test), ood, computed(sets.predict))
+    start = time.perf_counter()
+    features = with_features(backbone, train, args)
+    ms = 1000 * (time.perf_counter() - start) / len(train)
+    replaced = {"train": features}
+    for name in ("val", "test", "predict"):
+        dataset = getattr(splits, name)
+        if dataset is not None:
+            replaced[name] = with_features(backbone, dataset, args, features)
+    ood = {}
+    for name, dataset in splits.ood.items():
+        ood[name] = with_features(backbone, dataset, args, features)
+    weights = backbone.state_dict().values()
+    return splits._replace(**replaced, ood=ood, backbone_ms=ms,
+                           backbone_bytes=sum(tensor.nbytes for tensor in weights))
 
 
 @torch.no_grad()
-def with_features(backbone, dataset, args, like=None):
-    """A set with features [N, D, 1, 1] in place of its images, by the backbone in eval mode.
+def with_features(backbone: nn.Module, dataset: Images, args,
+                  reference: ImageSet | None = None) -> ImageSet:
+    """Replace the images of a set by features [N, D, 1, 1], by the backbone in eval mode.
 
-    They are normalised like the set of features `like`. Without it, the mean of each feature
+    They are normalised like the set of features `reference`. Without it, the mean of each feature
     becomes 0, and the mean squared length of a row 512, that of as many standard normal numbers: a
     learning rate and a weight decay then suit all backbones. All processes call this together.
     """
     backbone.eval()
-    loader = Loader(dataset, max(128, common.world_size()), args.device, workers=args.workers,
-                    channels_last=True)
     batches = []
-    for batch in loader.epoch():
+    for batch in evaluation_loader(dataset, args, batch_size=128).epoch():
         with common.autocast(args):
             features = backbone(batch.images)              # [b, D]
         batches.append({"index": batch.index, "features": features.float()})
     features = common.broadcast(common.gather_rows(batches))["features"]
-    if like is None:
+    if reference is None:
         mean = features.double().mean(0)                   # [D]
         squared_length = (features - mean).square().sum(1).mean()
         std = (squared_length / 512).sqrt().clamp_min(1e-12).expand_as(mean)
         statistics = (tuple(mean.tolist()), tuple(std.tolist()))
     else:
-        statistics = (like.mean, like.std)
-    found = ImageSet(dataset.name, features[:, :, None, None], dataset.labels,
-                     dataset.num_classes, *statistics,
-                     label_probs=getattr(dataset, "label_probs", None),
-                     groups=getattr(dataset, "groups", None), classes=dataset.classes,
-                     files=dataset.files)
-    # Checkpoints are made from images and weights: rounding differs with the number of processes.
-    vars(found)["digest"] = f"{digest(dataset)} {common.digest(backbone)}"
-    return found
-
-
-def origin(train_set, args):
-    """What the training of a network depends on beside the options: {plural noun: digest}.
-
-    All processes call this together.
-    """
-    made_from = {"training images": digest(train_set)}
-    path = args.weights
-    is_file = path and path not in ("DEFAULT", "none")
-    # A finished network can be evaluated without it.
-    if is_file and not (args.eval and not common.on_main(os.path.exists, path)):
-        made_from["initial weights"] = common.on_main(_file_digest, path)
-    return made_from
-
-
-def _file_digest(path):
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        statistics = (reference.mean, reference.std)
+    return ImageSet(dataset.name, features[:, :, None, None], dataset.labels, dataset.num_classes,
+                    *statistics, label_probs=getattr(dataset, "label_probs", None),
+                    groups=getattr(dataset, "groups", None), classes=dataset.classes,
+                    files=dataset.files)
 
 
 # ---- Embedded images ----------------------------------------------------------------------
 
 
 @lru_cache(maxsize=None)
-def _embedded(name, training):
+def _embedded(name, is_training):
     """The training set or the test set of a name in EMBEDDED."""
     prints = EMBEDDED[name]
     if name == "dirty_glyphs":
-        clean = _embedded("glyphs", training).select(slice(8000))
-        ambiguous = _embedded("glyphs_ambiguous", training).select(slice(8000))
+        clean = _embedded("glyphs", is_training).select(slice(8000))
+        ambiguous = _embedded("glyphs_ambiguous", is_training).select(slice(8000))
         dirty = concat(name, clean, ambiguous)
         return replace(dirty, mean=(prints.mean,), std=(prints.std,))
-    n = prints.train_rows if training else prints.test_rows
-    generator = _generator(2102, list(EMBEDDED).index(name), training)
+    n = prints.train_rows if is_training else prints.test_rows
+    generator = _generator(2102, list(EMBEDDED).index(name), is_training)
     if name.endswith("ambiguous"):
-        return _blends(name, n, generator, training)
+        return _blends(name, n, generator, is_training)
     labels = torch.randperm(n, generator=generator) % len(prints.texts)
     images = _print(_draw_ink(name, labels, generator), generator)
     return _grey_set(name, images, labels)
@@ -2120,7 +1961,7 @@ def _grey_set(name, images, labels):
                     classes=tuple(prints.texts))
 
 
-def _blends(name, n, generator, training):
+def _blends(name, n, generator, is_training):
     """Two texts over each other; the label is the first one with probability `weight`.
 
     Digits lie a little apart, and each image of their training set occurs twice, as one group.
@@ -2134,7 +1975,7 @@ def _blends(name, n, generator, training):
     if name == "glyphs_ambiguous":
         angle = 2 * math.pi * torch.rand(n, generator=generator)
         apart = 0.25 * torch.stack([angle.cos(), angle.sin()], 1)      # [n, 2]
-        if training:
+        if is_training:
             rows = rows.repeat_interleave(2)
     weight = 0.35 + 0.3 * torch.rand(n, 1, generator=generator)        # [n, 1]
     one = _draw_ink(name, first, generator, apart)
@@ -2212,21 +2053,22 @@ def _print(ink, generator):
 
 
 @_together
-def load_text(name, split, data_dir="data", *, vocab_file=None, like=None):
-    """A set of TEXTS as a TextSet; its splits are fixed.
+def load_text(name: str, split: str, data_dir: str | Path = "data", *,
+              vocab_file: str | Path | None = None, reference: TextSet | None = None) -> TextSet:
+    """Read a set of TEXTS, whose splits are fixed.
 
-    split       "train", "val" or "test"; for those of sst2 see sst2_has_test_labels
-    vocab_file  BERT's vocab.txt, with a word piece per line. By default the vocabulary of
-                sst2 is made of its training sentences, and that of reviews and reviews_finance
-                of those of both: like BERT's, it has words that the training set lacks, so
-                that unknown words do not give OOD data away
-    like        a TextSet, such as the training set, whose vocabulary is used instead
+    split        "train", "val" or "test"; for those of sst2 see sst2_has_test_labels
+    vocab_file   BERT's vocab.txt, with a word piece per line. By default the vocabulary of
+                 sst2 is made of its training sentences, and that of reviews and reviews_finance
+                 of those of both: like BERT's, it has words that the training set lacks, so
+                 that unknown words do not give OOD data away
+    reference    a TextSet, such as the training set, whose vocabulary is used instead
     """
     _choose_from("dataset", name, TEXTS)
     folder = Path(data_dir) / SOURCES["sst2"].path
     sentences, labels = _read_sentences(name, split, folder)
-    if like is not None:
-        vocab = like.vocab
+    if reference is not None:
+        vocab = reference.vocab
     elif vocab_file is not None:
         vocab = read_vocabulary(vocab_file)
     else:
@@ -2241,15 +2083,15 @@ def load_text(name, split, data_dir="data", *, vocab_file=None, like=None):
     return TextSet(name, tokens, lengths, labels, 2, vocab, classes)
 
 
-def sst2_has_test_labels(data_dir="data"):
-    """Whether SST-2/test.tsv is labelled; then the splits are those that were published.
+def sst2_has_test_labels(data_dir: str | Path = "data") -> bool:
+    """Say whether SST-2/test.tsv is labelled; then the splits are those that were published.
 
     GLUE withholds the labels. Then "test" is dev.tsv, and "val" is 2,000 rows of train.tsv (a
     tenth of short files). As train.tsv also has phrases of its sentences as rows, this "val"
     is easier than "test", and what is fitted to it is too confident.
     """
     path = Path(data_dir) / SOURCES["sst2"].path / "test.tsv"
-    return _read_file("sst2", path).startswith("sentence\tlabel\n")
+    return _read_published("sst2", path).startswith("sentence\tlabel\n")
 
 
 def _read_sentences(name, split, folder):
@@ -2258,57 +2100,57 @@ def _read_sentences(name, split, folder):
         return _embedded_texts(name, split)
     if sst2_has_test_labels(folder.parent):
         file = "dev" if split == "val" else split
-        return _read_tsv(folder / f"{file}.tsv")
+        return _read_published("sst2", folder / f"{file}.tsv", _rows_of_tsv)
     if split == "test":
-        return _read_tsv(folder / "dev.tsv")
-    sentences, labels = _read_tsv(folder / "train.tsv")
+        return _read_published("sst2", folder / "dev.tsv", _rows_of_tsv)
+    sentences, labels = _read_published("sst2", folder / "train.tsv", _rows_of_tsv)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     num_val = min(2000, len(labels) // 10)
     rows = order[:num_val] if split == "val" else order[num_val:].sort().values
     return [sentences[row] for row in rows.tolist()], labels[rows]
 
 
-def _read_tsv(path):
+def _rows_of_tsv(text):
     """(sentences, labels int64 [N]) of rows sentence<TAB>label, without quoting."""
-    header, *lines = _read_file("sst2", path).split("\n")
+    header, *lines = text.split("\n")
     if header != "sentence\tlabel" or not lines:
-        raise _absent("sst2", path, "expected a header sentence<TAB>label, and rows")
+        raise ValueError("expected a header sentence<TAB>label, and rows")
     sentences = []
     labels = []
     for number, line in enumerate(lines, start=2):
         sentence, _, label = line.partition("\t")
         if not sentence.strip() or label not in ("0", "1"):
-            raise UserError(f"{path}, line {number}: {line[:80]!r}; expected sentence<TAB>label, "
-                            "label 0 or 1")
+            raise ValueError(f"line {number}: {line[:80]!r}; expected sentence<TAB>label, with the "
+                             "label 0 or 1")
         sentences.append(sentence)
         labels.append(int(label))
     return sentences, torch.tensor(labels)
 
 
-def _read_file(name, path):
-    """A UTF-8 text with Unix line ends, without the last one."""
+def _read_published(name, path, parse=str):
+    """parse(text) of a UTF-8 file of a published set, with Unix line ends, without the last one."""
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        # Parsers split at "\n" only: splitlines also cuts at characters that occur within lines.
+        text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+        return parse(text.removesuffix("\n"))
     except FileNotFoundError:
-        raise _absent(name, path) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from None
-    # Split at "\n" only: splitlines also cuts at characters that occur within lines.
-    return text.replace("\r\n", "\n").removesuffix("\n")
+        raise _not_found(name, path) from None
+    except (OSError, ValueError, LookupError) as error:
+        raise _not_found(name, path, f"damaged: {common.one_line(error)}") from None
 
 
 # ---- Word pieces --------------------------------------------------------------------------
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-# Chinese, Japanese and Korean characters are words of their own.
+# Each Chinese, Japanese or Korean character is a word.
 CJK = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2CEAF), (0xF900, 0xFAFF),
        (0x2F800, 0x2FA1F))
 
 
-def read_vocabulary(path):
-    """BERT's vocab.txt as a tuple: line i is the word piece of id i, [PAD] is the first."""
+def read_vocabulary(path: str | Path) -> tuple[str, ...]:
+    """Read BERT's vocab.txt: line i is the word piece of id i, [PAD] is the first."""
     path = Path(path)
-    pieces = _read_file("sst2", path).split("\n") if path.exists() else [""]
+    pieces = _read_published("sst2", path).split("\n") if path.exists() else [""]
     if pieces[0] != "[PAD]" or not set(SPECIAL[:4]) <= set(pieces):
         raise UserError(f"{path}: expected BERT's vocab.txt, a word piece per line, [PAD] first, "
                         "with [UNK], [CLS], [SEP]; it is at "
@@ -2316,11 +2158,11 @@ def read_vocabulary(path):
     return tuple(pieces)
 
 
-def vocabulary(sentences, size=30522):
-    """At most `size` word pieces of these sentences.
+def vocabulary(sentences: list[str], size: int = 30522) -> tuple[str, ...]:
+    """Make at most `size` word pieces from these sentences.
 
-    BERT's special tokens; every character c, then every ##c; then the words that occur at
-    least twice, by falling frequency, those of equal frequency in alphabetical order.
+    They are BERT's special tokens; every character c, then every ##c; then the words that occur
+    at least twice, by falling frequency, those of equal frequency in alphabetical order.
     """
     counts = Counter()
     for sentence in sentences:
@@ -2332,8 +2174,9 @@ def vocabulary(sentences, size=30522):
     return tuple(SPECIAL + characters + continued + frequent)[:size]
 
 
-def tokenise(sentences, vocab, max_length=268):
-    """BERT's uncased WordPiece: (tokens int32 [T], lengths int64 [N]).
+def tokenise(sentences: list[str], vocab: tuple[str, ...],
+             max_length: int = 268) -> tuple[Tensor, Tensor]:
+    """Cut sentences by BERT's uncased WordPiece: (tokens int32 [T], lengths int64 [N]).
 
     Each word is cut from the left into the longest pieces of `vocab`. A word that cannot be
     cut, or has more than 100 characters, is [UNK]. A sentence keeps its first max_length - 2
@@ -2354,7 +2197,7 @@ def tokenise(sentences, vocab, max_length=268):
 
 
 def _words(text):
-    """Words in lower case and without accents; punctuation and CJK are words of their own."""
+    """Words in lower case and without accents; each sign of punctuation or CJK is a word."""
     decomposed = unicodedata.normalize("NFD", text.lower())
     return "".join(map(_character, decomposed)).split()
 
@@ -2392,17 +2235,7 @@ def _word_pieces(word, ids):
 
 # ---- Molecules ----------------------------------------------------------------------------
 
-# units as in PyTorch Geometric's copy of the set
-HARTREE = 27.211386246          # eV
-KCAL_PER_MOL = 0.04336414       # eV
-# The factor from the published unit to ours: energies are in eV, all else as published.
-QM9_TARGETS = {
-    "A": 1, "B": 1, "C": 1, "mu": 1, "alpha": 1, "r2": 1, "cv": 1,
-    "homo": HARTREE, "lumo": HARTREE, "gap": HARTREE, "zpve": HARTREE,
-    "u0": HARTREE, "u298": HARTREE, "h298": HARTREE, "g298": HARTREE,
-    "u0_atom": KCAL_PER_MOL, "u298_atom": KCAL_PER_MOL,
-    "h298_atom": KCAL_PER_MOL, "g298_atom": KCAL_PER_MOL,
-}
+HARTREE = 27.211386246  # eV, as in PyTorch Geometric's copy of the set
 QM9_ROWS = 130831  # molecules that are published and not omitted
 QM9_ELEMENTS = {"H": 1, "C": 6, "N": 7, "O": 8, "F": 9}
 # Energies at 0 K of free atoms of these elements, in hartree, as published.
@@ -2410,17 +2243,16 @@ QM9_ATOMS = [-0.500273, -37.846772, -54.583861, -75.064579, -99.718730]
 
 
 @_together
-def load_molecules(name, split, data_dir="data", *, target="u0"):
-    """A set of MOLECULES as a MoleculeSet; its splits are fixed.
+def load_molecules(name: str, split: str, data_dir: str | Path = "data") -> MoleculeSet:
+    """Read a set of MOLECULES with their energies, those of qm9 at 0 K (U0); its splits are fixed.
 
-    split   "train", "val" or "test". Those of qm9 are the published ones if all 130,831
-            molecules are there, else the same shares of a permutation drawn in the same way
-    target  one of QM9_TARGETS, for qm9; the clusters only have their energy, as "u0"
+    split: "train", "val" or "test". Those of qm9 are the published ones if all 130,831 molecules
+    are in its files, else the same shares of a permutation drawn in the same way.
     """
     _choose_from("dataset", name, MOLECULES)
-    _choose_from("target", target, QM9_TARGETS if name == "qm9" else ("u0",))
+    _choose_from("split", split, ("train", "val", "test"))
     if name == "qm9":
-        dataset = _qm9(_place(name, Path(data_dir), "gdb9.sdf"), target)
+        dataset = _qm9(Path(data_dir) / SOURCES[name].path)
         order = np.random.default_rng(0).permutation(len(dataset))
         share = len(dataset) / QM9_ROWS
         ends = (round(share * 110000), round(share * 120000))
@@ -2428,103 +2260,76 @@ def load_molecules(name, split, data_dir="data", *, target="u0"):
         dataset = _clusters(name)
         order = np.arange(len(dataset))
         ends = (4000, 4500)
-    parts = torch.from_numpy(order).tensor_split(ends)
-    return dataset.select(parts[SPLITS.index(split)])
+    train, val, test = torch.from_numpy(order).tensor_split(ends)
+    return dataset.select({"train": train, "val": val, "test": test}[split])
 
 
-def atom_references(target="u0"):
-    """float64 [101]: energies of free atoms in eV, by atomic number; zeros if there are none.
-
-    Those at 0 K serve all total energies. What heat adds to free atoms, 1 eV per molecule for
-    u298 and h298 and -6 eV for g298, remains to be learned.
-    """
+def atom_references() -> Tensor:
+    """Energies at 0 K of free atoms in eV, float64 [101], by atomic number; 0 where unknown."""
     references = torch.zeros(101, dtype=torch.float64)
-    if target in ("u0", "u298", "h298", "g298"):
-        elements = list(QM9_ELEMENTS.values())
-        references[elements] = torch.tensor(QM9_ATOMS, dtype=torch.float64) * HARTREE
+    elements = list(QM9_ELEMENTS.values())
+    references[elements] = torch.tensor(QM9_ATOMS, dtype=torch.float64) * HARTREE
     return references
 
 
 @lru_cache(maxsize=1)
-def _qm9(folder, target):
-    """The molecules gdb_N of gdb9.sdf, by rising N, each with its target of gdb9.sdf.csv.
+def _qm9(folder):
+    """The molecules gdb_N of gdb9.sdf, by rising N, each with its U0 of gdb9.sdf.csv.
 
     As in PyTorch Geometric, those whose N begins a line of uncharacterized.txt are omitted.
     """
     path = folder / "gdb9.sdf"
-    molecules = _read_molecules(path)
-    values = _read_targets(folder / "gdb9.sdf.csv", target)
-    if molecules.keys() != values.keys():
-        raise _absent("qm9", path, f"its molecules ({len(molecules)}) are not those of "
-                                   f"gdb9.sdf.csv ({len(values)})")
-    for line in _read_file("qm9", folder / "uncharacterized.txt").split("\n"):
-        if line.strip()[:1].isdecimal():
-            molecules.pop(int(line.split()[0]), None)
-    if len(molecules) != QM9_ROWS:
-        _print_once(f"note: {path} has {len(molecules):,} molecules; {QM9_ROWS:,} were published")
-    numbers = []
-    positions = []
+    molecules = _read_published("qm9", path, _molecules_of_sdf)
+    energies = _read_published("qm9", folder / "gdb9.sdf.csv", _energies_of_csv)
+    if molecules.keys() != energies.keys():
+        raise _not_found("qm9", path, f"its molecules ({len(molecules)}) are not those of "
+                                      f"gdb9.sdf.csv ({len(energies)})")
+    for number in _read_published("qm9", folder / "uncharacterized.txt", _first_numbers):
+        molecules.pop(number, None)
+    atoms = []
     sizes = []
     labels = []
     for number in sorted(molecules):
-        elements, places = molecules[number]
-        numbers += elements
-        positions += places
-        sizes.append(len(elements))
-        labels.append(values[number])
-    labels = torch.tensor(labels, dtype=torch.float64)
-    return MoleculeSet("qm9", torch.tensor(numbers), torch.tensor(positions, dtype=torch.float64),
-                       torch.tensor(sizes), labels * QM9_TARGETS[target],
-                       atom_references(target), quantity=target)
+        atoms += molecules[number]
+        sizes.append(len(molecules[number]))
+        labels.append(energies[number])
+    atoms = torch.tensor(atoms, dtype=torch.float64)                   # [A, 4]
+    labels = torch.tensor(labels, dtype=torch.float64) * HARTREE       # [N]
+    if not common.all_finite([atoms, labels]):
+        raise _not_found("qm9", path, "a number is not finite")
+    return MoleculeSet("qm9", atoms[:, 0].long(), atoms[:, 1:].contiguous(), torch.tensor(sizes),
+                       labels, atom_references(), quantity="U0")
 
 
-def _read_molecules(path):
-    """{N: (atomic numbers, (x, y, z) in angstrom)} of the molecules gdb_N of gdb9.sdf."""
+def _molecules_of_sdf(text):
+    """{N: [(atomic number, x, y, z in angstrom), ...]} of the molecules gdb_N."""
     molecules = {}
-    for place, block in enumerate(_read_file("qm9", path).split("$$$$\n"), start=1):
-        elements = []
-        places = []
-        try:
-            title, _, _, counts, *lines = block.split("\n")
-            for atom in range(int(counts[:3])):
-                x, y, z, symbol = lines[atom].split()[:4]
-                elements.append(QM9_ELEMENTS[symbol])
-                places.append((_number(x), _number(y), _number(z)))
-            if not elements:
-                raise ValueError("no atoms")
-            _enter(molecules, title, (elements, places))
-        except (ValueError, IndexError, KeyError) as error:
-            raise _absent("qm9", path, f"molecule {place}: {common.one_line(error)}") from None
+    for block in text.split("$$$$\n"):
+        name, _, _, counts, *lines = block.split("\n")
+        atoms = []
+        for atom in range(int(counts[:3])):
+            x, y, z, symbol = lines[atom].split()[:4]
+            atoms.append((QM9_ELEMENTS[symbol], float(x), float(y), float(z)))
+        if not atoms:
+            raise ValueError(f"{name} has no atoms")
+        molecules[int(name.removeprefix("gdb_"))] = atoms
     return molecules
 
 
-def _read_targets(path, target):
-    """{N: value} of a column of gdb9.sdf.csv."""
-    header, *rows = _read_file("qm9", path).split("\n")
-    titles = header.split(",")
-    values = {}
-    for line, row in enumerate(rows, start=2):
-        try:
-            columns = dict(zip(titles, row.split(","), strict=True))
-            _enter(values, columns["mol_id"], _number(columns[target]))
-        except (ValueError, KeyError) as error:
-            raise _absent("qm9", path, f"line {line}: {common.one_line(error)}") from None
-    return values
+def _energies_of_csv(text):
+    """{N: U0 in hartree} of the molecules gdb_N."""
+    header, *rows = text.split("\n")
+    energies = {}
+    for row in rows:
+        columns = dict(zip(header.split(","), row.split(","), strict=True))
+        energies[int(columns["mol_id"].removeprefix("gdb_"))] = float(columns["u0"])
+    return energies
 
 
-def _enter(table, title, value):
-    """Put what gdb_N has into {N: value}; a ValueError if it is there with another value."""
-    number = int(title.removeprefix("gdb_"))
-    if table.setdefault(number, value) != value:
-        raise ValueError(f"{title} occurs twice, with different values")
-
-
-def _number(text):
-    """A finite number; a ValueError for anything else."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is not a finite number")
-    return value
+def _first_numbers(text):
+    """The numbers with which lines begin."""
+    words = [line.split()[0] for line in text.split("\n") if line.strip()]
+    return [int(word) for word in words if word.isdecimal()]
 
 
 # ---- Embedded molecules and texts ---------------------------------------------------------
@@ -2533,8 +2338,8 @@ def _number(text):
 RADII = [-math.inf, 0.35, 0, 0, 0, 0, 0.76, 0.71, 0.66]
 
 
-def pair_energy(numbers, positions):
-    """Energy of molecules in eV, float64 [...], under the potential of the clusters.
+def pair_energy(numbers: Tensor, positions: Tensor) -> Tensor:
+    """Compute the energy of molecules in eV, float64 [...], by the potential of the clusters.
 
     sum_i ref(Z_i) + sum_{i<j} 3.5 (q_ij^2 - 2 q_ij),  q_ij = exp(-1.7 (d_ij - r_i - r_j)),
 

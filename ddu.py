@@ -22,37 +22,42 @@ Expected (more in tests/RESULTS.md): `python ddu.py --runs 3`: AUROC of letters 
   blends of digits 0.966 +- 0.005 by the density, 0.721 +- 0.017 by the softmax entropy; of blends
   against digits 0.914 +- 0.007 and 0.995 +- 0.001 (mean +- standard error, n = 3).
 
-Differences from the published code (github.com/omegafragger/DDU, commit f597744), "there":
-  - -sn and -mod are on by default (there, off). Milestones scale with --epochs (there, 150 and
-    250). dirty_mnist trains 100 epochs (there, 350) on Ambiguous-MNIST 1.0.0 (there, 0.6.0).
-  - Densities include q(c) = n_c / N, as in the paper; there, they do not.
-  - Class log densities stay in float64; there, float32, where the posteriors q(c|z) tie.
-  - The jitter is relative to the variance of the features. The search there looks for the text of
-    an error message that current PyTorch does not use (issues #4 and #8 there).
-  - The temperature is the exact optimum; there, the best of 100 values.
-  - Each image of Ambiguous-MNIST occurs ten times; here, never in training and validation both.
-  - CIFAR-100 and SVHN have their own statistics; there, and with --load, those of CIFAR-10.
-  - Members of an ensemble share a split, and processes the statistics of batch norm.
-  - Active learning ranks log densities (there, densities, which underflow to ties) in the whole
-    pool (there, 90 %). Ambiguous is what has several labels; there, an entropy above 1 nat.
-  - m1, m2 there are energy, total of a softmax; density, gmm_entropy of Gaussians; epistemic,
-    total of an ensemble. Decisions, --shrinkage and the acquisition `random` are new.
+Where the method is: step 1: `spectral_normalise` and `train`; step 2: `fit_gaussians`; step 3:
+`log_density`, `softmax_entropy`, `decide`; acquisition functions: `acquisition_score`.
+
+Differences from the published code (github.com/omegafragger/DDU, commit f597744):
+  - Defaults. Published: no -sn, no -mod, milestones 150 and 250. Here: both are on, and milestones
+    scale with --epochs. Active learning uses -sn -mod for the density alone, as published.
+  - Densities. Published: without q(c), in float32, where the posteriors q(c|z) tie. Here: with
+    q(c) = n_c / N, as in the paper, in float64.
+  - Jitter. Published: found by the text of an error message that PyTorch no longer prints (issues
+    #4 and #8). Here: relative to the variance of the features.
+  - Temperature. Published: the best of 100 values. Here: the exact optimum, limited by the number
+    of validation images. Entropies are compared with the threshold after scaling.
+  - Ambiguous-MNIST contains each image ten times. Published: its copies are in training and
+    validation. Here: never in both. dirty_mnist trains 100 epochs on version 1.0.0 (published: 350
+    on 0.6.0).
+  - Statistics of CIFAR-100 and SVHN. Published: those of CIFAR-10. Here: their own.
+  - Active learning. Published: densities, which underflow to ties, of 90 % of the pool. Here: log
+    densities of the whole pool. Published: an example is ambiguous if a network's entropy exceeds
+    1 nat. Here: if it has several labels.
+  - Names. Published: m1 and m2. Here: density and gmm_entropy (Gaussians), energy and total
+    (softmax), epistemic and total (ensemble). New: decisions, --shrinkage, acquisition `random`.
 """
 
 import argparse
 import math
-import re
-import sys
 import time
+import warnings
 from collections import defaultdict
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.stats import beta
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 from torch.nn.utils import parametrize
@@ -63,7 +68,7 @@ from common import UserError, at_least, between
 
 # ---- Method -------------------------------------------------------------------------------------
 # The paper, as functions of tensors. This section runs alone: paste it below the imports, of which
-# it needs those of typing and torch.
+# it needs warnings and those of typing and torch.
 
 
 class SoftSpectral(nn.Module):
@@ -78,7 +83,7 @@ class SoftSpectral(nn.Module):
     contain them.
     """
 
-    def __init__(self, layer, input_shape, coeff):
+    def __init__(self, layer: nn.Module, input_shape: tuple, coeff: float):
         super().__init__()
         self.coeff = coeff
         self.geometry = dict(groups=getattr(layer, "groups", 1))
@@ -88,7 +93,9 @@ class SoftSpectral(nn.Module):
             size = [1, 1]
             self.eps = 0.0
         else:
-            self.geometry |= dict(stride=layer.stride, padding=zero_padding(layer),
+            if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+                raise ValueError("spectral normalisation needs zero padding by a number of pixels")
+            self.geometry |= dict(stride=layer.stride, padding=layer.padding,
                                   dilation=layer.dilation)
             self.eps = 1e-5  # published code: added after the maximum
         v = torch.randn(1, channels, *size).to(layer.weight)           # [1, C_in, H, W]
@@ -96,19 +103,19 @@ class SoftSpectral(nn.Module):
         self.register_buffer("v", unit(v))
         self.register_buffer("u", unit(u))
 
-    def operator(self, v, weight):
+    def operator(self, v: Tensor, weight: Tensor) -> Tensor:
         """Apply A to an image v."""
         return F.conv2d(v, as_kernel(weight), **self.geometry)
 
     @torch.no_grad()
-    def power_iteration(self, weight):
+    def power_iteration(self, weight: Tensor):
         """Set v = A^T u / |A^T u|, then u = A v / |A v|."""
         v = nn.grad.conv2d_input(self.v.shape, as_kernel(weight), self.u, **self.geometry)
         self.v.copy_(unit(v))
         u = self.operator(self.v, weight)
         self.u.copy_(unit(u))
 
-    def forward(self, weight):
+    def forward(self, weight: Tensor) -> Tensor:
         with torch.autocast(weight.device.type, enabled=False):
             if self.training:
                 self.power_iteration(weight)
@@ -120,45 +127,28 @@ class SoftSpectral(nn.Module):
             return weight / scale
 
 
-def unit(x):
+def unit(x: Tensor) -> Tensor:
     """x / |x|"""
     return x / x.norm().clamp_min(1e-12)
 
 
-def as_kernel(weight):
+def as_kernel(weight: Tensor) -> Tensor:
     """A linear layer's weight [C_out, C_in] as that of a 1x1 convolution."""
     if weight.ndim == 2:
         return weight[:, :, None, None]
     return weight
 
 
-def zero_padding(layer):
-    """The padding of a convolution in pixels; raises ValueError where it is not symmetric zeros."""
-    if layer.padding_mode != "zeros":
-        raise ValueError(f"spectral normalisation needs zero padding, not {layer.padding_mode!r}")
-    if layer.padding == "valid":
-        return 0
-    if layer.padding != "same":
-        return layer.padding
-    padding = []
-    for kernel, dilation in zip(layer.kernel_size, layer.dilation):
-        both_sides = dilation * (kernel - 1)
-        if both_sides % 2:
-            raise ValueError("spectral normalisation needs odd kernels where the padding is 'same'")
-        padding.append(both_sides // 2)
-    return tuple(padding)
-
-
-def spectral_normalise(net, shape, coeff=3.0):
+def spectral_normalise(net: nn.Module, shape: tuple, coeff: float = 3.0):
     """Give every convolution and linear layer of `net` a SoftSpectral weight.
 
     `shape` (C, H, W) of the images determines the input shapes of all layers. Batch norm is not
-    normalised, as in the paper. Raises ValueError for padding other than zeros.
+    normalised, as in the paper. Raises ValueError for padding other than zeros, or given by a word.
     """
     was_training = net.training
     input_shapes = {}
 
-    def record_shape(module, inputs, output):
+    def record_shape(module: nn.Module, inputs: tuple, output: Tensor):
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             input_shapes[module] = inputs[0].shape[1:]
 
@@ -182,27 +172,24 @@ class Gaussians(NamedTuple):
     jitter: float
 
 
-def fit_gaussians(features, labels, num_classes, shrinkage=False):
+def fit_gaussians(features: Tensor, labels: Tensor, num_classes: int,
+                  shrinkage: bool | None = None) -> Gaussians:
     """Algorithm 1: fit a Gaussian with a full covariance (divisor n_c - 1) to each class.
 
-    features [N, D] of any float type; labels [N] in 0..num_classes-1; shrinkage: covariances of
-    `ledoit_wolf`. Memory: 16 K D^2 bytes while fitting, 8 K D^2 afterwards. Raises ValueError if a
-    class has fewer than two examples, a feature is not finite, or a covariance remains singular
-    with the largest jitter. A jitter above 0 says that a covariance was singular: unknown inputs
-    then have densities that are far too low, and so do known ones; use shrinkage, or more examples.
+    features [N, D] of any float type; labels [N] in 0..num_classes-1. shrinkage: True for the
+    covariances of `ledoit_wolf`, False for the paper's; None shrinks them, with a warning, if a
+    class has fewer than 2 D examples or a singular covariance: otherwise all inputs but the
+    training examples have densities that are far too low. Memory: 16 K D^2 bytes while fitting,
+    8 K D^2 afterwards. Raises ValueError if a class has fewer than two examples, a feature is not
+    finite, or a covariance remains singular with the largest jitter.
     """
-    if labels.shape != features.shape[:1]:
-        raise ValueError(f"{len(features)} rows of features, but labels {list(labels.shape)}")
-    if labels.min() < 0 or labels.max() >= num_classes:
-        raise ValueError(f"labels must be in 0..{num_classes - 1}")
-    if not features.isfinite().all():
-        raise ValueError("features contain NaN or infinity: has the network diverged?")
-    counts = labels.bincount(minlength=num_classes)                    # [K]  n_c
-    if counts.min() < 2:
-        raise ValueError(f"class {counts.argmin()} has {counts.min()} example(s), but a covariance "
-                         "needs two")
-
+    counts = count_examples(features, labels, num_classes)             # [K]  n_c
     dim = features.shape[1]
+    automatic = shrinkage is None
+    if automatic and counts.min() < 2 * dim:
+        warnings.warn(f"the smallest class has {counts.min()} examples of {dim} features: the "
+                      "covariances are shrunk (Ledoit and Wolf)", stacklevel=2)
+        shrinkage = True
     mean = torch.empty(num_classes, dim, dtype=torch.float64, device=features.device)
     covariance = mean.new_empty(num_classes, dim, dim)
     for c in range(num_classes):
@@ -213,11 +200,33 @@ def fit_gaussians(features, labels, num_classes, shrinkage=False):
         if shrinkage:
             covariance[c] = ledoit_wolf(covariance[c], centred)
     factor, jitter = cholesky_with_jitter(covariance)
+    if jitter > 0 and automatic and not shrinkage:
+        warnings.warn("the covariance of a class is singular: the covariances are shrunk (Ledoit "
+                      "and Wolf)", stacklevel=2)
+        return fit_gaussians(features, labels, num_classes, shrinkage=True)
+    if jitter > 0:
+        warnings.warn(f"the covariance of a class is singular: {jitter:.2g} is added to all "
+                      "variances; shrinkage or more examples give better densities", stacklevel=2)
     normal = MultivariateNormal(mean, scale_tril=factor, validate_args=False)
     return Gaussians(normal, torch.log(counts.double() / len(labels)), jitter)
 
 
-def ledoit_wolf(covariance, centred):
+def count_examples(features: Tensor, labels: Tensor, num_classes: int) -> Tensor:
+    """The number n_c of examples of each class [K]; raises ValueError if no Gaussian fits them."""
+    if labels.shape != features.shape[:1]:
+        raise ValueError(f"{len(features)} rows of features, but labels {list(labels.shape)}")
+    if labels.min() < 0 or labels.max() >= num_classes:
+        raise ValueError(f"labels must be in 0..{num_classes - 1}")
+    if not features.isfinite().all():
+        raise ValueError("features contain NaN or infinity: has the network diverged?")
+    counts = labels.bincount(minlength=num_classes)                    # [K]  n_c
+    if counts.min() < 2:
+        raise ValueError(f"class {counts.argmin()} has {counts.min()} example(s), but a covariance "
+                         "needs two")
+    return counts
+
+
+def ledoit_wolf(covariance: Tensor, centred: Tensor) -> Tensor:
     """Ledoit and Wolf (2004): (1 - rho) Sigma + rho m I, with m the mean variance.
 
     rho in 0..1 is the estimated squared error of Sigma over its squared distance from m I.
@@ -234,7 +243,7 @@ def ledoit_wolf(covariance, centred):
     return (1 - rho) * covariance + rho * target
 
 
-def cholesky_with_jitter(covariance):
+def cholesky_with_jitter(covariance: Tensor) -> tuple[Tensor, float]:
     """Find the smallest jitter with which every covariance has a Cholesky factor.
 
     Returns the factors of Sigma_c + jitter I [K, D, D] and the jitter. Overwrites the diagonals of
@@ -266,7 +275,7 @@ def cholesky_with_jitter(covariance):
                      "functions of each other, or too large")
 
 
-def class_log_densities(gaussians, features):
+def class_log_densities(gaussians: Gaussians, features: Tensor) -> Tensor:
     """Compute log q(z|c) + log q(c) of features [N, D]: [N, K], float64, on the CPU."""
     blocks = []
     # In blocks of rows, because `log_prob` needs 8 N K D bytes.
@@ -277,12 +286,12 @@ def class_log_densities(gaussians, features):
     return torch.cat(blocks)
 
 
-def log_density(gaussians, features):
+def log_density(gaussians: Gaussians, features: Tensor) -> Tensor:
     """Compute log q(z) = logsumexp_c [log q(z|c) + log q(c)] of features [N, D]: [N], float64."""
     return class_log_densities(gaussians, features).logsumexp(1)
 
 
-def density_scores(log_densities):
+def density_scores(log_densities: Tensor) -> dict[str, Tensor]:
     """Scores [N] from the features alone, given `class_log_densities` [N, K].
 
     density      log q(z) = logsumexp_c [log q(z|c) + log q(c)]
@@ -291,12 +300,12 @@ def density_scores(log_densities):
     return {"density": log_densities.logsumexp(1), "gmm_entropy": softmax_entropy(log_densities)}
 
 
-def softmax_entropy(logits):
+def softmax_entropy(logits: Tensor) -> Tensor:
     """Entropy of softmax(logits [N, K]), in nats [N]."""
     return torch.special.entr(logits.softmax(1)).sum(1)
 
 
-def softmax_scores(logits, temperature=1.0):
+def softmax_scores(logits: Tensor, temperature: float = 1.0) -> dict[str, Tensor]:
     """Scores [N] of softmax(logits z [N, K] / temperature), float64.
 
     total     its entropy in nats, the total uncertainty of the prediction
@@ -308,17 +317,14 @@ def softmax_scores(logits, temperature=1.0):
             "energy": logits.logsumexp(1)}
 
 
-# Large values of a score mean in-distribution ("id") or out-of-distribution ("ood"). The last one
-# is that of an ensemble, its mutual information.
-SCORES = {"density": "id", "gmm_entropy": "ood", "total": "ood", "max_prob": "id", "energy": "id",
-          "epistemic": "ood"}
-REGIONS = ("clean", "ambiguous", "ood")
+REGIONS = ("in_distribution", "ambiguous", "ood")
 
 
-def decide(density, entropy, density_threshold, entropy_threshold):
-    """The index in REGIONS of every input [N]."""
+def decide(density: Tensor, entropy: Tensor, density_threshold: float,
+           entropy_threshold: float) -> Tensor:
+    """The index in REGIONS of every input [N], from its log density and its softmax entropy."""
     region = (entropy > entropy_threshold).long()
-    # paper: the pseudo-code has the opposite sign, but a LOW density means OOD
+    # The pseudo-code of the paper has the opposite sign, but a LOW density means OOD.
     region[density < density_threshold] = 2
     return region
 
@@ -327,18 +333,18 @@ def decide(density, entropy, density_threshold, entropy_threshold):
 
 
 class Network(nn.Module):
-    """A feature extractor and a linear head.
+    """A feature extractor, the backbone, and a linear head.
 
-    Returns logits [B, K] and features z [B, D] of images [B, C, H, W].
+    forward returns the logits [B, K] and the features z [B, D] of images [B, C, H, W].
     """
 
-    def __init__(self, extractor, head):
+    def __init__(self, backbone, head):
         super().__init__()
-        self.extractor = extractor
+        self.backbone = backbone
         self.head = head
 
     def forward(self, x):
-        z = self.extractor(x)
+        z = self.backbone(x)
         return self.head(z), z
 
 
@@ -365,7 +371,7 @@ class PoolShortcut(nn.Module):
 
     def forward(self, x):
         if self.stride > 1:
-            # published code: images of odd size are subsampled, not averaged
+            # As in the published code, images of odd size are subsampled, not averaged.
             kernel = 1 if x.shape[-1] % 2 else self.stride
             x = F.avg_pool2d(x, kernel, self.stride)
         return F.pad(x, (0, 0, 0, 0, 0, self.extra_channels))
@@ -483,9 +489,9 @@ NETWORKS = {
 
 def make_network(args, num_classes, shape):
     """The network --model for images of `shape` (C, H, W), on its device."""
-    net = Network(*data.backbone_and_head(args, NETWORKS, num_classes, shape))
+    net = Network(*common.backbone_and_head(args, NETWORKS, num_classes, shape))
     if args.model == "wide_resnet":
-        # published code: this initialisation, and a slow average of the batch statistics
+        # As in the published code: this initialisation, and slow running averages of batch norm.
         for module in net.modules():
             if isinstance(module, (nn.Conv2d, nn.Linear)):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -494,89 +500,10 @@ def make_network(args, num_classes, shape):
         nn.init.zeros_(net.head.bias)
     if args.sn:
         try:
-            spectral_normalise(net.extractor, shape, args.coeff)
+            spectral_normalise(net.backbone, shape, args.coeff)
         except (ValueError, RuntimeError) as error:
-            raise UserError(f"--model {args.model}: {common.one_line(error)}") from None
+            raise UserError(f"--model {args.model}: {error}") from None
     return net.to(args.device, memory_format=torch.channels_last)
-
-
-# The layers of the published networks under their names here: all but residual blocks, ...
-PUBLISHED_LAYERS = {
-    "lenet": {"conv1": "extractor.0", "conv2": "extractor.3", "fc1": "extractor.7",
-              "fc2": "extractor.9", "fc3": "head"},
-    "resnet18": {"conv1": "extractor.0", "bn1": "extractor.1", "fc": "head"},
-    "resnet50": {"conv1": "extractor.0", "bn1": "extractor.1", "fc": "head"},
-    "wide_resnet": {"conv1": "extractor.0", "bn1": "extractor.13", "linear": "head"},
-    "vgg16": {"classifier": "head"} | {f"features.{i}": f"extractor.{i}" for i in range(44)},
-}
-# ... the layers of a residual block, ...
-RESNET_BLOCK = {"conv1": "body.0", "bn1": "body.1", "conv2": "body.3", "bn2": "body.4",
-                "conv3": "body.6", "bn3": "body.7", "shortcut.0": "shortcut.1",
-                "shortcut.1": "shortcut.2"}
-WIDE_BLOCK = {"bn1": "body.0", "conv1": "body.2", "bn2": "body.3", "conv2": "body.6",
-              "shortcut": "shortcut.1"}
-# ... the place of the first block, and the number of blocks in each stage.
-PUBLISHED_BLOCKS = {"resnet18": (RESNET_BLOCK, 3, (2, 2, 2, 2)),
-                    "resnet50": (RESNET_BLOCK, 3, (3, 4, 6, 3)),
-                    "wide_resnet": (WIDE_BLOCK, 1, (4, 4, 4))}
-
-
-def take_published_options(path, args):
-    """Set the options that the name of a published file tells, and that were not given.
-
-    Of an ensemble, all files must have been trained with the same ones, but for the seed: that of
-    the first file splits off the validation images.
-    """
-    names = data.read_state_dict(path).keys()
-    found = {"sn": any(name.endswith(".weight_orig") for name in names)}
-    pattern = r"(_sn_(?P<coeff>[0-9.e-]+))?(?P<mod>_mod)?_(?P<seed>\d+)_\d+\.model$"
-    name = re.search(pattern, str(path))
-    if name is None:
-        common.print_on_main(f"{path} does not tell --coeff, -mod and --seed: give them as trained")
-    else:
-        found["mod"] = name["mod"] is not None
-        if name["coeff"]:
-            found["coeff"] = float(name["coeff"])
-        if path == args.load[0]:
-            found["seed"] = int(name["seed"])
-    for option, value in found.items():
-        if path != args.load[0] and getattr(args, option) != value:
-            raise UserError(f"{path} was trained with other options than {args.load[0]}: {option} "
-                            f"{value:g}")
-        if option not in args.given:
-            setattr(args, option, value)
-
-
-def load_published(path, net, model):
-    """Give `net` the weights of a network that the published code has saved."""
-    layers = dict(PUBLISHED_LAYERS[model])
-    if model in PUBLISHED_BLOCKS:
-        block_layers, place, depths = PUBLISHED_BLOCKS[model]
-        for stage, depth in enumerate(depths, start=1):
-            for block in range(depth):
-                for theirs, ours in block_layers.items():
-                    layers[f"layer{stage}.{block}.{theirs}"] = f"extractor.{place}.{ours}"
-                place += 1
-    weights = net.state_dict()
-    state = {}
-    for published, tensor in data.read_state_dict(path).items():
-        layer, _, kind = published.rpartition(".")
-        ours = layers.get(layer, layer)
-        if kind == "weight_orig":
-            kind = "parametrizations.weight.original"
-        elif kind in ("weight_u", "weight_v"):
-            kind = f"parametrizations.weight.0.{kind[-1]}"
-            # published code: an image is a vector
-            image = weights.get(f"{ours}.{kind}", tensor)
-            if image.numel() == tensor.numel():
-                tensor = tensor.view(image.shape)
-        if kind != "weight_sigma":  # a log, which is never read
-            state[f"{ours}.{kind}"] = tensor
-    try:
-        net.load_state_dict(state)
-    except RuntimeError as error:
-        raise UserError(f"{path} does not fit --model {model} with these images, --width, --sn "
-                        f"and --mod: {common.one_line(error)}") from None
 
 
 # ---- Training -----------------------------------------------------------------------------------
@@ -593,7 +520,7 @@ def learning_rate(step, steps_per_epoch, args):
         return args.lr * ((total - step) / (total - warm_up))
     lr = args.lr
     if args.schedule == "step":
-        # paper: epochs 150 and 250 of 350
+        # The paper divides the rate by 10 after epochs 150 and 250 of 350.
         milestones = args.milestones or [3 / 7 * args.epochs, 5 / 7 * args.epochs]
         for milestone in milestones:
             if step // steps_per_epoch >= max(1, round(milestone)):
@@ -602,34 +529,47 @@ def learning_rate(step, steps_per_epoch, args):
 
 
 def make_optimiser(net, args):
+    """SGD with momentum 0.9, or Adam."""
     if args.opt == "adam":
         return torch.optim.Adam(net.parameters(), lr=args.lr, weight_decay=args.weight_decay)
     return torch.optim.SGD(net.parameters(), lr=args.lr, weight_decay=args.weight_decay,
                            momentum=0.9)
 
 
-def train(net, train_set, args, seed, run=None, name=None):
-    """Step 1: minimise the cross entropy; with a run, save and resume the checkpoint `name`."""
+@torch.no_grad()
+def validate(net, val_set, args):
+    """Accuracy and NLL of a network for the held-out images, in eval mode."""
+    net.eval()
+    totals = torch.zeros(2, device=args.device)  # NLL, correct predictions
+    for batch in data.evaluation_loader(val_set, args).epoch():
+        with common.autocast(args):
+            logits, _ = net(batch.images)
+        totals[0] += F.cross_entropy(logits.float(), batch.labels, reduction="sum")
+        totals[1] += (logits.argmax(1) == batch.labels).sum()
+    nll, accuracy = (common.all_reduce(totals) / len(val_set)).tolist()
+    return {"val_accuracy": accuracy, "val_nll": nll}
+
+
+def train(net, train_set, val_set, args, seed, run=None, name=None):
+    """Step 1: minimise the cross entropy; the log also reports on `val_set`, if it is not None."""
     optimiser = make_optimiser(net, args)
     # The order and the augmentation of the images depend only on the seed and the epoch.
     loader = data.Loader(train_set, args.batch_size, args.device, seed=seed, shuffle=True,
                          limit_steps=args.limit_steps, workers=args.workers, channels_last=True,
                          augment="crop_flip" if args.augment else "none")
-    # DistributedDataParallel, with batch norm over all processes.
+    # With several processes this is DistributedDataParallel, with batch norm over all of them.
     model = common.data_parallel(net, args.device, args.compile)
-    history = []  # a row for each completed epoch
+    history = []  # one row for each completed epoch
     if run is not None:
-        # A checkpoint of other training images or pretrained weights is refused.
-        made_from = data.origin(train_set, args)
-        history = run.resume(name, args.epochs, made_from, net=net, optimiser=optimiser)
+        history = run.resume(name, args.epochs, net=net, optimiser=optimiser)
     for epoch in range(len(history), args.epochs):
         start = time.perf_counter()
-        # Every epoch is seeded, so that a resumed run draws the same dropout masks.
+        # Every epoch has a seed of its own, so that a resumed run draws the same dropout masks.
         common.seed_all(seed, epoch, common.rank())
         model.train()
         totals = torch.zeros(3, device=args.device)  # loss, correct predictions, examples
         for step, batch in enumerate(common.progress(loader, epoch)):
-            # A function of the step: a resumed run needs no state of a scheduler.
+            # The rate is a function of the step, so that no state of a scheduler must be saved.
             lr = learning_rate(epoch * len(loader) + step, len(loader), args)
             for group in optimiser.param_groups:
                 group["lr"] = lr
@@ -637,7 +577,7 @@ def train(net, train_set, args, seed, run=None, name=None):
                 logits, _ = model(batch.images)
             loss = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
 
-            # DDP averages over processes: this is the mean over the global batch.
+            # DDP averages gradients over processes: this is the mean loss of the global batch.
             mean_loss = loss * common.world_size() / batch.global_size
             optimiser.zero_grad()
             mean_loss.backward()
@@ -647,40 +587,52 @@ def train(net, train_set, args, seed, run=None, name=None):
             totals[1] += (logits.argmax(1) == batch.labels).sum()
             totals[2] += len(logits)
         loss, correct, examples = common.all_reduce(totals).tolist()
-        history.append({"epoch": epoch + 1, "loss": loss / examples, "accuracy": correct / examples,
-                        "lr": lr, "seconds": time.perf_counter() - start})
+        row = {"epoch": epoch + 1, "loss": loss / examples, "train_accuracy": correct / examples}
+        if val_set is not None:
+            row |= validate(net, val_set, args)
+        history.append(row | {"lr": lr, "seconds": time.perf_counter() - start})
         if run is not None:
-            run.save(name, history, made_from, net=net, optimiser=optimiser)
-        elif not common.all_finite([history, net.state_dict()]):
-            raise UserError(f"training diverged in epoch {epoch + 1}: use a lower --lr")
+            run.save(name, history, net=net, optimiser=optimiser)
 
 
-def make_member(train_set, args, run, seed, member):
-    """Train or --load one member of an ensemble; the first one is the single network."""
+def train_member(splits, args, seed, member, run):
+    """A trained member of an ensemble, of which the first one is the single network of DDU."""
     name = f"seed{seed}"
     if member > 0:
         name = f"seed{seed}-member{member}"
         seed = common.derive_seed(seed, member)
     common.seed_all(seed)
-    net = make_network(args, train_set.num_classes, train_set.shape)
-    if args.load:
-        load_published(args.load[member], net, args.model)
-    else:
-        train(net, train_set, args, seed, run, name)
+    net = make_network(args, splits.train.num_classes, splits.train.shape)
+    train(net, splits.train, splits.val, args, seed, run, name)
     return net
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
 
-# Unions of a clean and an ambiguous set: which rows of the test set each has.
+
+class Parts(NamedTuple):
+    """The parts of a data set that is the union of a clean and an ambiguous one."""
+
+    clean: str
+    ambiguous: str
+    clean_rows: int  # the first rows of the test set are the clean ones
+
+
 PARTS = {
-    "dirty_mnist": {"mnist": slice(10_000), "ambiguous_mnist": slice(10_000, None)},
-    "dirty_glyphs": {"glyphs": slice(2_000), "glyphs_ambiguous": slice(2_000, None)},
+    "dirty_mnist": Parts("mnist", "ambiguous_mnist", 10_000),
+    "dirty_glyphs": Parts("glyphs", "glyphs_ambiguous", 2_000),
+}
+# What large values of a score mean: in-distribution ("id") or out-of-distribution ("ood").
+LARGER_MEANS = {
+    "density": "id", "gmm_entropy": "ood",                             # of the Gaussians
+    "total": "ood", "max_prob": "id", "energy": "id",                  # of the softmax
+    "total_scaled": "ood", "max_prob_scaled": "id", "energy_scaled": "id",
+    "epistemic": "ood", "epistemic_scaled": "ood",                     # of an ensemble
 }
 
 
 class Outputs(NamedTuple):
-    """The outputs of a network for one set, in the order of the set, on the CPU."""
+    """What a network returns for the examples of a set, on the CPU."""
 
     logits: Tensor    # [N, K] float32
     features: Tensor  # [N, D] float32
@@ -688,25 +640,29 @@ class Outputs(NamedTuple):
     ms: float         # time of the pass over the set, in milliseconds per example
 
 
-class Fitted(NamedTuple):
-    """What steps 2 and 3 fit to the outputs of one network."""
+class Thresholds(NamedTuple):
+    """What `decide` compares with; the validation set determines both."""
 
-    gaussians: Gaussians
-    val_density: Tensor       # [N_val]  log densities of the validation set, ascending
-    density_threshold: float  # an input is OOD if its log density is lower
-    entropy_threshold: float  # another one is ambiguous if its entropy is higher, in nats
-    temperature: float        # of the softmax, chosen on the validation set
+    density: float  # an input is OOD if its log density is lower
+    entropy: float  # another one is ambiguous if its entropy is higher, in nats
+
+
+class Predictions(NamedTuple):
+    """What a method predicts for the examples of a set, in float64."""
+
+    labels: Tensor            # [N]
+    log_probs: Tensor         # [N, K]
+    scaled_log_probs: Tensor  # [N, K]  after temperature scaling
+    scores: dict              # {score: [N]}; <score>_scaled is that after temperature scaling
 
 
 @torch.no_grad()
-def forward(net, dataset, args):
+def compute_outputs(net, dataset, args):
     """The Outputs for a whole set in eval mode; None on all processes but the main one."""
     net.eval()
-    loader = data.Loader(dataset, max(512, args.batch_size), args.device, workers=args.workers,
-                         channels_last=True)
     start = time.perf_counter()
     batches = []
-    for batch in loader.epoch():
+    for batch in data.evaluation_loader(dataset, args).epoch():
         with common.autocast(args):
             logits, features = net(batch.images)
         batches.append({"index": batch.index, "logits": logits.float(),
@@ -718,198 +674,201 @@ def forward(net, dataset, args):
     return Outputs(columns["logits"], columns["features"], dataset.labels, ms)
 
 
-def forward_all(net, sets, args):
-    """A data.Sets of the Outputs for all sets of a run; None where there is no set."""
-    ood = {name: forward(net, dataset, args) for name, dataset in sets.ood.items()}
-    predict = None if sets.predict is None else forward(net, sets.predict, args)
-    return data.Sets(forward(net, sets.train, args), forward(net, sets.val, args),
-                     forward(net, sets.test, args), ood, predict)
-
-
-def fit_outputs(outputs, num_classes, args):
-    """Step 2, and the thresholds and the temperature, which the validation set determines."""
-    gaussians = fit(outputs.train.features, outputs.train.labels, num_classes, args)
-    val_density = log_density(gaussians, outputs.val.features)
-    val_entropy = softmax_entropy(outputs.val.logits.double())
-    temperature = common.fit_temperature(outputs.val.logits, outputs.val.labels)
-    return with_thresholds(gaussians, val_density, val_entropy, temperature, args)
-
-
-def with_thresholds(gaussians, val_density, val_entropy, temperature, args):
-    """The Fitted whose thresholds are quantiles of the densities and entropies of validation."""
-    entropy_threshold = args.entropy_threshold
-    if entropy_threshold is None:
-        entropy_threshold = val_entropy.quantile(args.entropy_quantile).item()
-    density_threshold = val_density.quantile(args.density_quantile).item()
-    return Fitted(gaussians, val_density.sort().values, density_threshold, entropy_threshold,
-                  temperature)
+def outputs_of_splits(nets, splits, args):
+    """{set: Outputs of each network}, of "train", "val", "test", the OOD sets and "predict"."""
+    datasets = {"val": splits.val, "test": splits.test} | splits.ood
+    if splits.predict is not None:
+        datasets["predict"] = splits.predict
+    # The Gaussians are fitted to the features of the first network alone.
+    outputs = {"train": [compute_outputs(nets[0], splits.train, args)]}
+    for name, dataset in datasets.items():
+        outputs[name] = [compute_outputs(net, dataset, args) for net in nets]
+    return outputs
 
 
 def fit(features, labels, num_classes, args):
-    """`fit_gaussians` on the device, with a note where a class has too few examples."""
+    """`fit_gaussians` on the device."""
     device = "cpu" if args.device.type == "mps" else args.device  # MPS has no float64
     try:
-        gaussians = fit_gaussians(features.to(device), labels.to(device), num_classes,
-                                  args.shrinkage)
+        return fit_gaussians(features.to(device), labels.to(device), num_classes, args.shrinkage)
     except ValueError as error:
         raise UserError(str(error)) from None
-    counts = labels.bincount(minlength=num_classes)
-    if gaussians.jitter > 0 and not args.active_learning:
-        print(f"note: a covariance is singular ({features.shape[1]} features; the smallest class, "
-              f"{counts.argmin()}, has {counts.min()} examples), so {gaussians.jitter:.2g} was "
-              "added to all variances; --shrinkage or more examples give better densities")
-    return gaussians
 
 
-def density_columns(density, entropy, fitted):
-    """Log density, its percentile in the validation set, and the decision, for each input [N]."""
-    region = decide(density, entropy, fitted.density_threshold, fitted.entropy_threshold)
-    # The share of the validation set with a lower density: 0 is far out.
-    below = torch.searchsorted(fitted.val_density, density).double()
-    return {"log_density": density, "density_percentile": 100 * below / len(fitted.val_density),
-            "decision": [REGIONS[r] for r in region]}
+def choose_thresholds(val_density, val_entropy, args):
+    """Quantiles of the log densities and entropies [N_val] of the validation set."""
+    n = len(val_density)
+    if n < 100:
+        # By order statistics, the fraction of known inputs below the k-th lowest of n densities
+        # has the distribution Beta(k, n + 1 - k).
+        k = 1 + args.density_quantile * (n - 1)
+        low, high = beta.interval(0.95, k, n + 1 - k)
+        warnings.warn(f"the thresholds come from only {n} held-out examples: of known inputs like "
+                      f"them, between {100 * low:.1f} and {100 * high:.1f} % will be called ood "
+                      f"(--density-quantile {args.density_quantile:g})")
+    entropy_threshold = args.entropy_threshold
+    if entropy_threshold is None:
+        entropy_threshold = val_entropy.quantile(args.entropy_quantile).item()
+    return Thresholds(val_density.quantile(args.density_quantile).item(), entropy_threshold)
 
 
-def by_set(outputs, parts):
-    """{set: Outputs} of the `parts` {set: rows} of the test set, and of the OOD sets."""
-    test = outputs.test
-    found = {}
-    for part, rows in parts.items():
-        found[part] = Outputs(test.logits[rows], test.features[rows], test.labels[rows], test.ms)
-    return found | outputs.ood
-
-
-class Scored(NamedTuple):
-    """The predictions of one method for a set, and their scores."""
-
-    logits: Tensor         # [N, K]
-    scaled_logits: Tensor  # [N, K]  at the temperatures that the validation set determines
-    labels: Tensor         # [N]
-    scores: dict           # {score: [N]}; <score>_scaled is that of the scaled logits
-
-
-def score_network(outputs, fitted):
-    """All scores of the Outputs of a network."""
-    scores = density_scores(class_log_densities(fitted.gaussians, outputs.features))
+def predict_by_ddu(outputs, gaussians, temperature):
+    """Predictions of one network: its softmax, and the densities of its features."""
+    scores = density_scores(class_log_densities(gaussians, outputs.features))
     scores |= softmax_scores(outputs.logits)
-    scaled = softmax_scores(outputs.logits, fitted.temperature)
-    scores |= {f"{score}_scaled": values for score, values in scaled.items()}
+    for score, values in softmax_scores(outputs.logits, temperature).items():
+        scores[f"{score}_scaled"] = values
     logits = outputs.logits.double()
-    return Scored(logits, logits / fitted.temperature, outputs.labels, scores)
+    return Predictions(outputs.labels, logits.log_softmax(1),
+                       (logits / temperature).log_softmax(1), scores)
 
 
-def score_ensemble(outputs, temperatures):
-    """The scores of the mean probabilities of M networks, from their Outputs for a set."""
-    log_means = []
+def predict_by_ensemble(outputs, temperatures):
+    """Predictions of M networks, given their Outputs: the mean of their probabilities."""
+    log_means = {}
     scores = {}
-    own = torch.tensor(temperatures, dtype=torch.float64)[:, None, None]  # [M, 1, 1]
-    for ending, temperature in (("", 1.0), ("_scaled", own)):
-        each = stack_log_probs(outputs, temperature)                   # [M, N, K]
-        # Logarithms of probabilities are logits: softmax gives the probabilities back.
-        log_means.append(each.logsumexp(0) - math.log(len(outputs)))   # [N, K]
-        parts = common.ensemble_uncertainty(each)
+    for ending, divisors in (("", [1.0 for _ in outputs]), ("_scaled", temperatures)):
+        log_probs = stack_log_probs(outputs, divisors)                 # [M, N, K]
+        log_means[ending] = log_probs.logsumexp(0) - math.log(len(outputs))
+        uncertainty = common.ensemble_uncertainty(log_probs)
         for score in ("total", "epistemic"):
-            scores[f"{score}{ending}"] = parts[score]
-    return Scored(*log_means, outputs[0].labels, scores)
+            scores[f"{score}{ending}"] = uncertainty[score]
+    return Predictions(outputs[0].labels, log_means[""], log_means["_scaled"], scores)
 
 
-def stack_log_probs(outputs, temperature=1.0):
-    """Log probabilities [M, N, K], float64, from the Outputs of M networks for one set.
-
-    temperature: of all networks, or [M, 1, 1]
-    """
+def stack_log_probs(outputs, temperatures):
+    """Log probabilities [M, N, K], float64, of M networks at their temperatures, for one set."""
     logits = torch.stack([of_network.logits for of_network in outputs]).double()
-    logits /= temperature  # in place, because a copy for ImageNet takes gigabytes
+    # In place, because another copy for ImageNet takes gigabytes.
+    logits /= torch.tensor(temperatures, dtype=torch.float64)[:, None, None]
     return logits.log_softmax(2)
 
 
-def network_rows(names, scored, fitted, seed):
-    """The rows of one network, from {set: Scored}."""
-    rows = result_rows("DDU", seed, names, scored)
-    for row in rows:
-        # The fractions of the three regions, in the OOD set if the row has one.
-        scores = scored[row.get("against", row["set"])].scores
-        region = decide(scores["density"], scores["total"], fitted.density_threshold,
-                        fitted.entropy_threshold)
-        fractions = region.bincount(minlength=3) / len(region)
-        row |= {f"fraction_{name}": fraction for name, fraction in zip(REGIONS, fractions)}
-        row |= {"temperature": fitted.temperature, "jitter": fitted.gaussians.jitter,
-                "density_threshold": fitted.density_threshold,
-                "entropy_threshold": fitted.entropy_threshold}
-    return rows
+def tested_sets(outputs, splits, args):
+    """{set: Outputs of each network} of the test set, of its parts and of the OOD sets."""
+    tested = {splits.test.name: outputs["test"]}
+    if args.dataset in PARTS:
+        parts = PARTS[args.dataset]
+        tested[parts.clean] = []
+        tested[parts.ambiguous] = []
+        for logits, features, labels, ms in outputs["test"]:
+            n = parts.clean_rows
+            tested[parts.clean].append(Outputs(logits[:n], features[:n], labels[:n], ms))
+            tested[parts.ambiguous].append(Outputs(logits[n:], features[n:], labels[n:], ms))
+    return tested | {name: outputs[name] for name in splits.ood}
 
 
-def result_rows(method, seed, names, scored):
+def result_rows(method, seed, predictions, splits, args):
     """A row for each test set, then one for each pair of sets that the scores should separate.
 
-    names: the test set, then its clean and its ambiguous part, if it has them; scored
-    {set: Scored} of these and of the OOD sets
+    predictions: {set: Predictions} of the test set, of its parts and of the OOD sets
     """
-    rows = []
-    for name in names:
-        found = scored[name]
-        row = {"method": method, "seed": seed, "set": name, "n": len(found.labels)}
-        row |= prediction_metrics(found.logits, found.labels)
-        scaled = prediction_metrics(found.scaled_logits, found.labels)
-        rows.append(row | {f"{metric}_scaled": value for metric, value in scaled.items()})
+    # The whole test set and its clean part are compared with the OOD sets, and
+    # the clean part with the ambiguous one.
+    labelled = [splits.test.name]
+    pairs = [(splits.test.name, name) for name in splits.ood]
+    if args.dataset in PARTS:
+        parts = PARTS[args.dataset]
+        labelled += [parts.clean, parts.ambiguous]
+        pairs += [(parts.clean, name) for name in splits.ood]
+        pairs.append((parts.clean, parts.ambiguous))
 
-    # OOD sets are compared with the whole test set and with its clean part; the
-    # ambiguous part is compared with the clean one.
-    ood = [name for name in scored if name not in names]
-    pairs = list(product(names[:2], ood))
-    if len(names) > 1:
-        pairs.append(names[1:])
+    rows = []
+    for name in labelled:
+        of_set = predictions[name]
+        row = {"method": method, "seed": seed, "set": name, "n": len(of_set.labels)}
+        row |= common.prediction_metrics(of_set.log_probs, of_set.labels)
+        scaled = common.prediction_metrics(of_set.scaled_log_probs, of_set.labels)
+        rows.append(row | {f"{metric}_scaled": value for metric, value in scaled.items()})
     for inside, outside in pairs:
         row = {"method": method, "seed": seed, "set": inside, "against": outside,
-               "n": len(scored[inside].labels)}
-        rows.append(row | detection_metrics(scored[inside].scores, scored[outside].scores))
+               "n": len(predictions[inside].labels)}
+        rows.append(row | common.detection_metrics(predictions[inside].scores,
+                                                   predictions[outside].scores, LARGER_MEANS))
     return rows
 
 
-def prediction_metrics(logits, labels):
-    """Accuracy, likelihood and calibration of softmax(logits [N, K]), of logits in float64."""
-    log_probs = logits.log_softmax(1)
-    probs = log_probs.exp()
-    return {"accuracy": common.accuracy(probs, labels), "nll": common.nll(log_probs, labels),
-            "brier": common.brier(probs, labels), "ece15": common.ece(probs, labels)}
+def decision_metrics(row, predictions, thresholds):
+    """What `decide` says of the set of a row: for each region its fraction, size and accuracy.
 
-
-def detection_metrics(inside, outside):
-    """AUROC, AUPR-in, AUPR-out and FPR at 95 % TPR of every score, given {score: [N]}."""
+    A row that compares two sets has the fractions of the set in "against", as
+    "against_fraction_<region>".
+    """
+    of_set = predictions[row.get("against", row["set"])]
+    region = decide(of_set.scores["density"], of_set.scores["total_scaled"], *thresholds)
+    is_correct = of_set.log_probs.argmax(1) == of_set.labels           # [N]
     metrics = {}
-    for score in inside:
-        larger_means = SCORES[score.removesuffix("_scaled")]
-        found = common.ood_metrics(inside[score], outside[score], larger_means=larger_means)
-        for metric, value in found.items():
-            metrics[f"{metric}_{score}"] = value  # for example auroc_density
+    for number, name in enumerate(REGIONS):
+        is_inside = region == number
+        fraction = is_inside.double().mean().item()
+        if "against" in row:
+            metrics[f"against_fraction_{name}"] = fraction
+            continue
+        metrics[f"fraction_{name}"] = fraction
+        metrics[f"n_{name}"] = int(is_inside.sum())
+        metrics[f"accuracy_{name}"] = None
+        if is_inside.any():
+            metrics[f"accuracy_{name}"] = is_correct[is_inside].double().mean().item()
     return metrics
 
 
-def write_predictions(members, fitted, sets, run):
-    """--predict: predictions.csv, with the log density of the first network and the decision."""
-    outputs = [of_network.predict for of_network in members]
-    log_probs = {"ddu": stack_log_probs(outputs)}
-    columns = common.prediction_columns(sets.predict, log_probs, sets.train.classes)
-    density = log_density(fitted.gaussians, outputs[0].features)
-    entropy = softmax_entropy(outputs[0].logits.double())
-    run.write_csv("predictions.csv", columns | density_columns(density, entropy, fitted))
+def print_decisions(row):
+    """Print how many images of a test set are in each region, and the accuracy in it."""
+    print(f"\nseed {row['seed']}, decisions on {row['n']} images of {row['set']}:")
+    for name in REGIONS:
+        line = f"  {name:16}{row[f'n_{name}']:6} images"
+        if row[f"accuracy_{name}"] is not None:
+            line += f", of which {row[f'accuracy_{name}']:.1%} are classified correctly"
+        print(line, flush=True)
+
+
+def decision_columns(density, entropy, val_density, thresholds):
+    """Log density, its percentile in the validation set, and the decision, for each input [N]."""
+    region = decide(density, entropy, *thresholds)
+    # The fraction of the validation set with a lower density: 0 is far out of distribution.
+    below = torch.searchsorted(val_density.sort().values, density).double()
+    return {"log_density": density, "density_percentile": 100 * below / len(val_density),
+            "decision": [REGIONS[r] for r in region]}
+
+
+def write_predictions(outputs, splits, gaussians, temperatures, val_density, thresholds, run):
+    """--predict: predictions.csv of the first network, with its decisions, and of the ensemble.
+
+    outputs: of each network for the predicted set; probabilities are those after scaling
+    """
+    log_probs = {"ddu": stack_log_probs(outputs[:1], temperatures[:1])}
+    scales = {"ddu": temperatures[0]}
+    if len(outputs) > 1:
+        log_probs["ensemble"] = stack_log_probs(outputs, temperatures)
+        scales["ensemble"] = np.mean(temperatures)
+    first = predict_by_ddu(outputs[0], gaussians, temperatures[0])
+    decisions = decision_columns(first.scores["density"], first.scores["total_scaled"],
+                                 val_density, thresholds)
+    common.write_predictions(run, splits.predict, log_probs, splits.train.classes, scales,
+                             decisions)
 
 
 # ---- Plots --------------------------------------------------------------------------------------
 
 
-def plot_uncertainty(names, scored, fitted, run):
-    """Figures 1 and 2 of the paper for the sets `names`: entropy, density, and both."""
+def plot_uncertainty(predictions, thresholds, splits, args, run):
+    """Figures 1 and 2 of the paper: entropy, density, and both, of the test and the OOD sets."""
+    names = [splits.test.name] + list(splits.ood)
+    if args.dataset in PARTS:
+        parts = PARTS[args.dataset]
+        names = [parts.clean, parts.ambiguous] + list(splits.ood)
+    all_densities = torch.cat([predictions[name].scores["density"] for name in names])
+    highest = max(all_densities.max().item(), thresholds.density)
     # OOD densities may be very low; they are clipped to the left edge of the picture.
-    highest = max(scored[names[0]].scores["density"].max().item(), fitted.density_threshold)
-    lowest = fitted.density_threshold - 1.5 * (highest - fitted.density_threshold)
-    max_entropy = max(scored[name].scores["total"].max().item() for name in names)
+    lowest = thresholds.density - 1.5 * (highest - thresholds.density)
+    lowest = max(lowest, min(all_densities.min().item(), thresholds.density))
+    max_entropy = max(predictions[name].scores["total_scaled"].max().item() for name in names)
 
     figure, (left, middle, right) = common.make_figure(1, 3, figsize=(13, 3.8))
     for name, colour in zip(names, common.colours(len(names))):
         style = dict(color=colour, alpha=0.6, label=name.replace("_", " "))
-        entropies = scored[name].scores["total"].numpy()
-        densities = scored[name].scores["density"].clamp(lowest, highest).numpy()
+        entropies = predictions[name].scores["total_scaled"].numpy()
+        densities = predictions[name].scores["density"].clamp(lowest, highest).numpy()
         fraction = np.full(len(entropies), 1 / len(entropies))
         left.hist(entropies, 40, range=(0, max_entropy), weights=fraction, **style)
         middle.hist(densities, 60, range=(lowest, highest), weights=fraction, **style)
@@ -917,31 +876,14 @@ def plot_uncertainty(names, scored, fitted, run):
         right.plot(densities[shown], entropies[shown], ".", ms=2.5, **style)
     # `decide` cuts the plane along these lines.
     for axis in (middle, right):
-        axis.axvline(fitted.density_threshold, color="black", ls="--", lw=1)
-    right.axhline(fitted.entropy_threshold, color="black", ls="--", lw=1)
+        axis.axvline(thresholds.density, color="black", ls="--", lw=1)
+    right.axhline(thresholds.entropy, color="black", ls="--", lw=1)
     left.set(xlabel="softmax entropy (nats)", ylabel="fraction of the set", yscale="log")
     middle.set(xlabel="log density (lower ones at the left edge)", ylabel="fraction of the set")
     right.set(xlabel="log density", ylabel="softmax entropy (nats)",
-              title="OOD on the left, ambiguous above")
+              title="decisions: left ood, above ambiguous")
     left.legend(frameon=False)
     run.save_figure(figure, "uncertainty.png")
-
-
-def plot_reliability(outputs, temperature, run):
-    """Accuracy against confidence on the test set, before and after temperature scaling."""
-    figure, axis = common.make_figure(1, 1, figsize=(4, 3.8))
-    axis.plot([0, 1], [0, 1], color="black", ls="--", lw=1)
-    for colour, value in zip(common.COLOURS, [1.0, temperature]):
-        probs = (outputs.logits.double() / value).softmax(1)
-        confidence, predicted = probs.max(1)
-        bars = common.reliability(confidence, predicted == outputs.labels)
-        filled = bars.counts > 0
-        error = common.ece(probs, outputs.labels)
-        axis.plot(bars.confidence[filled], bars.accuracy[filled], ".-", color=colour,
-                  label=f"temperature {value:.2f}: ECE {error:.3f}")
-    axis.set(xlabel="mean confidence of a bin", ylabel="accuracy of the bin")
-    axis.legend(loc="upper left", frameon=False)
-    run.save_figure(figure, "reliability.png")
 
 
 def plot_active_learning(sizes, accuracies, shares, run):
@@ -973,69 +915,68 @@ def plot_active_learning(sizes, accuracies, shares, run):
 def run_features(args):
     """--features: fit and score features that were computed elsewhere, without a network."""
     train = data.read_features(args.features, labelled=True)
-    files = {}
-    for path in args.score:
-        name = Path(path).stem
-        if name in files:
-            raise UserError(f"--score: two files are called {name}; rename one")
-        files[name] = data.read_features(path, train.values.shape[1], classes=train.classes)
-    gaussians, val = fit_features(train, args)
-    # Without a softmax, the entropy of q(c|z) tells ambiguous inputs from clean ones.
-    val_scores = density_scores(class_log_densities(gaussians, val))
-    fitted = with_thresholds(gaussians, val_scores["density"], val_scores["gmm_entropy"], 1.0, args)
-
-    # Nothing is trained here: other options need no other directory.
-    others = vars(args).keys() - {"features", "seed"}
-    run = common.Run(args, "ddu", f"features-{Path(args.features).stem}-seed{args.seed}", others)
-    rows = []
-    first = next(iter(files))
-    for name, features in files.items():
-        log_densities = class_log_densities(gaussians, features.values)
-        scores = density_scores(log_densities)
-        confidence, predicted = log_densities.softmax(1).max(1)        # of q(c|z)
-        columns = common.example_columns(features, train.classes)
-        columns["predicted"] = common.class_names(predicted, train.classes)
-        columns["confidence"] = confidence
-        columns["gmm_entropy"] = scores["gmm_entropy"]
-        columns |= density_columns(scores["density"], scores["gmm_entropy"], fitted)
-        run.write_csv(f"scores_{name}.csv", columns)
-
-        row = {"method": "DDU", "seed": args.seed, "set": first, "n": len(files[first]),
-               "jitter": gaussians.jitter,
-               "fraction_ood": columns["decision"].count("ood") / len(features)}
-        if name == first:
-            inside = scores
-        else:
-            row["against"] = name
-            row |= detection_metrics(inside, scores)
-        rows.append(row)
-    return run.report(rows, ["fraction_ood", "auroc_density", "auroc_gmm_entropy"])
-
-
-def fit_features(train, args):
-    """The Gaussians of own features, and the features [N_val, D] that determine thresholds.
-
-    These are those of --validation, or a tenth of the training features, which is held out.
-    """
-    if args.validation:
-        val = data.read_features(args.validation, train.values.shape[1]).values
-        if torch.equal(val, train.values):
-            raise UserError(f"--validation {args.validation} holds the training features: their "
-                            "densities are too large for thresholds; give others, or no file")
-    else:
-        rows, val_rows = data.class_split(train.labels, args.seed)
-        if len(val_rows) == 0:
-            raise UserError(f"{args.features} has {len(train)} examples; at least 10 are needed "
-                            "to hold a tenth out, or give --validation FILE.npz")
-        val = train.values[val_rows]
-        train = train.select(rows)  # which has all classes
+    dim = train.values.shape[1]
+    tested = {Path(path).stem: data.read_features(path, dim, classes=train.classes)
+              for path in args.score}
+    if len(tested) < len(args.score):
+        raise UserError("--score: two files have the same name; rename one")
+    # A tenth of the features is held out, because fitted ones have densities that are too large.
+    rows, val_rows = data.class_split(train.labels, args.seed)
+    if len(val_rows) == 0:
+        raise UserError(f"{args.features} has {len(train)} examples; at least 10 are needed")
     num_classes = int(train.labels.max()) + 1
-    gaussians = fit(train.values, train.labels, num_classes, args)
-    if gaussians.jitter > 0 and "shrinkage" not in args.given:
-        print("note: the covariances are shrunk (--shrinkage); --no-shrinkage keeps them")
-        args = common.with_options(args, shrinkage=True)
-        gaussians = fit(train.values, train.labels, num_classes, args)
-    return gaussians, val
+    gaussians = fit(train.values[rows], train.labels[rows], num_classes, args)
+    val_logits = class_log_densities(gaussians, train.values[val_rows])
+    # The posteriors q(c|z) of Gaussians in many dimensions are nearly 0 or 1, also where they are
+    # wrong: like the logits of a network, log q(z|c) + log q(c) is divided by a temperature.
+    temperature = common.fit_temperature(val_logits, train.labels[val_rows])
+    val_density = val_logits.logsumexp(1)
+    thresholds = choose_thresholds(val_density, softmax_entropy(val_logits / temperature), args)
+
+    # Nothing is trained, so there are no training data that another command could change.
+    run = common.Run(args, fingerprints={})
+    rows = []
+    scores = {}
+    inside = Path(args.score[0]).stem
+    for name, features in tested.items():
+        report_copies(name, features, train)
+        logits = class_log_densities(gaussians, features.values)       # [N, K]
+        scores[name] = density_scores(logits)
+        log_probs = (logits / temperature).log_softmax(1)
+        columns = decision_columns(scores[name]["density"], softmax_entropy(log_probs),
+                                   val_density, thresholds)
+        common.write_predictions(run, features, {"ddu": log_probs[None]}, train.classes,
+                                 {"ddu": temperature}, columns, f"scores_{name}.csv")
+        row = {"method": "DDU", "seed": args.seed, "set": name, "n": len(features),
+               "temperature": temperature, "jitter": gaussians.jitter,
+               "fraction_ood": columns["decision"].count("ood") / len(features)}
+        rows.append(row | feature_metrics(logits, log_probs, features.labels))
+        if name != inside:
+            row = {"method": "DDU", "seed": args.seed, "set": inside, "against": name,
+                   "n": len(tested[inside])}
+            rows.append(row | common.detection_metrics(scores[inside], scores[name], LARGER_MEANS))
+    return run.report(rows, ["accuracy", "nll_scaled", "ece15_scaled", "fraction_ood",
+                             "auroc_density", "auroc_gmm_entropy"])
+
+
+def feature_metrics(logits, log_probs, labels):
+    """Metrics of q(c|z) before and after scaling, for the examples [N] that have a known label."""
+    known = (labels >= 0) & (labels < logits.shape[1])
+    if not known.any():
+        return {}
+    metrics = {"n_labelled": int(known.sum())}
+    metrics |= common.prediction_metrics(logits[known].log_softmax(1), labels[known])
+    scaled = common.prediction_metrics(log_probs[known], labels[known])
+    return metrics | {f"{metric}_scaled": value for metric, value in scaled.items()}
+
+
+def report_copies(name, features, train):
+    """Warn of rows that are also training features: their densities are too large."""
+    train_rows = set(map(bytes, train.values.numpy()))
+    copies = sum(bytes(row) in train_rows for row in features.values.numpy())
+    if copies:
+        warnings.warn(f"{copies} of the {len(features)} rows of {name} are training features: "
+                      "their densities are too large, and scores against them mislead")
 
 
 # ---- Active learning ----------------------------------------------------------------------------
@@ -1044,29 +985,29 @@ def fit_features(train, args):
 class Pool(NamedTuple):
     """What active learning starts from."""
 
-    images: data.ImageSet  # P examples, whose labels are hidden until they are asked for
-    start: Tensor          # rows that are labelled first
-    ambiguous: Tensor      # [P] bool
+    images: data.ImageSet   # P examples, whose labels are hidden until they are asked for
+    labelled_first: Tensor  # the rows that have labels at the start
+    ambiguous: Tensor       # [P] bool
     test: data.ImageSet
 
 
-def active_learning_pool(args):
-    """The pool of all runs; of dirty_mnist and dirty_glyphs it holds few clean examples."""
+def load_pool(args):
+    """The pool of all seeds; that of dirty_mnist and dirty_glyphs has few clean examples."""
     generator = torch.Generator().manual_seed(args.seed)
-    names = list(PARTS.get(args.dataset, [args.dataset]))
-    images = data.load(names[0], "train", args.data_dir, val_fraction=0,
-                       image_size=args.image_size)
-    test = data.load(names[0], "test", args.data_dir, image_size=args.image_size)
+    parts = PARTS.get(args.dataset)
+    clean_name = parts.clean if parts else args.dataset
+    images = data.load(clean_name, "train", args.data_dir, image_size=args.image_size)
+    test = data.load(clean_name, "test", args.data_dir, image_size=args.image_size)
     ambiguous = torch.zeros(len(images), dtype=torch.bool)
-    if len(names) > 1:
-        # published code: --subsample clean examples, drawn with repetition, and all ambiguous ones
+    if parts:
+        # published: --subsample clean examples, drawn with repetition, and all ambiguous ones
         rows = torch.randint(len(images), (args.subsample,), generator=generator)
         clean = images.select(rows)
-        other = data.load(names[1], "train", args.data_dir, val_fraction=0)
-        images = data.concat("ambiguous_pool", clean, data.match(other, clean))
+        added = data.load(parts.ambiguous, "train", args.data_dir)
+        images = data.concat("ambiguous_pool", clean, data.convert_like(added, clean))
         ambiguous = images.label_probs.amax(1) < 1
 
-    # The same number of labels in each class, and at least two, which a covariance needs.
+    # Every class begins with the same number of labels, and at least two for a covariance.
     per_class, rest = divmod(args.num_initial_samples, images.num_classes)
     if rest or per_class < 2:
         raise UserError(f"--num-initial-samples {args.num_initial_samples}: must be a multiple of "
@@ -1075,25 +1016,30 @@ def active_learning_pool(args):
         raise UserError(f"--max-training-samples {args.max_training_samples}: the pool has only "
                         f"{len(images)} examples")
     order = torch.randperm(len(images), generator=generator)
-    start = []
+    labelled = []
     for c in range(images.num_classes):
         rows = order[images.labels[order] == c]
         if len(rows) < per_class:
             raise UserError(f"--num-initial-samples {args.num_initial_samples}: class {c} has only "
                             f"{len(rows)} examples in the pool")
-        start.append(rows[:per_class])
-    return Pool(images, torch.cat(start), ambiguous, data.match(test, images))
+        labelled.append(rows[:per_class])
+    return Pool(images, torch.cat(labelled), ambiguous, data.convert_like(test, images))
 
 
 def options_of(acquisition, args):
-    """The options of an acquisition function, which determines --sn and --mod if neither is given.
+    """The options of one acquisition function: what it does not use has no effect on it.
 
-    published commands: -sn -mod for the density, and neither for the others
+    It also determines --sn and --mod if neither is given. The published commands use -sn -mod for
+    the density, and neither for the others.
     """
-    if args.sn is not None:
-        return args
     is_density = acquisition == "density"
-    return common.with_options(args, sn=is_density, mod=is_density)
+    changes = {"shrinkage": args.shrinkage and is_density}
+    if acquisition not in ("pe", "mi"):
+        changes["ensemble"] = 1
+    if args.sn is None:
+        changes["sn"] = is_density
+        changes["mod"] = is_density
+    return common.with_options(args, **changes)
 
 
 def acquisition_step(pool, labelled, acquisition, seed, args):
@@ -1104,20 +1050,21 @@ def acquisition_step(pool, labelled, acquisition, seed, args):
     if args.eval:
         raise UserError(f"{acquisition} has only {len(labelled)} labels; finish this run first "
                         "(the same command without --eval)")
-    args = options_of(acquisition, args)
-    # published code: an epoch has 5056 examples, each labelled one nearly equally often
+    # published: an epoch has 5056 examples, each labelled one nearly equally often
     draws = torch.arange(max(5056, len(labelled)))
     train_set = pool.images.select(labelled[draws % len(labelled)])
     nets = []
-    for member in range(args.ensemble if acquisition in ("pe", "mi") else 1):
+    for member in range(args.ensemble):
         member_seed = common.derive_seed(seed, len(labelled), member)
         common.seed_all(member_seed)
         net = make_network(args, pool.images.num_classes, pool.images.shape)
-        train(net, train_set, args, member_seed)
+        train(net, train_set, None, args, member_seed)
         nets.append(net)
-    outputs = [forward(net, pool.test, args) for net in nets]
-    test_probs = stack_log_probs(outputs).exp().mean(0)                # [N, K]
-    accuracy = common.accuracy(test_probs, pool.test.labels)
+    test_log_probs = log_probs_of(nets, pool.test, args)               # [M, N, K]
+    if not test_log_probs.isfinite().all():
+        raise UserError(f"{acquisition}, {len(labelled)} labels: training diverged; use a lower "
+                        "--lr")
+    accuracy = common.accuracy(test_log_probs.exp().mean(0), pool.test.labels)
     print(f"{acquisition}: {len(labelled)} labels, test accuracy {accuracy:.4f}", flush=True)
 
     # The rows with the highest scores are labelled, among those without a label.
@@ -1127,36 +1074,45 @@ def acquisition_step(pool, labelled, acquisition, seed, args):
     return {"accuracy": accuracy, "chosen": ranking[:args.acquisition_batch_size]}
 
 
+def log_probs_of(nets, dataset, args):
+    """Log probabilities [M, N, K] of M networks for a set."""
+    outputs = [compute_outputs(net, dataset, args) for net in nets]
+    return stack_log_probs(outputs, [1.0 for _ in nets])
+
+
 def acquisition_score(nets, pool, labelled, acquisition, args):
     """Scores [P] of the pool."""
     if acquisition == "random":
         return torch.rand(len(pool.images))
-    outputs = [forward(net, pool.images, args) for net in nets]
     if acquisition == "density":
-        z = outputs[0].features
-        gaussians = fit(z[labelled], pool.images.labels[labelled], pool.images.num_classes, args)
+        z = compute_outputs(nets[0], pool.images, args).features
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # few labels make singular covariances, as published
+            gaussians = fit(z[labelled], pool.images.labels[labelled], pool.images.num_classes,
+                            args)
         return -log_density(gaussians, z)
-    parts = common.ensemble_uncertainty(stack_log_probs(outputs))
+    uncertainty = common.ensemble_uncertainty(log_probs_of(nets, pool.images, args))
     if acquisition == "mi":
-        return parts["epistemic"]
-    # pe, or for a single network the entropy of its softmax
-    return parts["total"]
+        return uncertainty["epistemic"]
+    # The entropy of the mean prediction, for "pe" of an ensemble, for "entropy" of one network.
+    return uncertainty["total"]
 
 
 def label_step_by_step(acquisition, pool, sizes, seed, args, run):
-    """One run of active learning, whose steps are saved.
+    """One run of active learning, whose steps are cached.
 
     Returns, at the `sizes`, the test accuracies and the shares of ambiguous labelled examples.
     """
-    labelled = pool.start
-    digest = data.digest(pool.images)
+    args = options_of(acquisition, args)
+    labelled = pool.labelled_first
     accuracies = []
     shares = []
     for size in sizes:
         shares.append(pool.ambiguous[labelled].double().mean().item())
+        inputs = {"labelled": labelled, "ensemble": args.ensemble, "shrinkage": args.shrinkage,
+                  "test data": data.fingerprint(pool.test)}
         step = partial(acquisition_step, pool, labelled, acquisition, seed, args)
-        name = f"{acquisition}-seed{seed}-{size}"
-        state = run.load_or_compute(name, {"labelled": labelled, "pool": digest}, step)
+        state = run.cached(f"{acquisition}-seed{seed}-{size}", inputs, step)
         accuracies.append(state["accuracy"])
         labelled = torch.cat([labelled, state["chosen"]])[:sizes[-1]]
     return accuracies, shares
@@ -1167,11 +1123,13 @@ def run_active_learning(args):
     if args.model.startswith("torchvision/"):
         raise UserError("--active-learning trains networks from scratch: choose another --model "
                         f"than {args.model}")
-    pool = active_learning_pool(args)
+    pool = load_pool(args)
     for acquisition in args.active_learning:
         check_network(pool.images, options_of(acquisition, args))
-    # Here the options of the evaluation, too, change what is labelled.
-    run = common.Run(args, "ddu", run_name(args), evaluation_options=["active_learning"])
+    fingerprints = {"training data": data.fingerprint(pool.images),
+                    "test data": data.fingerprint(pool.test)}
+    splits = data.Splits(pool.images, None, pool.test, {}, None, fingerprints)
+    run = common.Run(args, fingerprints, splits.summary())
     last = args.max_training_samples
     sizes = list(range(args.num_initial_samples, last, args.acquisition_batch_size)) + [last]
     rows = []
@@ -1179,12 +1137,12 @@ def run_active_learning(args):
     shares = defaultdict(list)
     for seed in range(args.seed, args.seed + args.runs):
         for acquisition in args.active_learning:
-            found, ambiguous = label_step_by_step(acquisition, pool, sizes, seed, args, run)
-            accuracies[acquisition].append(found)
-            shares[acquisition].append(ambiguous)
+            accuracy, share = label_step_by_step(acquisition, pool, sizes, seed, args, run)
+            accuracies[acquisition].append(accuracy)
+            shares[acquisition].append(share)
             rows.append({"method": acquisition, "seed": seed, "set": pool.test.name,
-                         "n": len(pool.test), "labels": last, "accuracy": found[-1],
-                         "accuracy_mean": np.mean(found), "ambiguous_share": ambiguous[-1]})
+                         "n": len(pool.test), "labels": last, "accuracy": accuracy[-1],
+                         "accuracy_mean": np.mean(accuracy), "ambiguous_share": share[-1]})
     if args.plot:
         plot_active_learning(sizes, accuracies, shares, run)
     columns = ["labels", "accuracy", "accuracy_mean", "ambiguous_share"]
@@ -1193,9 +1151,9 @@ def run_active_learning(args):
 
 # ---- Options ------------------------------------------------------------------------------------
 
-# A data set alone selects the paper's recipe for it: what its preset does not say is the default
-# of `parse_args`, a WRN-28-10 with spectral normalisation.
-# published code: figures 1 and 2 use ResNet-18 with spectral normalisation, without -mod
+# --dataset alone chooses the paper's setting for a data set. What its preset does not contain is
+# the default of `parse_args`: a WRN-28-10 with spectral normalisation. Figures 1 and 2 of the
+# paper use a ResNet-18 with spectral normalisation, without -mod.
 MNIST = dict(model="resnet18", mod=False, ood=["fashion_mnist"])
 GLYPHS = dict(model="resnet18", mod=False, width=0.25, epochs=5, schedule="one_cycle",
               ood=["glyphs_letters"])
@@ -1213,120 +1171,92 @@ PRESETS = {
     "glyphs": GLYPHS,
     "dirty_glyphs": GLYPHS,
     "numbers": GLYPHS,
-    # Your own images: a small network that trains on two CPU cores in minutes.
+    # The user's own images: a small network that trains on two CPU cores in minutes.
     "folder": dict(model="resnet18", mod=False, width=0.25, epochs=20, batch_size=32, lr=0.01,
                    schedule="one_cycle", augment=True, ood=[], shrinkage=True,
-                   entropy_threshold=None),
-    # Your own network: a few careful epochs, or its last layer alone.
-    "pretrained": dict(sn=False, mod=False, width=1.0, epochs=10, batch_size=32, lr=0.02,
-                       weight_decay=5e-4, schedule="one_cycle", augment=True, shrinkage=True,
-                       entropy_threshold=None),
-    "frozen": dict(epochs=30, lr=0.01, weight_decay=0.05, augment=False),
-}
-# published code: active learning uses one recipe for all data sets, a ResNet-18
-ACTIVE_LEARNING = dict(model="resnet18", sn=None, mod=None, opt="adam", lr=1e-3,
-                       weight_decay=5e-4, batch_size=64, epochs=20, schedule="constant",
-                       augment=False, ood=[], ensemble=5)
-# These only change what is computed from trained networks, so they do not identify a run.
-EVALUATION_OPTIONS = ("ood", "shrinkage", "density_quantile", "entropy_quantile",
-                      "entropy_threshold", "ensemble", "score", "validation", "active_learning",
-                      "num_initial_samples", "max_training_samples", "acquisition_batch_size",
-                      "subsample")
-USED_BY_FEATURES = ("features", "score", "validation", "seed", "shrinkage", "density_quantile",
-                    "entropy_quantile", "entropy_threshold", "data_dir", "out_dir", "name",
-                    "device", "fresh", "plot")
-# Options of the published commands, and what to type instead.
-PUBLISHED_WORDS = {
-    "--dataset-root": "--data-dir",
-    "--model-type": "nothing: all scores are computed, and those of an ensemble with --ensemble M",
-    "--load-path": "--load FILE.model ..., or --eval for a run of this script",
-    "--al-type": "--active-learning density (gmm), entropy (softmax), pe (ensemble)",
-    "-mi": "--active-learning mi",
-    "-ambiguous": "--dataset dirty_mnist",
-    "--nesterov": "nothing: SGD without Nesterov's momentum, as the published default",
-    "--mom": "nothing: the momentum is 0.9, as the published default",
-    "--first-milestone": "--milestones FIRST SECOND",
-    "--second-milestone": "--milestones FIRST SECOND",
+                   density_quantile=0.05, entropy_threshold=None),
+    # The following are added to the preset of the data set if the option is used.
+    "--model torchvision/NAME": dict(sn=False, mod=False, width=1.0, epochs=10, batch_size=32,
+                                     lr=0.02, weight_decay=5e-4, schedule="one_cycle",
+                                     augment=True, shrinkage=True, entropy_threshold=None),
+    "--freeze": dict(epochs=30, lr=0.01, weight_decay=0.05, augment=False),
+    # The published code has one recipe of active learning for all data sets.
+    "--active-learning": dict(model="resnet18", sn=None, mod=None, opt="adam", lr=1e-3,
+                              weight_decay=5e-4, batch_size=64, epochs=20, schedule="constant",
+                              augment=False, ood=[], ensemble=5),
+    "--features": dict(shrinkage=None, density_quantile=0.05, entropy_threshold=None),
 }
 
 
 def parse_args(argv=None):
-    words = sys.argv[1:] if argv is None else argv
-    for word in words:
-        name = word.split("=")[0]
-        if name in PUBLISHED_WORDS:
-            raise UserError(f"{name}: of the published code; here it is {PUBLISHED_WORDS[name]}")
+    """The options; each is added to the group of its role (see ROLES in common.py)."""
     parser = common.Parser("ddu", __doc__, PRESETS, NETWORKS, dataset="dirty_glyphs",
-                           model="wide_resnet", epochs=350, batch_size=128, lr=0.1)
+                           model="wide_resnet", epochs=350, batch_size=128, lr=0.1, ood=["svhn"])
     flag = argparse.BooleanOptionalAction
-    add = parser.add_argument_group("ddu.py").add_argument
-    add("-sn", "--sn", action=flag, default=True,
+    training = parser.training.add_argument
+    training("-sn", "--sn", action=flag, default=True,
         help="use soft spectral normalisation in every layer but the head")
-    add("--coeff", type=at_least(1e-6, float), default=3.0,
+    training("--coeff", type=at_least(1e-6, float), default=3.0,
         help="upper bound on the spectral norm of a layer (paper: 3)")
-    add("-mod", "--mod", action=flag, default=True,
+    training("-mod", "--mod", action=flag, default=True,
         help="use leaky ReLU, and average pooling instead of 1x1 convolutions in shortcuts")
-    add("--opt", choices=["sgd", "adam"], default="sgd",
+    training("--opt", choices=["sgd", "adam"], default="sgd",
         help="optimiser; Adam needs a learning rate near 1e-3 (paper: SGD with momentum 0.9)")
-    add("--weight-decay", "--decay", type=at_least(0, float), default=5e-4,
+    training("--weight-decay", "--decay", type=at_least(0, float), default=5e-4,
         help="weight decay of all parameters (paper: 5e-4)")
-    add("--schedule", choices=["step", "one_cycle", "constant"], default="step",
+    training("--schedule", choices=["step", "one_cycle", "constant"], default="step",
         help="'step' divides the learning rate by 10 at the milestones; 'one_cycle' is better for "
         "short runs")
-    add("--milestones", type=at_least(1), nargs=2, metavar="EPOCH",
+    training("--milestones", type=at_least(1), nargs=2, metavar="EPOCH",
         help="epochs of --schedule step, otherwise 3/7 and 5/7 of all (paper: 150 and 250 of 350)")
-    add("--augment", action=flag, default=False,
-        help="use random crops and flips (published code: only for CIFAR)")
-    add("--ood", "--ood_dataset", nargs="*", metavar="NAME", default=["svhn"],
-        help="out-of-distribution sets; folder:PATH is a folder of images, nonsense are patterns "
-        "and noise")
-    add("--shrinkage", action=flag, default=False,
-        help="shrink the covariances (Ledoit and Wolf), for few examples per class")
-    add("--density-quantile", type=between(0, 1), default=0.01,
+    training("--features", metavar="NPZ",
+        help="fit the Gaussians to your own features instead of training a network: a file with "
+        "'features' [N, D] and 'labels' [N]")
+    training("--num-initial-samples", type=at_least(2), default=20,
+        help="active learning: number of labels at the start (published code: 20)")
+    training("--acquisition-batch-size", type=at_least(1), default=5,
+        help="active learning: number of new labels in each step (published code: 5)")
+    training("--subsample", type=at_least(1), default=1000,
+        help="active learning: number of clean examples in a pool that also has ambiguous ones "
+        "(published code: 1000)")
+
+    evaluation = parser.evaluation.add_argument
+    evaluation("--ensemble", type=at_least(1), default=1, metavar="M",
+        help="number of networks; more than one are also evaluated as an ensemble (paper: 5)")
+    evaluation("--shrinkage", action=flag, default=False,
+        help="shrink the covariances (Ledoit and Wolf), for few examples per class; for --features "
+        "the default depends on their number")
+    evaluation("--density-quantile", type=between(0, 1), default=0.01,
         help="an input is out-of-distribution if its log density is below this quantile of the "
         "validation set's")
-    add("--entropy-threshold", type=at_least(0, float), default=0.35,
+    evaluation("--entropy-threshold", type=at_least(0, float), default=0.35,
         help="other inputs are ambiguous if their softmax entropy (--features: the entropy of "
         "q(c|z)) is above this, in nats; your own data: above --entropy-quantile")
-    add("--entropy-quantile", type=between(0, 1), default=0.95,
+    evaluation("--entropy-quantile", type=between(0, 1), default=0.95,
         help="quantile of the validation set's entropies that is the threshold for your own data")
-    add("--ensemble", type=at_least(1), default=1, metavar="M",
-        help="number of networks; for more than one, the ensemble is also evaluated (paper: 5)")
-    add("--load", nargs="+", metavar="FILE",
-        help="evaluate networks that the published code has trained; several are an ensemble")
-    add("--features", metavar="NPZ", help="fit the Gaussians to your own features: a file with "
-        "'features' [N, D] and 'labels' [N]")
-    add("--score", nargs="+", default=[], metavar="NPZ",
+    evaluation("--score", nargs="+", default=[], metavar="NPZ",
         help="files to score with --features; the first one is in-distribution")
-    add("--validation", metavar="NPZ", help="features that determine the thresholds of --features, "
-        "otherwise a tenth of them, which is held out")
-    add("--active-learning", nargs="+", metavar="NAME",
+    evaluation("--active-learning", nargs="+", metavar="NAME",
         choices=("density", "entropy", "pe", "mi", "random"),
         help="label a pool step by step, and compare acquisition functions: density, entropy, pe "
         "and mi (predictive entropy and mutual information of an ensemble), random")
-    add("--num-initial-samples", type=at_least(2), default=20,
-        help="active learning: number of labels at the start (published code: 20)")
-    add("--max-training-samples", type=at_least(2), default=300,
+    evaluation("--max-training-samples", type=at_least(2), default=300,
         help="active learning: number of labels at the end (published code: 300)")
-    add("--acquisition-batch-size", type=at_least(1), default=5,
-        help="active learning: number of new labels in each step (published code: 5)")
-    add("--subsample", type=at_least(1), default=1000,
-        help="active learning: number of clean examples in a pool that also has ambiguous ones "
-        "(published code: 1000)")
-    args = parser.parse(argv)
+    args = parser.parse(argv, run_name)
     if args.active_learning:
-        args.active_learning = list(dict.fromkeys(args.active_learning))
-        for name, value in ACTIVE_LEARNING.items():
-            if name not in args.given:
-                setattr(args, name, value)
-    if args.features and "entropy_threshold" not in args.given:
-        args.entropy_threshold = None
+        args.active_learning = list(dict.fromkeys(args.active_learning))  # each one once
     check_options(args)
-    if args.load:
-        args.ensemble = len(args.load)
-        for path in args.load:
-            take_published_options(path, args)
     return args
+
+
+def run_name(args):
+    """The name of the run directory."""
+    if args.features:
+        return common.join_name("features", Path(args.features).stem, f"seed{args.seed}")
+    sn = f"sn{args.coeff:g}" if args.sn else None
+    mod = "mod" if args.mod else None
+    active_learning = "al" if args.active_learning else None
+    return common.run_name(args, sn, mod, active_learning)
 
 
 def check_options(args):
@@ -1339,150 +1269,113 @@ def check_options(args):
     if args.max_training_samples < args.num_initial_samples:
         raise UserError(f"--max-training-samples {args.max_training_samples}: must be at least "
                         f"--num-initial-samples {args.num_initial_samples}")
-    pretrained = args.model.startswith("torchvision/")
-    if (pretrained or args.model == "lenet") and (args.sn or args.mod) and not args.load:
+    has_no_variant = args.model.startswith("torchvision/") or args.model == "lenet"
+    if has_no_variant and (args.sn or args.mod):
         raise UserError(f"--model {args.model} has neither spectral normalisation nor -mod; "
                         "add --no-sn --no-mod")
-    if args.load and args.model not in PUBLISHED_LAYERS:
-        raise UserError(f"--load: choose --model {', '.join(PUBLISHED_LAYERS)}")
 
     acquisitions = args.active_learning or []
-    no_effect = [
-        (args.features, args.given - set(USED_BY_FEATURES), "with --features"),
-        (not args.features, ["validation"], "without --features"),
+    of_networks = set(common.options(args, "training")) - {"features", "seed"}
+    common.refuse(args, [
+        (args.features, of_networks | {"ood", "ensemble", "active_learning", "runs", "predict",
+                                       "workers", "compile", "eval"}, "with --features"),
         (not acquisitions, ["num_initial_samples", "max_training_samples",
                             "acquisition_batch_size", "subsample"], "without --active-learning"),
-        (acquisitions, ["ood", "predict", "limit_train", "load", "freeze", "density_quantile",
+        (acquisitions, ["ood", "predict", "limit_train", "freeze", "density_quantile",
                         "entropy_threshold", "entropy_quantile"], "with --active-learning"),
         (acquisitions and "density" not in acquisitions, ["shrinkage"],
          "without --active-learning density"),
         (acquisitions and not {"pe", "mi"} & set(acquisitions), ["ensemble"],
          "without --active-learning pe or mi"),
         (args.dataset not in PARTS, ["subsample"], f"with --dataset {args.dataset}"),
-        (args.load, ["epochs", "lr", "opt", "weight_decay", "schedule", "augment", "limit_steps",
-                     "limit_train", "ensemble", "runs", "eval"], "with --load"),
         (args.schedule != "step", ["milestones"], f"with --schedule {args.schedule}"),
         (args.entropy_threshold is not None, ["entropy_quantile"], "with --entropy-threshold"),
-        (not pretrained, ["weights", "freeze"], "without --model torchvision/NAME"),
-        (args.freeze, ["augment"], "with --freeze"),
-        (pretrained or args.model == "lenet", ["width"], f"with --model {args.model}"),
+        (args.model == "lenet", ["width"], "with --model lenet"),
         (args.sn is False, ["coeff"], "without --sn"),
-    ]
-    for applies, names, reason in no_effect:
-        if applies:
-            common.refuse(args, names, reason)
+    ])
 
 
 # ---- Main ---------------------------------------------------------------------------------------
 
 
-def load_sets(args, seed):
-    """All sets of a run; `seed` splits off the validation set."""
-    for name in args.ood:
-        if data.set_name(name) in PARTS.get(args.dataset, {}):
-            raise UserError(f"--ood {name}: {args.dataset} has a part of this name; rename the set")
-    statistics = None
-    if args.load and args.dataset in ("cifar100", "svhn"):
-        # published code: the statistics of CIFAR-10
-        cifar10 = data.SOURCES["cifar10"]
-        statistics = (cifar10.mean, cifar10.std)
-    # A network that is not trained here has been trained elsewhere, probably on all training
-    # images: a temperature and thresholds from a part of these would be too optimistic.
-    is_trained = args.epochs > 0 or args.load or args.dataset in PARTS
-    sets = data.load_sets(args.dataset, args.data_dir, seed=seed, image_size=args.image_size,
-                          val_fraction=0.1 if is_trained else 0, limit_train=args.limit_train,
-                          statistics=statistics, ood=args.ood, ood_required="ood" in args.given,
-                          predict=args.predict,
-                          preparation=data.preparation_of(args.model, args.weights,
-                                                          args.image_size))
-    if sets.val is None:
-        test, val = data.train_val_split(len(sets.test), seed)
-        sets = sets._replace(val=sets.test.select(val), test=sets.test.select(test))
+def load_splits(args, seed):
+    """The training, validation, test and OOD sets of one seed, which splits off the validation set.
+
+    A network that is not trained here has been trained elsewhere, probably on all training images:
+    a temperature and thresholds from a part of these would be too optimistic. They then come from a
+    tenth of the test set.
+    """
+    if args.dataset in PARTS:
+        parts = PARTS[args.dataset]
+        for name in args.ood:
+            if common.set_name(name) in (parts.clean, parts.ambiguous):
+                raise UserError(f"--ood {name}: {args.dataset} has a part of this name; rename the "
+                                "set")
+    is_trained = args.epochs > 0 or args.dataset in PARTS
+    splits = data.load_splits(args, seed, val_fraction=0.1 if is_trained else 0)
+    if splits.val is None:
+        test, val = data.train_val_split(len(splits.test), seed)
+        splits = splits._replace(val=splits.test.select(val), test=splits.test.select(test))
         common.print_on_main("the thresholds and the temperature come from a tenth of the test "
                              "set, which is not evaluated, because the network is not trained here")
-    elif args.dataset == "imagenet" and data.is_pretrained(args):
-        common.print_on_main("note: the thresholds and the temperature are optimistic, because "
-                             "they come from images that the pretrained network was trained on")
-    if args.freeze:
-        sets = data.frozen_features(sets, args)
-    return sets
+    return splits
 
 
 def check_network(train_set, args):
-    """Refuse, before training, a network that fails on a batch, or Gaussians that do not fit."""
+    """Refuse, before training, a network that fails on a batch, or a class without a Gaussian."""
     net = make_network(args, train_set.num_classes, train_set.shape)
-    # The last batch of an epoch is the smallest; two images show errors of shape.
-    smallest = len(train_set) % args.batch_size or args.batch_size
-    images = torch.zeros(min(smallest, 2), *train_set.shape).to(net.head.weight)
-    try:
-        net.train(args.epochs > 0)(images)
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"--model {args.model} fails on {smallest} images {train_set.shape}: "
-                        f"{common.one_line(error)}; use another --model, --image-size or "
-                        "--batch-size") from None
-    for path in args.load or []:
-        load_published(path, net, args.model)
+    common.try_batch(net.train(args.epochs > 0), train_set, args)
     counts = train_set.labels.bincount(minlength=train_set.num_classes)
     if counts.min() < 2:
-        raise UserError(f"class {counts.argmin()} of {train_set.name} has {counts.min()} training "
+        smallest = int(counts.argmin())
+        if train_set.classes:
+            smallest = train_set.classes[smallest]
+        raise UserError(f"class {smallest} of {train_set.name} has {counts.min()} training "
                         "example(s), but its Gaussian needs two")
-    needed = 16 * len(counts) * net.head.in_features**2  # covariances and Cholesky factors
-    memory = common.device_memory(args.device)
-    if memory and needed > memory:
-        raise UserError(f"{len(counts)} Gaussians of {net.head.in_features} features need "
-                        f"{needed / 1e9:.0f} GB, and the device has {memory / 1e9:.0f} GB; use a "
-                        "smaller --width, or --device cpu")
 
 
-def run_name(args):
-    """The name of the run directory."""
-    sn = f"sn{args.coeff:g}" if args.sn else None
-    mod = "mod" if args.mod else None
-    width = f"w{args.width:g}" if args.width != 1 else None
-    frozen = "frozen" if args.freeze else None
-    al = "al" if args.active_learning else None
-    loaded = Path(args.load[0]).stem if args.load else None
-    name = data.set_name(args.dataset)
-    return common.join_name(name, args.model, sn, mod, width, frozen, al, loaded,
-                            f"seed{args.seed}")
-
-
-def evaluate(members, sets, network_bytes, seed, args, run):
+def evaluate(outputs, splits, network_bytes, seed, args, run):
     """Steps 2 and 3: the rows of one seed, and the files of the first seed.
 
-    members: for each network a data.Sets of Outputs, which only the main process has
+    outputs: see `outputs_of_splits`. On the main process alone.
     """
-    fitted = fit_outputs(members[0], sets.train.num_classes, args)
-    # The whole test set, and its clean and ambiguous part, if it has them.
-    parts = {sets.test.name: slice(None)} | PARTS.get(args.dataset, {})
-    names = list(parts)
-    outputs = [by_set(of_network, parts) for of_network in members]
+    # Step 2, and what the validation set determines.
+    train_outputs = outputs["train"][0]
+    gaussians = fit(train_outputs.features, train_outputs.labels, splits.train.num_classes, args)
+    temperatures = [common.fit_temperature(of_network.logits, of_network.labels)
+                    for of_network in outputs["val"]]
+    val_scores = predict_by_ddu(outputs["val"][0], gaussians, temperatures[0]).scores
+    thresholds = choose_thresholds(val_scores["density"], val_scores["total_scaled"], args)
+
+    # Step 3, for the test set, its parts and the OOD sets.
+    tested = tested_sets(outputs, splits, args)
     start = time.perf_counter()
-    scored = {name: score_network(out, fitted) for name, out in outputs[0].items()}
-    examples = sum(len(out.labels) for out in outputs[0].values())
+    predictions = {name: predict_by_ddu(of_networks[0], gaussians, temperatures[0])
+                   for name, of_networks in tested.items()}
+    examples = sum(len(of_set.labels) for of_set in predictions.values())
     scoring_ms = 1000 * (time.perf_counter() - start) / examples
-    normal = fitted.gaussians.normal
-    cost = {"ms": members[0].test.ms + scoring_ms,
-            "bytes": network_bytes + normal.loc.nbytes + normal.scale_tril.nbytes
-            + fitted.gaussians.log_prior.nbytes}
-    rows = [row | cost for row in network_rows(names, scored, fitted, seed)]
-    if len(members) > 1:
-        temperatures = [common.fit_temperature(of_network.val.logits, of_network.val.labels)
-                        for of_network in members]
-        of_ensemble = {}
-        for name in scored:
-            of_set = [of_network[name] for of_network in outputs]
-            of_ensemble[name] = score_ensemble(of_set, temperatures)
-        cost = {"ms": sum(of_network.test.ms for of_network in members),
-                "bytes": len(members) * network_bytes}
-        method = f"ensemble of {len(members)}"
-        rows += [row | cost for row in result_rows(method, seed, names, of_ensemble)]
+    rows = result_rows("DDU", seed, predictions, splits, args)
+    for row in rows:
+        row |= {"temperature": temperatures[0], "jitter": gaussians.jitter,
+                "density_threshold": thresholds.density, "entropy_threshold": thresholds.entropy,
+                "ms": splits.backbone_ms + outputs["test"][0].ms + scoring_ms,
+                "bytes": splits.backbone_bytes + network_bytes + gaussians.normal.loc.nbytes
+                + gaussians.normal.scale_tril.nbytes + gaussians.log_prior.nbytes}
+        row |= decision_metrics(row, predictions, thresholds)
+    print_decisions(rows[0])
+
+    if args.ensemble > 1:
+        by_ensemble = {name: predict_by_ensemble(of_networks, temperatures)
+                       for name, of_networks in tested.items()}
+        cost = {"ms": splits.backbone_ms + sum(of_network.ms for of_network in outputs["test"]),
+                "bytes": splits.backbone_bytes + args.ensemble * network_bytes}
+        for row in result_rows(f"ensemble of {args.ensemble}", seed, by_ensemble, splits, args):
+            rows.append(row | cost)
     if seed == args.seed and args.predict:
-        write_predictions(members, fitted, sets, run)
+        write_predictions(outputs["predict"], splits, gaussians, temperatures,
+                          val_scores["density"], thresholds, run)
     if seed == args.seed and args.plot:
-        # The parts of the test set if it has any, else the test set.
-        plot_uncertainty(names[-2:] + list(sets.ood), scored, fitted, run)
-        plot_reliability(members[0].test, fitted.temperature, run)
+        plot_uncertainty(predictions, thresholds, splits, args, run)
     return rows
 
 
@@ -1495,22 +1388,20 @@ def main(argv=None):
         return run_active_learning(args)
 
     # The run directory is made after all checks: a command that is refused leaves nothing.
-    sets = load_sets(args, args.seed)
-    check_network(sets.train, args)
-    run = common.Run(args, "ddu", run_name(args), EVALUATION_OPTIONS)
+    splits = load_splits(args, args.seed)
+    check_network(splits.train, args)
+    run = common.Run(args, splits.fingerprints, splits.summary())
     rows = []
     for seed in range(args.seed, args.seed + args.runs):
         if seed > args.seed:
-            sets = load_sets(args, seed)  # another validation set
-        # Algorithm 1: train a network, fit the Gaussians to its features, score all sets.
-        members = []
-        for member in range(args.ensemble):
-            net = make_member(sets.train, args, run, seed, member)
-            members.append(forward_all(net, sets, args))
-        network_bytes = sum(tensor.nbytes for tensor in net.state_dict().values())
-        rows += common.on_main(evaluate, members, sets, network_bytes, seed, args, run)
+            splits = load_splits(args, seed)  # another validation set
+        # Algorithm 1: train, fit the Gaussians to the features, score all sets.
+        nets = [train_member(splits, args, seed, member, run) for member in range(args.ensemble)]
+        network_bytes = sum(tensor.nbytes for tensor in nets[0].state_dict().values())
+        outputs = outputs_of_splits(nets, splits, args)
+        rows += common.on_main(evaluate, outputs, splits, network_bytes, seed, args, run)
     # The columns of the table that is printed; results.csv has all of them.
-    columns = ["accuracy", "nll", "ece15", "ece15_scaled", "fraction_ood", "auroc_density",
+    columns = ["accuracy", "nll", "ece15", "ece15_scaled", "against_fraction_ood", "auroc_density",
                "auroc_total", "auroc_epistemic"]
     return run.report(rows, columns)
 

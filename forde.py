@@ -237,9 +237,9 @@ class Convolution(torch.autograd.Function):
                 beyond.append((size + 2 * padding - kernel) % stride)
             grad_x = F.conv_transpose2d(grad, weight, None, ctx.stride, ctx.padding, beyond)
             return grad_x, None, None, None
+        wanted = (ctx.needs_input_grad[0], True, False)
         grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
-            grad, x, weight, None, ctx.stride, ctx.padding, (1, 1), False, (0, 0), 1,
-            (ctx.needs_input_grad[0], True, False))
+            grad, x, weight, None, ctx.stride, ctx.padding, (1, 1), False, (0, 0), 1, wanted)
         return grad_x, grad_weight, None, None
 
 

@@ -625,7 +625,8 @@ def train_member(train_set, args, run, seed):
     """Step 1: train one member of the ensemble by cross entropy."""
     common.seed_all(seed, KINDS["member"])
     net = make_network(args, train_set.num_classes, train_set.shape, args.member_epochs)
-    return train(f"member-seed{seed}", net, train_set, partial(member_columns, args), args, run,
+    columns = partial(member_columns, args)
+    return train(f"member-seed{seed}", net, train_set, columns, args, run,
                  made_from={"kinds of networks": "member"}, seed=seed, epochs=args.member_epochs,
                  batch_size=args.batch_size, highest_lr=args.lr * args.batch_size / 256)
 
@@ -701,7 +702,8 @@ def train_student(loss, teachers, train_set, args, run, seed):
     name += f"-of{len(teachers.members)}-seed{seed}"
     made_from = {"kinds of networks": f"student_{loss}",
                  "teachers": sorted(common.digest(member) for member in teachers.members)}
-    return train(name, net, train_set, partial(student_columns, loss, teachers, args), args, run,
+    columns = partial(student_columns, loss, teachers, args)
+    return train(name, net, train_set, columns, args, run,
                  made_from=made_from, seed=seed, epochs=args.epochs, batch_size=args.batch_size,
                  highest_lr=args.lr * args.batch_size / 256)
 
@@ -727,12 +729,14 @@ def train_mimo(train_set, args, run, seed):
     """Train a MIMO network, with 2 --batch-size labels in a step (published code)."""
     common.seed_all(seed, KINDS["mimo"])
     net = make_mimo(args, train_set.num_classes, train_set.shape, args.mimo)
-    # Each subnetwork sees each image twice, so a step has fewer images than labels.
-    return train(f"mimo{args.mimo}-{args.mimo_epochs}epochs-seed{seed}", net, train_set,
-                 partial(mimo_columns, seed, args), args, run,
+    name = f"mimo{args.mimo}-{args.mimo_epochs}epochs-seed{seed}"
+    columns = partial(mimo_columns, seed, args)
+    labels_per_step = 2 * args.batch_size
+    # Every subnetwork sees each image twice, so a step has fewer images than labels.
+    images_per_step = labels_per_step // (2 * args.mimo)
+    return train(name, net, train_set, columns, args, run,
                  made_from={"kinds of networks": "mimo"}, seed=seed, epochs=args.mimo_epochs,
-                 batch_size=args.batch_size // args.mimo,
-                 highest_lr=2 * args.lr * args.batch_size / 256)
+                 batch_size=images_per_step, highest_lr=args.lr * labels_per_step / 256)
 
 
 def mimo_columns(seed, args, model, batch, epoch, step):

@@ -1481,8 +1481,10 @@ def train_flows(member, train, base_precision, layers):
                             f"{epoch + 1}; use fewer --flow-layers")
     print(f"seed{member.seed}-la_nf{layers}  mean negative ELBO of the last epoch "
           f"{total.item() / steps:.6g}", flush=True)
-    trained = [tensor.detach() for tensor in flows]                                # [G, T, ...]
-    return dict(zip(FLOW_GRID, zip(*trained)))
+    trained = {}
+    for number, precision in enumerate(FLOW_GRID):
+        trained[precision] = [tensor[number].detach() for tensor in flows]
+    return trained
 
 
 def take(study, last, rows):

@@ -3,8 +3,11 @@
 import hashlib
 import math
 import os
+import signal
 import urllib.request
-from dataclasses import replace
+from argparse import Namespace
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +21,7 @@ from torchvision.transforms import InterpolationMode
 import common
 import data
 from common import UserError
-from data import ImageSet, Loader, StreamedSet, load, load_sets, match, train_val_split
+from data import ImageSet, Loader, StreamedSet, convert_like, load, load_splits, train_val_split
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +62,20 @@ def check_ranks(as_rank, world, make):
             assert torch.equal(together, batch.molecules.positions)
 
 
+def options(dataset, data_dir="data", **changes):
+    """The options of a script, as far as data.py reads them."""
+    given = {"dataset": dataset, "data_dir": data_dir, "image_size": None, "limit_train": None,
+             "model": "resnet18", "weights": None, "freeze": False, "ood": [], "predict": None,
+             "explicit": set(), "batch_size": 128, "device": torch.device("cpu"), "workers": 0,
+             "amp": "off", "seed": 1, "epochs": 1, "eval": False}
+    return Namespace(**given | changes)
+
+
+def splits_of(dataset, data_dir="data", seed=1, val_fraction=0.1, **changes):
+    """The Splits of a data set."""
+    return load_splits(options(dataset, data_dir, **changes), seed, val_fraction=val_fraction)
+
+
 def toy(n=50, shape=(3, 8, 8), seed=0, **fields):
     """An ImageSet of random bytes with seven classes."""
     generator = torch.Generator().manual_seed(seed)
@@ -77,6 +94,10 @@ def refuses(match, call, *args, **kwargs):
 
 def digest(tensor):
     return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:12]
+
+
+def noise(seed, shape=(20, 30, 3)):
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
 def save_png(path, array=np.zeros((20, 30), np.uint8)):
@@ -106,10 +127,6 @@ def test_sets_select_all_their_fields():
         assert part.labels.tolist() == rows
         assert part.groups.tolist() == [row // 2 for row in rows]
         assert part.files == tuple("abcdef"[row] for row in rows)
-    refuses("toy: 6 images and 0 names, but 5 labels", ImageSet, "toy", dataset.images,
-            torch.zeros(5).long(), 7, (0.5,), (0.5,))
-    refuses("6 images and 5 names", replace, dataset, files=tuple("abcde"))
-    refuses("labels from 0 to 6; expected 0 to 4", replace, toy(7), num_classes=5)
 
 
 def labelled(labels, **fields):
@@ -121,10 +138,10 @@ def labelled(labels, **fields):
 def test_a_limit_keeps_the_shares_of_classes():
     periodic = labelled(torch.arange(2000) % 10, files=tuple(map(str, range(2000))))
     for limit in (10, 100, 200, 1000):
-        part = data.evenly(periodic, limit)
+        part = data.stratified_subset(periodic, limit)
         assert part.labels.bincount().tolist() == [limit // 10] * 10
         rows = [int(file) for file in part.files]
-        assert rows == sorted(rows) and part.files == data.evenly(periodic, limit).files
+        assert rows == sorted(rows) and part.files == data.stratified_subset(periodic, limit).files
     uneven = labelled([0] * 50 + [1] * 50 + [2])
     assert data.limit_train(uneven, 21).labels.bincount().tolist() == [10, 10, 1]
     refuses(r"toy: 2 training example\(s\) leave out 1 class\(es\); raise --limit-train",
@@ -134,12 +151,39 @@ def test_a_limit_keeps_the_shares_of_classes():
 
 
 def test_a_limit_keeps_groups_whole():
-    train = data.limit_train(load("dirty_glyphs", "train", val_fraction=0), 1000)
+    train = data.limit_train(load("dirty_glyphs", "train"), 1000)
     assert 990 <= len(train) <= 1000
     blends = train.groups[train.label_probs.amax(1) < 1].bincount()
     assert blends.unique().tolist() == [0, 2]
-    assert 200 <= (blends == 2).sum() <= 300  # half of the rows are clean
-    assert (train.labels.bincount() - 100).abs().max() < 15
+    assert (blends == 2).sum() == 250  # half of the rows are clean
+    assert (train.labels.bincount() - 100).abs().max() <= 5
+    alone = replace(train, groups=None)
+    assert len(data.stratified_subset(alone, 7)) == 7
+
+
+def share_of_labels(dataset):
+    return dataset.labels.bincount(minlength=20) / len(dataset)
+
+
+def test_a_limit_keeps_the_shares_of_all_labels_of_groups():
+    """All groups have the first label 0, and most of them the second label 0."""
+    second = torch.zeros(200).long()
+    second[::4] = 1
+    second[1:40:4] = 2  # in 10 of 200 groups
+    labels = torch.stack([torch.zeros(200).long(), second], 1).flatten()
+    groups = torch.arange(200).repeat_interleave(2)
+    whole = labelled(labels, groups=groups)
+    for limit in (20, 40, 100, 200):
+        few = data.limit_train(whole, limit)  # refuses to lose a class
+        assert few.groups.unique(return_counts=True)[1].unique().tolist() == [2]
+        assert (share_of_labels(few) - share_of_labels(whole)).abs().max() <= 1 / limit + 0.03
+        assert torch.equal(few.groups, data.limit_train(whole, limit).groups)
+    blends = load("glyphs_ambiguous", "train")
+    for limit, largest in ((100, 0.025), (1000, 0.005)):
+        few = data.stratified_subset(blends, limit)
+        assert len(few) == limit
+        assert (share_of_labels(few) - share_of_labels(blends)).abs().max() < largest
+    assert len(data.stratified_subset(labelled([0] * 9, groups=torch.zeros(9).long()), 4)) == 0
 
 
 def test_a_rare_class_is_never_validation_alone(tmp_path):
@@ -151,8 +195,9 @@ def test_a_rare_class_is_never_validation_alone(tmp_path):
     name = write_folder(tmp_path / "pets", train=("ab", 20), test=("abc", 1))
     save_png(tmp_path / "pets" / "train" / "c" / "0.png")
     for seed in (1, 8, 15):
-        assert load(name, "train", image_size=4, seed=seed).labels.bincount()[2] == 1
-        assert load(name, "val", image_size=4, seed=seed).labels.tolist() == [0, 0, 1, 1]
+        splits = splits_of(name, image_size=4, seed=seed)
+        assert splits.train.labels.bincount()[2] == 1
+        assert splits.val.labels.tolist() == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("first_has, second_has", [(True, False), (False, True), (False, False)])
@@ -172,47 +217,140 @@ def test_concat_of_bytes_and_numbers(first_has, second_has):
         assert torch.equal(part.label_probs, want)
         assert len(part.groups.unique()) == (7 if dataset.groups is None else 4)
     assert not set(both.groups[:7].tolist()) & set(both.groups[7:].tolist())
-    refuses("toy .* cannot be joined", data.concat, "x", clean, toy(3, (1, 8, 8)))
 
 
-def test_digest_covers_what_training_sees(imagenet):
+def test_fingerprint_covers_what_training_sees():
     dataset = toy(6, label_probs=torch.eye(6), groups=torch.arange(6), classes=tuple("abcdefg"))
-    want = data.digest(dataset)
+    want = data.fingerprint(dataset)
     assert len(want) == 64
     for same in ({}, {"name": "other"}, {"files": tuple("uvwxyz")}):
-        assert data.digest(replace(dataset, **same)) == want
+        assert data.fingerprint(replace(dataset, **same)) == want
     one_pixel = dataset.images.clone()
     one_pixel[5, 2, 7, 7] ^= 1
     changes = {"images": one_pixel, "labels": dataset.labels.flip(0), "mean": (0.4, 0.5, 0.61),
                "std": (0.2, 0.2, 0.2), "label_probs": None, "groups": torch.zeros(6).long(),
                "classes": tuple("abcdefh"), "num_classes": 8}
-    digests = {data.digest(replace(dataset, **{name: new})) for name, new in changes.items()}
-    assert len(digests - {want}) == len(changes)
-    streamed = load("imagenet", "test", imagenet)
-    again = load("imagenet", "test", imagenet)
-    assert data.digest(streamed) == data.digest(again)
-    for other in (replace(streamed, resize=230), streamed.select([1, 0, *range(2, 9)])):
-        assert data.digest(other) != data.digest(streamed)
-    (imagenet / "imagenet" / "val" / "n01" / "1.png").touch()
-    assert data.digest(replace(again, name="later")) != data.digest(streamed)
+    changed = {data.fingerprint(replace(dataset, **{name: new})) for name, new in changes.items()}
+    assert len(changed - {want}) == len(changes)
+    pair = data.fingerprint(dataset, toy(3))
+    assert len({want, pair, data.fingerprint(toy(3), dataset)}) == 3
+
+
+def test_fingerprint_of_files_is_that_of_their_content(tmp_path, monkeypatch):
+    """Neither the times of files nor the place of their folder matter; bytes do."""
+    for i in range(3):
+        save_png(tmp_path / "old" / f"{i}.png", noise(i))
+    dataset = load(f"folder:{tmp_path}/old", "ood", image_size=96)
+    want = data.fingerprint(dataset)
+    for other in (replace(dataset, resize=230), dataset.select([1, 0, 2])):
+        assert data.fingerprint(other) != want
+    os.utime(tmp_path / "old" / "1.png", (1, 1))
+    (tmp_path / "old").rename(tmp_path / "new")
+    dataset = load(f"folder:{tmp_path}/new", "ood", image_size=96)
+    assert data.fingerprint(dataset) == want
+    pixels = tmp_path / "new" / "2.png"
+    content = bytearray(pixels.read_bytes())
+    content[-20] ^= 1
+    pixels.write_bytes(content)
+    assert data.fingerprint(dataset) != want
+    # Names and sizes identify many bytes: reading all of them would take too long.
+    monkeypatch.setattr(data, "FEW_BYTES", 100)
+    want = data.fingerprint(dataset)
+    content[-20] ^= 2
+    pixels.write_bytes(content)
+    assert data.fingerprint(dataset) == want
+    pixels.write_bytes(content + b"x")
+    assert data.fingerprint(dataset) != want
 
 
 # ---- The sets of a run ---------------------------------------------------------------------
 
 
-def test_load_sets(tmp_path):
+def test_load_splits(tmp_path):
     save_png(tmp_path / "new" / "3" / "x.png")
-    sets = load_sets("glyphs", tmp_path, seed=3, limit_train=500, ood=["glyphs_letters"],
-                     predict=f"folder:{tmp_path}/new", statistics=([0.25], [0.5]))
-    train = load("glyphs", "train", seed=3, limit=500)
-    assert torch.equal(sets.train.images, train.images)
-    assert torch.equal(sets.val.images, load("glyphs", "val", seed=3).images)
-    assert torch.equal(sets.test.images, load("glyphs", "test").images)
-    assert list(sets.ood) == ["glyphs_letters"] and sets.predict.labels.tolist() == [3]
-    for dataset in (sets.train, sets.test, sets.ood["glyphs_letters"], sets.predict):
+    args = options("glyphs", tmp_path, limit_train=500, ood=["glyphs_letters"],
+                   predict=f"folder:{tmp_path}/new")
+    seen = []
+
+    def statistics(dataset):
+        seen.append(len(dataset))
+        return [0.25], [0.5]
+
+    splits = load_splits(args, 3, statistics=statistics)
+    whole = load("glyphs", "train")
+    train, val = train_val_split(10000, 3)
+    limited = data.limit_train(whole.select(train), 500)
+    assert torch.equal(splits.train.images, limited.images)
+    assert torch.equal(splits.val.images, whole.images[val])
+    assert torch.equal(splits.test.images, load("glyphs", "test").images)
+    assert list(splits.ood) == ["glyphs_letters"] and splits.predict.labels.tolist() == [3]
+    for dataset in (splits.train, splits.val, splits.test, *splits.ood.values(), splits.predict):
         assert (dataset.mean, dataset.std) == ((0.25,), (0.5,))
-    assert load_sets("glyphs", val_fraction=0).val is None
-    refuses("glyphs: 1 training .*leave out 9.*limit-train", load_sets, "glyphs", limit_train=1)
+    assert seen == [9000]  # the whole training part
+    # The fingerprint is that of all training images, whatever a seed selects.
+    assert splits.fingerprints == {"training data": data.fingerprint(whole),
+                                   "test data": data.fingerprint(load("glyphs", "test"))}
+    assert splits.summary() == (
+        "glyphs: 10 classes, 500 training, 1,000 held-out and 2,000 test images of 1 x 28 x 28; "
+        "always guessing the most frequent class: accuracy 0.100")
+    assert list(load_splits(args, 3, ood=["nonsense"]).ood) == ["nonsense"]
+    args = options("glyphs")
+    assert load_splits(args, 1, val_fraction=0).val is None
+    split = load_splits(args, 1, split=lambda whole: (torch.arange(9), torch.arange(20, 24)))
+    assert split.train.labels.tolist() == whole.labels[:9].tolist()
+    assert split.val.labels.tolist() == whole.labels[20:24].tolist()
+
+
+def test_splits_without_training_images(tmp_path):
+    """ImageNet's validation images are enough to evaluate a network of torchvision."""
+    for k in range(2):
+        save_png(tmp_path / "imagenet" / "val" / f"n{k}" / "a.png", noise(k))
+    torch.save({}, tmp_path / "net.pt")
+    args = options("imagenet", tmp_path, weights=str(tmp_path / "net.pt"))
+    splits = load_splits(args, 1, val_fraction=0, reads_train=False,
+                         statistics=lambda dataset: ([0.1] * 3, [0.2] * 3))
+    assert splits.train.files == splits.test.files == ("n0/a.png", "n1/a.png")
+    assert splits.test.mean == (0.1, 0.1, 0.1)
+    assert list(splits.fingerprints) == ["test data", "file of --weights"]
+    assert splits.summary().startswith("imagenet: 2 classes, 2 test images of 3 x 224 x 224; ")
+    args.weights = "none"
+    assert "file of --weights" not in load_splits(args, 1, reads_train=False).fingerprints
+    refuses("imagenet.train/<class>.*not found", load_splits, args, 1)
+
+
+@pytest.mark.parametrize("changes, says", [
+    (dict(limit_train=1), "glyphs: 1 training .*leave out 9.*limit-train"),
+    (dict(image_size=32), "--image-size has no effect on .*glyphs"),
+    (dict(ood=["svhn"], explicit={"ood"}), "svhn: .*not found"),
+    (dict(predict="svhn"), "svhn: .*not found"),
+])
+def test_impossible_splits(tmp_path, changes, says):
+    refuses(says, splits_of, "glyphs", tmp_path, **changes)
+
+
+def test_too_few_images_to_hold_out(tmp_path):
+    name = write_folder(tmp_path / "pets", train=("ab", 4), test=("ab", 2))
+    with pytest.raises(UserError, match="8 training examples are too few") as caught:
+        splits_of(name)
+    # Only some scripts have an option for a larger share.
+    assert str(caught.value).endswith("; add examples")
+    assert splits_of(name, val_fraction=0.2).summary() == (
+        "folder pets: 2 classes, 7 training, 1 held-out and 4 test images of 3 x 32 x 32; always "
+        "guessing the most frequent class: accuracy 0.500")
+
+
+def test_fingerprint_of_a_folder_covers_all_its_training_images(tmp_path):
+    name = write_folder(tmp_path / "pets", train=("ab", 9), val=("ab", 3), test=("ab", 2))
+    splits = splits_of(name, seed=1, limit_train=4)
+    assert (len(splits.train), len(splits.val), len(splits.test)) == (4, 6, 4)
+    assert splits_of(name, seed=2).fingerprints == splits.fingerprints
+    assert data.has_val_folder(name) and not data.has_val_folder("glyphs")
+    for place, noun in (("train/b/8", "training data"), ("val/a/1", "training data"),
+                        ("test/a/0", "test data")):
+        before = splits_of(name, limit_train=4).fingerprints
+        save_png(tmp_path / "pets" / f"{place}.png", noise(5, (40, 30, 3)))
+        after = splits_of(name, limit_train=4).fingerprints
+        assert [key for key in after if after[key] != before[key]] == [noun]
 
 
 # ---- Published sets ------------------------------------------------------------------------
@@ -220,7 +358,7 @@ def test_load_sets(tmp_path):
 
 def test_real_mnist_and_cifar10(real_data):
     from torchvision.datasets import CIFAR10
-    train, val, test = [load("mnist", split, real_data) for split in ("train", "val", "test")]
+    train, val, test = splits_of("mnist", real_data)[:3]
     assert (len(train), len(val), len(test)) == (54000, 6000, 10000)
     assert (test.shape, test.images.dtype) == ((1, 28, 28), torch.uint8)
     assert test.labels[:5].tolist() == [7, 2, 1, 0, 4]
@@ -228,7 +366,7 @@ def test_real_mnist_and_cifar10(real_data):
     assert mean == pytest.approx(train.mean[0], abs=5e-5)
     assert std == pytest.approx(train.std[0], abs=1e-4)
     raw = CIFAR10(real_data)
-    val = load("cifar10", "val", real_data)
+    val = splits_of("cifar10", real_data).val
     assert np.array_equal(val.images[0].permute(1, 2, 0), raw.data[26247])
     assert val.labels[:3].tolist() == [raw.targets[i] for i in (26247, 35067, 34590)]
     assert val.classes[:2] == ("airplane", "automobile")
@@ -237,32 +375,27 @@ def test_real_mnist_and_cifar10(real_data):
     assert within.tolist() == pytest.approx(val.std, abs=3e-3)
 
 
-def test_without_validation_rows_are_in_the_order_of_the_files(real_data):
+def test_rows_are_in_the_order_of_the_files(real_data):
     from torchvision.datasets import CIFAR10
     raw = CIFAR10(real_data)
     # The local-posteriors study splits rows in this order by these indices.
     indices = torch.randperm(50000, generator=torch.Generator().manual_seed(0))[:2000]
     assert indices.sum() == 50_129_101
-    train = load("cifar10", "train", real_data, val_fraction=0, seed=2)
+    train = load("cifar10", "train", real_data)
     assert train.labels.tolist() == raw.targets
     assert np.array_equal(train.images[indices].permute(0, 2, 3, 1), raw.data[indices])
 
 
-@pytest.mark.parametrize("images, labels, says", [
-    (10000, 10000, None), (9999, 9999, "MNIST.raw: 9,999 images instead of 10,000; get it from"),
-    (10000, 9999, "10000 images and 0 names, but 9999 labels")])
-def test_raw_files_are_checked(tmp_path, monkeypatch, images, labels, says):
+def test_torchvision_completes_raw_files(tmp_path, monkeypatch):
     def read(*_, train, download, **__):
         assert download  # so that what a killed download left half done is mended
-        return SimpleNamespace(data=torch.zeros(images, 28, 28, dtype=torch.uint8),
-                               targets=torch.arange(labels) % 10, classes=())
+        return SimpleNamespace(data=torch.zeros(12, 28, 28, dtype=torch.uint8),
+                               targets=torch.arange(12) % 10, classes=())
 
     monkeypatch.setitem(data.TORCHVISION, "mnist", read)
-    if says:
-        refuses(says, load, "mnist", "test", tmp_path)
-    else:
-        assert load("mnist", "test", tmp_path).labels[:12].tolist() == [*range(10), 0, 1]
-        refuses("10,000 images instead of 60,000", load, "mnist", "train", tmp_path)
+    test = load("mnist", "test", tmp_path)
+    assert (test.labels.tolist(), test.shape) == ([*range(10), 0, 1], (1, 28, 28))
+    assert test.classes == tuple("0123456789")
 
 
 @pytest.mark.parametrize("name, path", [
@@ -274,7 +407,7 @@ def test_raw_files_are_checked(tmp_path, monkeypatch, images, labels, says):
     ("qm9", "QM9.gdb9.sdf")])
 def test_absent_sets_name_the_path_and_the_site(tmp_path, name, path):
     for _ in range(2):  # a failed download leaves nothing that is taken for the set
-        with pytest.raises(data.Absent, match=rf"{path}.*not found.*https?://") as caught:
+        with pytest.raises(data.DatasetNotFound, match=rf"{path}.*not found.*https?://") as caught:
             if name.endswith("_c"):
                 data.load_corrupted(name, "fog", 2, tmp_path)
             elif name == "sst2":
@@ -286,19 +419,22 @@ def test_absent_sets_name_the_path_and_the_site(tmp_path, name, path):
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("call, match", [
+@pytest.mark.parametrize("call, says", [
     (lambda: load("mnits", "train"), "'mnits' is unknown.*glyphs"),
+    (lambda: load("", "train"), "dataset '' is unknown"),
     (lambda: load("glyphs", "valid"), "split 'valid'"),
-    (lambda: load("glyphs", "val", val_fraction=1e-5), "1e-05 of 10000.*no validation example"),
+    (lambda: load("glyphs", "val"), "glyphs has no validation set"),
+    (lambda: splits_of("glyphs", val_fraction=1e-5), "glyphs: 10000 .* too few .*add examples"),
     (lambda: load("mnist", "test", image_size=32), "--image-size has no effect on .*mnist"),
-    (lambda: data.load_corrupted("cifar10_c", "x", 1), "x.npy: .*No such file.*zenodo.org/.*there"),
-    (lambda: data.corruption_kinds("cifar10"), "'cifar10' is unknown.*imagenet_c"),
-    (lambda: data.load_molecules("clusters", "test", target="gap"), "'gap' is unknown.*u0"),
+    (lambda: load("imagenet_a", "train"), "imagenet_a has a test split only"),
+    (lambda: data.load_corrupted("cifar10_c", "x", 1), "x.npy: .*No such file.*zenodo.org/.*this"),
+    (lambda: data.load_corrupted("cifar10", "fog", 1), "'cifar10' is unknown.*imagenet_c"),
+    (lambda: data.load_molecules("clusters", "ood"), "split 'ood' is unknown.*test"),
     (lambda: Loader(toy(), 0), r"toy: 0 example\(s\) cannot"),
     (lambda: Loader(toy(3, (2, 1, 1)), 5, augment="crop_flip"), "would destroy features"),
 ])
-def test_errors_of_the_user_are_one_line(call, match):
-    refuses(match, call)
+def test_errors_of_the_user_are_one_line(call, says):
+    refuses(says, call)
 
 
 def write_ambiguous_mnist(data_dir, monkeypatch):
@@ -319,11 +455,10 @@ def write_ambiguous_mnist(data_dir, monkeypatch):
 
 def test_ambiguous_mnist(tmp_path, monkeypatch):
     write_ambiguous_mnist(tmp_path, monkeypatch)
-    train = load("ambiguous_mnist", "train", tmp_path)
-    val = load("ambiguous_mnist", "val", tmp_path)
+    train, val = splits_of("ambiguous_mnist", tmp_path)[:2]
     assert len(val.groups.unique()) == 600
     assert not set(train.groups.tolist()) & set(val.groups.tolist())
-    pool = load("ambiguous_mnist", "train", tmp_path, val_fraction=0)
+    pool = load("ambiguous_mnist", "train", tmp_path)
     assert len(pool) == 60000
     assert torch.equal(pool.images[:, 0, 0, 0], (torch.arange(60000) // 10) / 12000)
     assert pool.labels[40:50].tolist() == [4] * 9 + [9]
@@ -355,18 +490,21 @@ def test_cifar_c_layout(tmp_path, capsys):
         assert dataset.labels.tolist() == (own % 10).tolist()
         assert (dataset.name, dataset.num_classes) == (f"cifar10_c_fog_s{severity}", 10)
         assert (dataset.shape, dataset.mean) == ((3, 32, 32), (0.4914, 0.4822, 0.4465))
-    assert data.corruption_kinds("cifar10_c", tmp_path) == ["fog"]  # a part is named as a part
+    # A part is named as a part.
+    sets = data.corrupted_sets(toy(20, (3, 32, 32)), shifted("cifar10", tmp_path, "published", 30))
+    assert (sets.name, sets.kinds) == ("cifar10_c_1of19", ["fog"])
+    few = sets.read("fog", 2)
+    assert few.labels.bincount().tolist() == [3] * 10
+    assert (few.mean, few.std) == (toy().mean, toy().std)
     out = capsys.readouterr().out
     assert "CIFAR-10-C: lacks all or a part of gaussian_noise, shot_noise, " in out
-    np.save(folder / "labels.npy", (rows % 11).astype(np.uint8))
-    refuses("labels from 0 to 10", data.load_corrupted, "cifar10_c", "fog", 1, tmp_path)
-    np.save(folder / "labels.npy", np.zeros(10000, np.uint8))
-    np.save(folder / "snow.npy", np.zeros((3, 32, 32, 3), np.int16))
     (folder / "spatter.npy").write_bytes((folder / "fog.npy").read_bytes()[:100000])
-    for kind, says in (("fog", r"labels.npy.*\(10000,\), expected \(50000,\)"),
-                       ("snow", r"snow.npy.*int16 \(3, 32, 32, 3\), expected"),
-                       ("spatter", "spatter.npy: ")):
-        refuses(f"{says}.*get it from https", data.load_corrupted, "cifar10_c", kind, 1, tmp_path)
+    refuses("spatter.npy: .*get it from https", data.load_corrupted, "cifar10_c", "spatter", 1,
+            tmp_path)
+
+
+def shifted(dataset, data_dir="data", shift="computed", shift_examples=0, **changes):
+    return options(dataset, data_dir, shift=shift, shift_examples=shift_examples, **changes)
 
 
 def test_missing_severities(tmp_path, capsys):
@@ -374,27 +512,58 @@ def test_missing_severities(tmp_path, capsys):
         for kind in ("zoom_blur", "spatter"):
             save_png(tmp_path / "imagenet-c" / kind / str(severity) / "n01" / "a.png")
     save_png(tmp_path / "imagenet-c" / "frost" / "4" / "n01" / "a.png")
-    kinds = data.corruption_kinds("imagenet_c", tmp_path)
+    save_png(tmp_path / "imagenet" / "val" / "n01" / "a.png")
+    test = load("imagenet", "test", tmp_path)
+    sets = data.corrupted_sets(test, shifted("imagenet", tmp_path, "published"))
     out = capsys.readouterr().out
-    assert kinds == ["zoom_blur", "spatter"]
+    assert (sets.name, sets.kinds) == ("imagenet_c_2of19", ["zoom_blur", "spatter"])
     assert "snow, frost, fog" in out and "zoom" not in out
-    assert data.corrupted_name("imagenet_c", kinds) == "imagenet_c_2of19"
-    streamed = data.load_corrupted("imagenet_c", "spatter", 4, tmp_path)
+    streamed = sets.read("spatter", 4)
     assert (streamed.shape, streamed.resize, len(streamed)) == ((3, 224, 224), 224, 1)
+    assert streamed.name == "imagenet_c_spatter_s4"
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "glyphs"])  # of glyphs, none was published
+def test_corrupted_sets_that_are_not_found(tmp_path, dataset):
+    args = shifted(dataset, tmp_path, "published")
+    assert data.corrupted_sets(toy(), args) is None
+    args.explicit = {"shift"}
+    refuses(f"--shift published: {dataset}_c not found; use --shift none or computed",
+            data.corrupted_sets, toy(), args)
+    assert data.corrupted_sets(toy(), shifted(dataset, shift="none")) is None
+
+
+def test_computed_sets(tmp_path):
+    name = write_folder(tmp_path / "pets", train=("ab", 3), test=("ab", 4))
+    streamed = load(name, "test", image_size=70)
+    for test, expected in ((load("glyphs", "test"), "glyphs_c"), (toy(), "toy_computed_c"),
+                           (streamed, "pets_computed_c")):
+        sets = data.corrupted_sets(test, shifted("any", shift_examples=6))
+        assert (sets.name, sets.kinds) == (expected, list(data.CORRUPTIONS))
+        few = sets.read("shot_noise", 2)
+        clean = data.stratified_subset(test, 6)
+        assert (len(few), few.name) == (6, f"{test.name}_computed_shot_noise_s2")
+        if isinstance(clean, StreamedSet):
+            clean = clean.in_memory()
+        assert torch.equal(few.images, data.corrupted(clean, "shot_noise", 2).images)
+    whole = data.corrupted_sets(toy(), shifted("any"))
+    assert len(whole.read("contrast", 1)) == len(toy())
+    refuses("--shift computed corrupts images, but toy has features", data.corrupted_sets,
+            toy(9, (3, 1, 1)), shifted("any"))
 
 
 # ---- Folders -------------------------------------------------------------------------------
 
 
-def write_tiny_imagenet(data_dir, place, corrupted):
-    root = data_dir / place
+def write_tiny_imagenet(data_dir):
+    root = data_dir / "tiny-imagenet-200"
     for k, wnid in enumerate(("n02", "n01")):  # an order that sorting would change
         for i in range(5):
             size = (64, 64, 3) if i else (64, 64)  # some are grey
             array = np.full(size, 100 * k + 10 * i, np.uint8)
             save_png(root / "train" / wnid / "images" / f"{wnid}_{i}.JPEG", array)
         array = np.full((64, 64, 3), 20 + 180 * k, np.uint8)
-        save_png(data_dir / corrupted / "fog" / "2" / wnid / "a.JPEG", array)
+        save_png(data_dir / "Tiny-ImageNet-C" / "fog" / "2" / wnid / "a.JPEG", array)
     notes = ""
     for i, wnid in enumerate(("n01", "n02", "n01")):
         save_png(root / "val" / "images" / f"val_{i}.JPEG",
@@ -402,20 +571,11 @@ def write_tiny_imagenet(data_dir, place, corrupted):
         notes += f"val_{i}.JPEG\t{wnid}\t0\t0\t9\t9\n"
     (root / "wnids.txt").write_text("n02\nn01\n")
     (root / "val" / "val_annotations.txt").write_text(notes)
-    if root.parent.name == "TinyImageNet":  # the published repository has one outside, too
-        (root.parent / "wnids.txt").write_text("n02\nn01\n")
-    return root
 
 
-@pytest.mark.parametrize("place, corrupted", [
-    ("tiny-imagenet-200", "Tiny-ImageNet-C"),
-    ("TinyImageNet/tiny-imagenet-200", "TinyImageNet/corrupt")])
-def test_tiny_imagenet(tmp_path, place, corrupted, capsys):
-    root = write_tiny_imagenet(tmp_path, place, corrupted)
-    for _ in range(2):
-        pool = load("tiny_imagenet", "train", tmp_path, val_fraction=0)
-    out = capsys.readouterr().out
-    assert out == f"note: {root}/train has 10 images; 100,000 were published\n"
+def test_tiny_imagenet(tmp_path):
+    write_tiny_imagenet(tmp_path)
+    pool = load("tiny_imagenet", "train", tmp_path)
     assert (pool.shape, len(pool), pool.classes) == ((3, 64, 64), 10, ("n02", "n01"))
     assert torch.equal(pool.images[:, :, 32, 32].float().mean(1) >= 95, pool.labels == 1)
     assert pool.mean == pytest.approx((0.480308, 0.448139, 0.397633), abs=1e-6)
@@ -427,12 +587,13 @@ def test_tiny_imagenet(tmp_path, place, corrupted, capsys):
     fog = data.load_corrupted("tiny_imagenet_c", "fog", 2, tmp_path)
     assert fog.labels.tolist() == [0, 1]  # as in wnids.txt
     assert fog.images[:, 0, 0, 0].tolist() == [20, 200]
-    assert data.corruption_kinds("tiny_imagenet_c", tmp_path) == []  # not all severities
+    args = shifted("tiny_imagenet", tmp_path, "published")
+    assert data.corrupted_sets(test, args) is None  # not all severities
     # Corrupted images have all that the clean ones have, and are prepared as these are.
     large = load("tiny_imagenet", "test", tmp_path, image_size=128)
     fog = data.load_corrupted("tiny_imagenet_c", "fog", 2, tmp_path,
-                              preparation=large.preparation)
-    assert fog.preparation == large.preparation and fog.shape == (3, 128, 128)
+                              transform=large.transform)
+    assert fog.transform == large.transform and fog.shape == (3, 128, 128)
 
 
 def write_folder(root, **parts):
@@ -449,9 +610,7 @@ def write_folder(root, **parts):
 def test_own_folder_is_never_tested_on_its_training_images(tmp_path):
     name = write_folder(tmp_path / "my pets!", train=("ab", 10), test=("ab", 3))
     (tmp_path / "my pets!" / "train" / ".ipynb_checkpoints").mkdir()  # hidden: no class
-    train = load(name, "train", image_size=24)
-    val = load(name, "val", image_size=24)
-    test = load(name, "test", image_size=24)
+    train, val, test = splits_of(name, image_size=24)[:3]
     assert (len(train), len(val), len(test)) == (18, 2, 6)
     assert not set(train.files) & set(val.files)
     assert isinstance(train, ImageSet)
@@ -474,7 +633,7 @@ def test_own_folder_is_never_tested_on_its_training_images(tmp_path):
 ])
 def test_other_layouts_are_refused(tmp_path, parts, says):
     name = write_folder(tmp_path / "pets", **parts)
-    refuses(says, load, name, "val" if "test" in parts and "val" in parts else "test")
+    refuses(says, splits_of, name)
 
 
 def test_files_that_are_skipped_are_named(tmp_path, capsys):
@@ -482,11 +641,11 @@ def test_files_that_are_skipped_are_named(tmp_path, capsys):
     name = write_folder(root, train=("ab", 3), test=("ab", 1))
     for path in ("train/a/more/x.png", "train/a/more/deep/y.JPG", "train/loose.png",
                  "test/c/z.png"):  # c is no class of train
-        save_png(root / path)
+        save_png(root / path, noise(len(path)))
     (root / "train" / "b" / "notes.txt").write_text("no image")
     (root / "train" / "a" / "._0.png").write_text("hidden")
-    for split in ("train", "val", "train"):  # said once
-        assert len(load(name, split, val_fraction=0.5)) == 3
+    for _ in range(2):  # said once
+        assert len(load(name, "train")) == 6
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     assert "train: skipped 4 file(s) that are not of the types .jpg .jpeg .png " in out
@@ -496,19 +655,56 @@ def test_files_that_are_skipped_are_named(tmp_path, capsys):
     assert len(load(name, "ood")) == 12
 
 
-def test_links(tmp_path):
-    """A link that leads round in a circle, and parts that are links to others."""
+def test_links(tmp_path, capsys):
+    """Links that lead round in a circle, nowhere or to themselves, and splits that share files."""
     name = write_folder(tmp_path / "pets", train=("ab", 3), test=("ab", 2), more=("ab", 1))
     root = tmp_path / "pets"
     (root / "more" / "a" / "round").symlink_to(root / "more")
     (root / "more" / "gone.png").symlink_to("nowhere")
+    (root / "more" / "self.png").symlink_to("self.png")
     assert load(f"folder:{root}/more", "ood").files == ("a/0.png", "b/0.png")
+    assert capsys.readouterr().out == (
+        f"folder:{root}/more: skipped 2 link(s) that lead nowhere, the first of them: gone.png, "
+        "self.png\n")
     (root / "test" / "b" / "copy.png").symlink_to(root / "train" / "b" / "2.png")
     refuses("pets: test and train share images, by a link", load, name, "test")
     (root / "test").rename(root / "old")
-    for part in ("test", "val"):
-        (root / part).symlink_to(root / "train")
-        refuses(f"pets: {part} and train share images", load, name, part)
+    for folder in ("test", "val"):
+        (root / folder).symlink_to(root / "train")
+        refuses(f"pets: {folder} and train share images", load, name, folder)
+
+
+def test_a_link_that_points_to_itself_is_no_folder(tmp_path):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for split in ("train", "test", "ood"):
+        refuses("loop not found, or not a folder", load, f"folder:{loop}", split)
+    refuses("loop not found", splits_of, f"folder:{loop}")
+    refuses("loop not found", data.predict_set, f"folder:{loop}", toy())
+    name = write_folder(tmp_path / "pets", train=("ab", 9), test=("ab", 2))
+    (tmp_path / "pets" / "val").symlink_to("val")
+    (tmp_path / "pets" / "train" / "c").symlink_to("c")
+    splits = splits_of(name)
+    assert (len(splits.train), len(splits.val), splits.train.num_classes) == (17, 1, 2)
+
+
+def test_test_images_that_are_also_training_images_are_counted(tmp_path, capsys):
+    root = tmp_path / "pets"
+    name = write_folder(root, train=("ab", 12), test=("ab", 3))
+    data.load(name, "test")
+    assert capsys.readouterr().out == ""
+    for c, place in (("a", "b/new name"), ("b", "b/1")):  # an image may be in another class
+        (root / "test" / f"{place}.png").write_bytes((root / "train" / c / "2.png").read_bytes())
+    images = np.full((40, 30, 3), 111, np.uint8)  # the same pixels, in another format
+    Image.fromarray(images).save(root / "test" / "a" / "9.bmp")
+    for _ in range(2):  # said once
+        assert len(data.load(name, "test")) == 8
+    assert capsys.readouterr().out == (
+        f"note: folder {root}: 2 of 8 images in test are also in train, which makes results look "
+        "better than they are; the first of them: test/b/1.png, test/b/new name.png\n")
+    os.link(root / "train" / "a" / "3.png", root / "test" / "a" / "hard.png")
+    load(name, "test")
+    assert "3 of 9 images in test are also in train" in capsys.readouterr().out
 
 
 def test_names_that_are_not_utf8_and_pipes(tmp_path):
@@ -593,7 +789,7 @@ def test_streamed_set_evaluates_in_order(imagenet):
 
 def test_streamed_augmentation_depends_on_seed_epoch_and_row_alone(imagenet, as_rank):
     state = torch.get_rng_state()
-    dataset = load("imagenet", "train", imagenet, val_fraction=0)
+    dataset = load("imagenet", "train", imagenet)
     dataset = replace(dataset, shape=(3, 24, 24))
 
     def make(seed=4):
@@ -613,37 +809,56 @@ def test_streamed_augmentation_depends_on_seed_epoch_and_row_alone(imagenet, as_
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_preparation_is_that_of_torchvision_s_weights(imagenet, tmp_path):
-    from torchvision.models import ResNet18_Weights
+def test_transforms_of_torchvision():
+    imagenet = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    bilinear = InterpolationMode.BILINEAR
+
+    def of(model, weights=None, image_size=None):
+        return data.transform_of(options("x", model=model, weights=weights, image_size=image_size))
+
+    assert of("torchvision/resnet50") == (224, 232, *imagenet, bilinear)
+    assert of("torchvision/efficientnet_b3") == (300, 320, *imagenet, InterpolationMode.BICUBIC)
+    assert of("torchvision/efficientnet_b3", image_size=300) == of("torchvision/efficientnet_b3")
+    assert of("torchvision/efficientnet_b3", "none", 224) == (224, 256, *imagenet, bilinear)
+    assert of("torchvision/resnet18", "DEFAULT", 96) == (96, 110, *imagenet, bilinear)
+    assert of("resnet18") is None
+
+
+def test_images_are_transformed_as_torchvision_does(tmp_path):
+    from torchvision.models import EfficientNet_B3_Weights
     name = write_folder(tmp_path / "pets", train=("ab", 10), test=("ab", 2))
     wide = np.arange(120, dtype=np.uint8).reshape(10, 12).repeat(30, 0).repeat(40, 1)
     save_png(tmp_path / "odd" / "x.png", wide)
     save_png(tmp_path / "pets" / "test" / "a" / "wide.png", wide)
-    want = ResNet18_Weights.DEFAULT.transforms(crop_size=96, resize_size=128, mean=(0.1, 0.2, 0.3),
-                                               interpolation=InterpolationMode.BICUBIC)
-    preparation = data.Preparation(96, 128, (0.1, 0.2, 0.3), tuple(want.std),
-                                   InterpolationMode.BICUBIC)
+    want = EfficientNet_B3_Weights.DEFAULT.transforms(crop_size=96, resize_size=102)
     odd = f"folder:{tmp_path}/odd"
-    sets = load_sets(name, image_size=33, preparation=preparation, ood=[odd, "glyphs_letters"],
-                     predict=odd)
-    for dataset in (sets.train, sets.val, sets.test, sets.ood["odd"], sets.predict):
-        assert (dataset.shape, dataset.resize) == ((3, 96, 96), 128)
+
+    def statistics(_):
+        raise AssertionError("the weights have statistics of their own")
+
+    args = options(name, model="torchvision/efficientnet_b3", image_size=96, predict=odd,
+                   ood=[odd, "glyphs_letters"])
+    splits = load_splits(args, 1, statistics=statistics)
+    for dataset in (splits.train, splits.val, splits.test, splits.ood["odd"], splits.predict):
+        assert (dataset.shape, dataset.resize) == ((3, 96, 96), 102)
         images = torch.cat([batch.images for batch in Loader(dataset, 50).epoch()])
         expected = [want(Image.open(dataset.root / file).convert("RGB")) for file in dataset.files]
         torch.testing.assert_close(images, torch.stack(expected), atol=1e-5, rtol=1e-5)
-    letters = sets.ood["glyphs_letters"]
-    assert (letters.shape, letters.mean) == ((3, 96, 96), (0.1, 0.2, 0.3))
+    letters = splits.ood["glyphs_letters"]
+    assert (letters.shape, letters.mean) == ((3, 96, 96), splits.train.mean)
     # Sets in memory keep their size, which the network changes; grey ones become RGB.
-    glyphs = load("glyphs", "train", image_size=96, preparation=preparation)
-    assert (glyphs.shape, glyphs.mean, glyphs.std) == ((3, 28, 28), *preparation[2:4])
-    small = load(name, "test", preparation=preparation._replace(crop=8, resize=9))
+    args = options("glyphs", model=args.model, image_size=96)
+    glyphs = load_splits(args, 1, statistics=statistics).train
+    assert (glyphs.shape, glyphs.mean, glyphs.std) == ((3, 28, 28), *data.transform_of(args)[2:4])
+    transform = data.Transform(8, 9, (0.1, 0.2, 0.3), (0.5, 0.5, 0.5))
+    small = load(name, "test", transform=transform)
     assert (type(small), small.shape, small.mean) == (ImageSet, (3, 8, 8), (0.1, 0.2, 0.3))
 
 
 def test_an_unreadable_file_is_named_by_a_worker(tmp_path):
     for name in ("imagenet/train/n0/a", "imagenet/train/n1/a"):
         save_png(tmp_path / f"{name}.png")
-    dataset = load("imagenet", "train", tmp_path, val_fraction=0)
+    dataset = load("imagenet", "train", tmp_path)
     (tmp_path / "imagenet" / "train" / "n1" / "a.png").write_bytes(b"no image")
     for workers in (0, 1):
         refuses(r"^\S*n1.a.png: unreadable",
@@ -653,6 +868,53 @@ def test_an_unreadable_file_is_named_by_a_worker(tmp_path):
         Image.fromarray(np.zeros((9, 9), kind)).save(tmp_path / mode / "1.tif")
         refuses(f"unreadable .pixels of mode {mode}, expected 8 bits", load,
                 f"folder:{tmp_path}/{mode}", "ood")
+
+
+class Faulty(StreamedSet):
+    """Images on which a worker ends as its name says."""
+
+    def __getitem__(self, row):
+        if self.name.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, self.name))
+        raise RuntimeError(self.name)
+
+
+@pytest.mark.parametrize("fault, says", [
+    ("SIGBUS", "too little shared memory .*--workers 0"),
+    ("SIGKILL", "worker was killed, .*--workers 0"),
+    ("unable to open shared memory object </torch_1_2> in read-write mode: No space left on device "
+     "(28)", "too little shared memory .*--workers 0"),
+    ("unable to write to file </torch_1_2_3>: No space left on device (28)",
+     "too little shared memory .*--workers 0")])
+def test_a_worker_without_memory_ends_in_one_line(imagenet, fault, says):
+    whole = load("imagenet", "test", imagenet, image_size=70)
+    dataset = Faulty(**{field.name: getattr(whole, field.name) for field in fields(whole)})
+    dataset = replace(dataset, name=fault)
+    refuses(says, lambda: list(Loader(dataset, 2, workers=1).epoch()))
+
+
+def test_other_errors_of_a_worker_are_told_with_their_traceback(imagenet):
+    whole = load("imagenet", "test", imagenet, image_size=70)
+    dataset = Faulty(**{field.name: getattr(whole, field.name) for field in fields(whole)})
+    for workers in (0, 1):
+        with pytest.raises(RuntimeError, match="imagenet"):
+            next(Loader(dataset, 2, workers=workers).epoch())
+
+
+def test_evaluation_batches_of_files_are_those_of_training(imagenet):
+    streamed = load("imagenet", "test", imagenet, image_size=70)
+    args = options("imagenet", batch_size=4)
+    assert [b.global_size for b in data.evaluation_loader(streamed, args).epoch()] == [4, 4, 1]
+    images = toy(1000, (1, 2, 2), mean=(0.5,), std=(0.5,))
+    for sizes, batch_size, changes in (([512, 488], 4, {}), ([700, 300], 700, {}),
+                                       ([100] * 10, 4, {"batch_size": 100})):
+        args.batch_size = batch_size
+        loader = data.evaluation_loader(images, args, **changes)
+        assert [b.global_size for b in loader.epoch()] == sizes
+        assert torch.equal(torch.cat([b.index for b in loader.epoch()]), torch.arange(1000))
+    assert loader.format == torch.channels_last
+    plain = data.evaluation_loader(images, args, channels_last=False, drop_last=True)
+    assert plain.format == torch.contiguous_format and len(plain) == 1
 
 
 # ---- Loader --------------------------------------------------------------------------------
@@ -716,6 +978,27 @@ def test_length_of_an_epoch(options, sizes):
         assert torch.equal(batch.index, same.index)
 
 
+@pytest.mark.parametrize("n, options, sizes", [
+    (33, {"shuffle": True}, [8, 8, 8, 9]), (9, {"shuffle": True, "augment": "crop_flip"}, [9]),
+    (33, {}, [8, 8, 8, 8, 1]), (34, {"shuffle": True}, [8, 8, 8, 8, 2]),
+    (33, {"shuffle": True, "drop_last": True}, [8, 8, 8, 8]),
+    (33, {"shuffle": True, "limit_steps": 2}, [8, 8]),
+    (33, {"shuffle": True, "limit_steps": 4}, [8, 8, 8, 9]),
+    (1, {"shuffle": True}, [1])])
+def test_a_last_training_batch_of_one_image_joins_the_batch_before(n, options, sizes):
+    """Batch norm cannot train on one image."""
+    loader = Loader(toy(n), 8, seed=2, **options)
+    batches = list(loader.epoch(1))
+    assert [b.global_size for b in batches] == [len(b.images) for b in batches] == sizes
+    assert len(loader) == len(sizes)
+    order = torch.cat([b.index for b in batches])
+    if options.get("shuffle"):
+        want = torch.randperm(n, generator=data._loader_generator(2, 1))
+        assert torch.equal(order, want[:len(order)])
+    one_by_one = list(Loader(toy(3), 1, shuffle=True).epoch())
+    assert [b.global_size for b in one_by_one] == [1, 1, 1]
+
+
 def test_keys_of_loaders_share_nothing():
     keys = [(a,) for a in range(5)]
     keys += [(a, b) for a in range(5) for b in range(5)]
@@ -746,7 +1029,8 @@ def pictures():
     """Grey glyphs and smooth coloured images, uint8, 28x28 and 32x32."""
     coarse = torch.rand(60, 3, 5, 5, generator=torch.Generator().manual_seed(0))
     smooth = F.interpolate(coarse, (32, 32), mode="bicubic", align_corners=False).clamp(0, 1)
-    return load("glyphs", "test", limit=60).images, (smooth * 255).byte()
+    glyphs = data.stratified_subset(load("glyphs", "test"), 60)
+    return glyphs.images, (smooth * 255).byte()
 
 
 RANDOM = ("gaussian_noise", "shot_noise", "impulse_noise", "motion_blur", "occlusion", "rotation",
@@ -798,25 +1082,23 @@ def test_corruption_directions():
 # ---- OOD data and sets to predict ----------------------------------------------------------
 
 
-def test_match_takes_channels_size_and_statistics(imagenet):
+def test_convert_like_takes_channels_size_and_statistics(imagenet):
     grey = toy(5, (1, 28, 28), mean=(0.1,), std=(0.3,))
     colour = toy(5, (3, 32, 32), seed=1)
-    up = match(grey, colour)
-    down = match(colour, grey)
+    up = convert_like(grey, colour)
+    down = convert_like(colour, grey)
     assert (up.name, up.shape, up.images.dtype) == ("toy", (3, 32, 32), torch.uint8)
     assert (up.mean, up.std) == (colour.mean, colour.std)
     assert torch.equal(up.images, up.images[:, :1].expand(-1, 3, -1, -1))
     assert down.shape == (1, 28, 28)
     assert (down.mean, down.std) == (grey.mean, grey.std)
-    small = match(colour, toy(1, (1, 32, 32)))
+    small = convert_like(colour, toy(1, (1, 32, 32)))
     r, g, b = colour.images.float().unbind(1)
     assert (small.images[:, 0] - (0.299 * r + 0.587 * g + 0.114 * b)).abs().max() <= 0.55
     want = F.interpolate(colour.images.double(), (16, 16), mode="bilinear", antialias=True)
-    assert (match(colour, toy(1, (3, 16, 16))).images - want).abs().max() <= 0.51
-    refuses("images and features cannot be compared", match, colour, toy(3, (5, 1, 1)))
+    assert (convert_like(colour, toy(1, (3, 16, 16))).images - want).abs().max() <= 0.51
     streamed = load("imagenet", "test", imagenet, image_size=32)
-    assert match(streamed, colour).mean == (0.4, 0.5, 0.6)
-    refuses("image_size=8", match, streamed, toy())
+    assert convert_like(streamed, colour).mean == (0.4, 0.5, 0.6)
 
 
 def test_ood_sets(tmp_path, capsys):
@@ -839,6 +1121,17 @@ def test_ood_sets(tmp_path, capsys):
     refuses("dataset .. is unknown", data.ood_sets, [""], train)
     assert not data.ood_sets(["glyphs"], train)
     assert "another set of this run is called glyphs" in capsys.readouterr().out
+    for name in ("nonsense", f"folder:{tmp_path}/odd one"):
+        refuses("has images, but toy has features", data.ood_sets, [name], toy(9, (3, 1, 1)))
+
+
+@pytest.mark.parametrize("name", ["train", "val", "test", "predict"])
+def test_other_sets_never_have_the_name_of_a_split(tmp_path, name):
+    save_png(tmp_path / "new" / name / "b" / "x.png")
+    path = f"folder:{tmp_path}/new/{name}"
+    assert list(data.ood_sets([path], toy())) == [f"new_{name}"]
+    assert data.predict_set(path, toy()).name == f"new_{name}"
+    assert data.predict_set(f"folder:{tmp_path}/new", toy()).name == "new"
 
 
 def test_predict_set_knows_labels_by_class_names(tmp_path):
@@ -860,9 +1153,9 @@ def test_predict_set_knows_labels_by_class_names(tmp_path):
 
 def test_nonsense_is_prepared_like_the_training_set(tmp_path):
     own = write_folder(tmp_path / "own", train=("ab", 9), test=("ab", 2))
-    prepared = data.preparation_of("torchvision/vit_b_16", "none", 40)
+    prepared = data.Transform(40, 44, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     for train in (toy(9, (3, 12, 20)), load(own, "train", image_size=70),
-                  load(own, "train", preparation=prepared),
+                  load(own, "train", transform=prepared),
                   replace(toy(9), images=toy(9).images / 255)):
         found = data.predict_set("nonsense", train)
         assert found.images.shape == (70, *train.shape) and found.images.dtype == torch.uint8
@@ -879,7 +1172,7 @@ def test_nonsense_is_prepared_like_the_training_set(tmp_path):
         is_white = (3 * row // 8 + 3 * column // 8) % 2
         assert (images["checkerboard-1"][:, row, column] == 255 * is_white).all()
         assert (images["stripes-1"][:, row, column] == 255 * (3 * row // 8 % 2)).all()
-    refuses("nonsense are images, but toy has features", data.predict_set, "nonsense",
+    refuses("nonsense has images, but toy has features", data.predict_set, "nonsense",
             toy(9, (3, 1, 1)))
 
 
@@ -890,14 +1183,17 @@ def read_on_two_machines(folder):
     """What each rank finds where it has a disk of its own: {case: result or error}."""
     common.start("cpu")
     disk = Path(folder) / str(common.rank())
-    train = load("glyphs", "train", limit=10)
-    results = {"kinds": data.corruption_kinds("cifar10_c", disk), "digest": data.digest(train),
+    train = data.stratified_subset(load("glyphs", "train"), 10)
+    corrupted = data.corrupted_sets(toy(), shifted("cifar10", disk, "published"))
+    splits = splits_of("glyphs", disk, limit_train=20, predict="nonsense")
+    assert len(splits.train) == 20
+    results = {"kinds": corrupted.kinds, "fingerprint": data.fingerprint(train),
+               "splits": splits.fingerprints,
                "ood": list(data.ood_sets([f"folder:{disk}/odd", "glyphs_letters"], train))}
     calls = {
         "folder": lambda: load(f"folder:{disk}/pets", "train"),
         "unreadable": lambda: load(f"folder:{disk}/broken", "ood"),
         "predict": lambda: data.predict_set(f"folder:{disk}/odd", train),
-        "features": lambda: data.feature_set(disk / "z.npz"),
         "text": lambda: data.load_text("sst2", "test", disk),
         "corrupted": lambda: data.load_corrupted("cifar10_c", "fog", 1, disk),
     }
@@ -915,7 +1211,6 @@ def test_machines_agree_on_what_is_there(tmp_path, ranks):
     for file in ("0/odd/x.png", "0/broken/x.png", "1/broken/x.png"):
         save_png(tmp_path / file)
     (tmp_path / "1" / "broken" / "x.png").write_text("no image")
-    np.savez(tmp_path / "0" / "z.npz", features=np.eye(3), labels=np.arange(3))
     (tmp_path / "0" / "SST-2").mkdir()
     for file in ("dev.tsv", "train.tsv", "test.tsv"):
         (tmp_path / "0" / "SST-2" / file).write_text("sentence\tlabel\ngood\t1\nbad\t0\n")
@@ -927,7 +1222,7 @@ def test_machines_agree_on_what_is_there(tmp_path, ranks):
     assert first["kinds"] == ["fog"]  # the main process decides
     assert first["ood"] == ["glyphs_letters"]
     for case, says in {"folder": "1/pets not found", "unreadable": "1/broken/x.png: unreadable",
-                       "predict": "1/odd not found", "features": "1/z.npz", "text": "1/SST-2",
+                       "predict": "1/odd not found", "text": "1/SST-2",
                        "corrupted": "1/CIFAR-10-C/fog.npy"}.items():
         assert says in first[case]
 
@@ -941,60 +1236,35 @@ def save_features(path, features, labels=None, names=None):
     return path
 
 
-def batch_of(dataset):
-    return next(Loader(dataset, len(dataset)).epoch()).images[:, :, 0, 0]
-
-
-def test_feature_set_is_standardised_by_the_loader(tmp_path):
-    # The third column varies little about a large mean, the last two are constant.
+def test_features_of_a_file(tmp_path):
     z = np.random.default_rng(0).normal((5, -300, 1.7e9), (2, 40, 1), (400, 3))
-    z = np.hstack([z, np.full((400, 1), 0.1), np.full((400, 1), 0.7)])
-    train = data.feature_set(save_features(tmp_path / "z.train.npz", z, np.arange(400) % 6))
-    assert (train.name, train.num_classes, train.shape) == ("z.train", 6, (5, 1, 1))
-    assert train.mean == pytest.approx(z.mean(0))
-    assert train.std == pytest.approx([*z.std(0)[:3], 1, 1])
-    batch = batch_of(train)
-    want = np.hstack([(z[:, :3] - z[:, :3].mean(0)) / z[:, :3].std(0), np.zeros((400, 2))])
-    assert batch.dtype == torch.float32
-    torch.testing.assert_close(batch, torch.tensor(want).float(), atol=1e-5, rtol=1e-5)
-    test = save_features(tmp_path / "test.npz", z[:5].astype(">f4"), np.arange(5, dtype="u1"))
-    test = data.feature_set(test, like=train)
-    assert (test.num_classes, test.mean, test.std) == (6, train.mean, train.std)
-    assert test.labels.tolist() == [0, 1, 2, 3, 4]
-    torch.testing.assert_close(batch_of(test)[:, :2], batch[:5, :2], atol=1e-4, rtol=0)
+    train = data.read_features(save_features(tmp_path / "a.npz", z, np.arange(400) % 6))
+    assert torch.equal(train.values, torch.tensor(z)) and len(train) == 400
+    assert train.labels.tolist() == [k % 6 for k in range(400)]
+    assert (train.classes, train.files) == ((), ())
+    few = save_features(tmp_path / "b.npz", z[:5].astype(">f4"), np.arange(5, dtype="u1"))
+    few = data.read_features(few, 3)
+    assert torch.equal(few.values, torch.tensor(z[:5].astype(np.float32)).double())
+    assert few.select([4, 1]).labels.tolist() == [4, 1]
+    bare = data.read_features(save_features(tmp_path / "c.npz", np.eye(3, dtype=int)))
+    assert bare.values.dtype == torch.float64 and bare.labels.tolist() == [-1] * 3
 
 
 def test_names_of_classes_and_rows(tmp_path):
     z = np.eye(4, 2)
     path = save_features(tmp_path / "a.npz", z, ["dog", "ant", "dog", "cat"], list("wxyz"))
-    train = data.feature_set(path)
+    train = data.read_features(path, labelled=True)
     assert (train.classes, train.labels.tolist()) == (("ant", "cat", "dog"), [2, 0, 2, 1])
     assert train.files == ("w", "x", "y", "z")
     # Names mean the same in another file, which may have fewer or others; numbers mean nothing.
-    less = save_features(tmp_path / "b.npz", z, ["dog", "dog", "cat", "cat"])
-    assert data.feature_set(less, train).labels.tolist() == [2, 2, 1, 1]
-    other = save_features(tmp_path / "c.npz", z, ["dog", "elk", "ant", "ant"], list("1234"))
-    predicted = data.predict_set(str(other), train)
-    assert predicted.labels.tolist() == [2, -1, 0, 0]
-    assert predicted.files == ("1", "2", "3", "4")
-    refuses(r"c.npz: 'labels' must be \[4\] classes of a", data.feature_set, other, train)
-    numbers = save_features(tmp_path / "d.npz", z, [0, 1, 2, 0])
-    assert data.predict_set(str(numbers), train).labels.tolist() == [-1] * 4
-    refuses("must be .* classes of a", data.feature_set, numbers, train)
+    for labels, want in ((["dog", "dog", "cat", "cat"], [2, 2, 1, 1]),
+                         (["dog", "elk", "ant", "ant"], [2, -1, 0, 0]), ([0, 1, 2, 0], [-1] * 4)):
+        other = save_features(tmp_path / "b.npz", z, labels, list("1234"))
+        other = data.read_features(other, 2, classes=train.classes)
+        assert other.labels.tolist() == want
+        assert (other.classes, other.files) == (train.classes, ("1", "2", "3", "4"))
     bad = save_features(tmp_path / "e.npz", z, [0, 1, 2, 0], ["x"])
-    refuses(r"e.npz: 'names' must be \[4\] texts", data.feature_set, bad)
-
-
-def test_features_as_ood_may_have_other_classes(tmp_path):
-    train = data.feature_set(save_features(tmp_path / "a.npz", np.eye(3, 2), [0, 1, 2]))
-    save_features(tmp_path / "b.npz", np.ones((3, 2)), [0, 2, 99])
-    save_features(tmp_path / "c.npz", np.ones((3, 2)))
-    sets = data.ood_sets([f"{tmp_path}/b.npz", f"{tmp_path}/c.npz"], train)
-    assert list(sets) == ["b", "c"]
-    assert (sets["c"].mean, sets["c"].num_classes) == (train.mean, 3)
-    assert data.predict_set(f"{tmp_path}/b.npz", train).labels.tolist() == [0, 2, -1]
-    assert data.predict_set(f"{tmp_path}/c.npz", train).labels.tolist() == [-1] * 3
-    refuses("cannot be compared", data.ood_sets, ["glyphs_letters"], train)
+    refuses(r"e.npz: 'names' must be \[4\] texts", data.read_features, bad)
 
 
 ROWS = np.ones((3, 2))
@@ -1003,29 +1273,110 @@ ROWS = np.ones((3, 2))
 @pytest.mark.parametrize("features, labels, says", [
     (np.ones((3, 2, 1)), [0, 1, 2], "'features' must be"),
     (np.ones((0, 2)), [], "'features' must be"),
-    (np.full((3, 2), np.nan), [0, 1, 2], "contain NaN"),
-    (np.full((3, 2), 1e200), [0, 1, 2], "exceed float32"),
+    (np.array([["a", "b"]]), [0], "'features' must be finite numbers"),
+    (np.full((3, 2), np.nan), [0, 1, 2], "'features' must be finite"),
+    (np.full((3, 2), 1e200), [0, 1, 2], "in the range of float32"),
     (ROWS, [0, 1, -1], "'labels' must be"),
     (ROWS, [0, 1, 10**12], "'labels' must be.*below 1,000,000"),
     (ROWS, [0, 1], r"'labels' must be \[3\]"),
     (ROWS, ["a", "b"], r"'labels' must be \[3\]")])
 def test_bad_features_and_labels(tmp_path, features, labels, says):
-    train = data.feature_set(save_features(tmp_path / "train.npz", np.eye(3, 2), [0, 1, 2]))
     path = save_features(tmp_path / "odd.npz", features, labels)
     refuses(f"odd.npz.*{says}", data.read_features, path)
-    refuses(f"odd.npz.*{says}", data.predict_set, str(path), train)
 
 
 def test_features_that_do_not_fit(tmp_path):
-    train = data.feature_set(save_features(tmp_path / "train.npz", np.eye(3, 2), [0, 1, 2]))
     path = save_features(tmp_path / "odd.npz", np.ones((3, 4)), [0, 1, 2])
-    refuses(r"must be \[N, 2\], not \[3, 4\]", data.feature_set, path, like=train)
-    path = save_features(tmp_path / "odd.npz", np.ones((3, 2)), [0, 1, 3])
-    refuses(r"'labels' must be \[3\] classes of train", data.feature_set, path, like=train)
+    refuses(r"must be \[N, 2\], not \[3, 4\]", data.read_features, path, 2)
     path = save_features(tmp_path / "bare.npz", np.ones((3, 2)))
-    refuses("bare.npz needs the arrays features, labels; it has features", data.feature_set, path)
+    needs = "bare.npz needs the arrays features, labels; it has features"
+    refuses(needs, partial(data.read_features, path, labelled=True))
     (tmp_path / "text.npz").write_text("text")
-    refuses("text.npz is not a readable .npz file", data.load_arrays, tmp_path / "text.npz", ["a"])
+    refuses("text.npz is not a readable .npz file", data.read_features, tmp_path / "text.npz")
+    np.save(tmp_path / "one.npy", ROWS)
+    refuses("one.npy is not a readable .npz file", data.read_features, tmp_path / "one.npy")
+    refuses("file not found: .*none.npz", data.read_features, tmp_path / "none.npz")
+
+
+# ---- Features of a frozen network ----------------------------------------------------------
+
+SMALL = "torchvision/shufflenet_v2_x0_5"
+
+
+def image_set(name, n, **given):
+    images = torch.from_numpy(noise(n, (n, 3, 12, 12)))
+    return ImageSet(name, images, torch.arange(n) % 4, 4, (0.4, 0.5, 0.6), (0.2, 0.3, 0.2),
+                    classes=("a", "b", "c", "d"), **given)
+
+
+def image_splits():
+    train = image_set("train", 150, groups=torch.arange(150) // 2,
+                      label_probs=torch.full((150, 4), 0.25))
+    mine = image_set("mine", 3, files=("1.png", "2.png", "3.png"))
+    return data.Splits(train, None, image_set("test", 30), {"far": image_set("far", 5)}, mine, {})
+
+
+def frozen_options(weights="none"):
+    return options("any", model=SMALL, weights=str(weights), freeze=True, image_size=16)
+
+
+def frozen_in_a_process(weights):
+    if "RANK" in os.environ:
+        common.start("cpu")
+    frozen = data.frozen_features(image_splits(), frozen_options(weights))
+    return [frozen.train.images, frozen.test.images, frozen.ood["far"].images,
+            torch.tensor(frozen.train.mean)]
+
+
+def test_frozen_features_are_those_of_a_direct_forward():
+    args = frozen_options()
+    splits = image_splits()
+    frozen = data.frozen_features(splits, args)
+    torch.manual_seed(1)
+    backbone, _ = common.pretrained_network(args, 4, (3, 12, 12))
+    pairs = [(splits.train, frozen.train), (splits.test, frozen.test),
+             (splits.predict, frozen.predict), (splits.ood["far"], frozen.ood["far"])]
+    for images, features in pairs:
+        batch = next(Loader(images, 500).epoch())
+        with torch.no_grad():
+            expected = backbone.eval()(batch.images)
+        assert features.is_features and features.images.dtype == torch.float32
+        assert torch.allclose(features.images[:, :, 0, 0], expected, atol=1e-5)
+        assert (features.mean, features.std) == (frozen.train.mean, frozen.train.std)
+        for field in ("name", "labels", "num_classes", "classes", "files", "groups"):
+            assert getattr(features, field) is getattr(images, field), field
+    # What the head sees: centred, with one scale for all features.
+    batch = next(Loader(frozen.train, 500).epoch())
+    assert batch.images.mean(0).abs().max() < 1e-3
+    assert batch.images.square().sum((1, 2, 3)).mean() == pytest.approx(512, abs=0.1)
+    assert len(set(frozen.train.std)) == 1
+    assert frozen.val is None and frozen.fingerprints == {}
+    assert frozen.backbone_bytes == sum(x.nbytes for x in backbone.state_dict().values())
+
+
+def test_the_cost_of_a_frozen_backbone_is_told(monkeypatch):
+    clock = iter([100.0, 100.3])
+    monkeypatch.setattr(data.time, "perf_counter", lambda: next(clock))
+    frozen = data.frozen_features(image_splits(), frozen_options())
+    assert frozen.backbone_ms == pytest.approx(2)  # 0.3 s for 150 images
+
+
+def test_splits_of_features():
+    args = frozen_options()
+    args.dataset, args.limit_train, args.batch_size = "glyphs", 60, 200
+    splits = load_splits(args, 1)
+    assert splits.summary().startswith("glyphs: 10 classes, 60 training, 1,000 held-out and 2,000 "
+                                       "test examples of 1024 features; always guessing")
+    assert splits.fingerprints["test data"] == splits_of(
+        "glyphs", model=SMALL, weights="none", image_size=16).fingerprints["test data"]
+    assert 0 < splits.backbone_ms < 1000
+
+
+def test_two_processes_have_the_features_of_one(ranks):
+    alone = frozen_in_a_process("none")
+    for others in ranks(frozen_in_a_process, "none"):
+        for ours, theirs in zip(alone, others):
+            assert torch.allclose(ours, theirs, atol=1e-5)
 
 
 # ---- Embedded sets -------------------------------------------------------------------------
@@ -1042,9 +1393,7 @@ EMBEDDED = {
 
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_embedded_sets(name):
-    train = load(name, "train")
-    val = load(name, "val")
-    test = load(name, "test")
+    train, val, test = splits_of(name)[:3]
     num_rows, num_test_rows, num_classes, labels, grey = EMBEDDED[name]
     assert len(train) + len(val) == num_rows
     assert abs(len(val) - num_rows // 10) < 100
@@ -1062,8 +1411,7 @@ def test_embedded_sets(name):
 
 @pytest.mark.parametrize("name", ["glyphs_ambiguous", "numbers_ambiguous"])
 def test_labels_of_blends_follow_their_distribution(name):
-    train = load(name, "train")
-    val = load(name, "val")
+    train, val = splits_of(name)[:2]
     probs = torch.cat([train.label_probs, val.label_probs])
     labels = torch.cat([train.labels, val.labels])
     assert torch.allclose(probs.sum(1), torch.ones(len(probs)))
@@ -1078,9 +1426,7 @@ def test_labels_of_blends_follow_their_distribution(name):
 
 
 def test_dirty_glyphs_are_clean_ones_and_blends():
-    train = load("dirty_glyphs", "train")
-    val = load("dirty_glyphs", "val")
-    test = load("dirty_glyphs", "test")
+    train, val, test = splits_of("dirty_glyphs")[:3]
     assert (test.label_probs.amax(1) == 1).tolist() == [True] * 2000 + [False] * 2000
     assert torch.equal(test.images[2000:], load("glyphs_ambiguous", "test").images)
     assert len(train.groups.unique()) + len(val.groups.unique()) == 8000 + 4000

@@ -15,8 +15,7 @@ from data import (Loader, MoleculeSet, SequenceLoader, TextSet, load_molecules, 
                   vocabulary)
 from test_data import as_rank, check_ranks, digest, refuses, toy  # noqa: F401  a fixture
 
-COLUMNS = [*"A B C mu alpha homo lumo gap r2 zpve u0 u298 h298 g298 cv".split(),
-           "u0_atom", "u298_atom", "h298_atom", "g298_atom"]  # as published
+COLUMNS = "A B C mu alpha homo lumo gap r2 zpve u0 u298 h298 g298 cv".split()  # as published
 
 
 def rows_of(values, sizes):
@@ -68,7 +67,7 @@ def test_ood_and_predicted_texts(tmp_path):
     assert list(sets) == ["reviews_finance"]
     assert sets["reviews_finance"].vocab == more.vocab
     refuses("sst2.*not found", data.ood_sets, ["sst2"], train, required=True)
-    refuses("cannot be compared with reviews", data.ood_sets, ["x.npz"], train)
+    refuses("dataset 'x.npz' is unknown", data.ood_sets, ["x.npz"], train)
     # Labels go by the names of classes: no report on a company is positive or negative.
     assert data.predict_set("reviews_finance", train).labels.unique().tolist() == [-1]
     assert data.predict_set("sst2", train, tmp_path).labels.tolist() == [1, 0]  # dev.tsv
@@ -181,13 +180,14 @@ def test_published_splits_where_test_is_labelled(tmp_path):
     assert train.vocab == val.vocab == test.vocab == vocabulary(SENTENCES)
     assert train.classes == ("negative", "positive")
     assert words_of(train)[3] == "[CLS] sentence d 3 [SEP]"
-    like = load_text("reviews", "val")
-    assert load_text("sst2", "test", tmp_path, like=like).vocab == like.vocab != train.vocab
-    few = data.evenly(train, 4)
+    reviews = load_text("reviews", "val")
+    test = load_text("sst2", "test", tmp_path, reference=reviews)
+    assert test.vocab == reviews.vocab != train.vocab
+    few = data.stratified_subset(train, 4)
     assert few.labels.bincount().tolist() == [2, 2]
     assert set(words_of(few)) < set(words_of(train))
-    assert data.digest(few) != data.digest(train) == data.digest(train.select(range(40)))
-    assert data.digest(replace(train, vocab=("x", *train.vocab[1:]))) != data.digest(train)
+    assert data.fingerprint(few) != data.fingerprint(train) == data.fingerprint(train.select(range(40)))
+    assert data.fingerprint(replace(train, vocab=("x", *train.vocab[1:]))) != data.fingerprint(train)
 
 
 def test_splits_where_glue_withholds_the_labels(tmp_path):
@@ -196,7 +196,7 @@ def test_splits_where_glue_withholds_the_labels(tmp_path):
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0)).tolist()
     whole = load_text("sst2", "train", tmp_path)
     for split, rows in (("train", sorted(order[4:])), ("val", order[:4])):
-        part = load_text("sst2", split, tmp_path, like=whole)
+        part = load_text("sst2", split, tmp_path, reference=whole)
         sentences = [pieces(SENTENCES[k], whole.vocab) for k in rows]
         assert words_of(part) == [" ".join(["[CLS]", *words, "[SEP]"]) for words in sentences]
         assert part.labels.tolist() == [k % 2 for k in rows]
@@ -213,14 +213,14 @@ def test_vocabulary_file(tmp_path):
     file.write_text("a\n" + "\n".join(VOCAB), encoding="utf-8")
     refuses("vocab.txt: expected BERT's", load_text, "sst2", "train", tmp_path, vocab_file=file)
     file.write_bytes(b"\xff\xfe")
-    refuses("vocab.txt: unreadable", data.read_vocabulary, file)
+    refuses("vocab.txt: damaged", data.read_vocabulary, file)
 
 
 @pytest.mark.parametrize("change, says", [
-    (dict(train="fine\t1\nno label\n"), "train.tsv, line 3: 'no label'; expected sentence<TAB>lab"),
-    (dict(train="fine\t1\nx\t2\n"), "train.tsv, line 3"),
-    (dict(train="a\t1\nb\t0\n \t1\n"), "train.tsv, line 4"),
-    (dict(train=""), "train.tsv: expected a header.*, and rows; get it from"),
+    (dict(train="fine\t1\nno label\n"), "train.tsv: damaged: line 3: 'no label'; expected senten"),
+    (dict(train="fine\t1\nx\t2\n"), "train.tsv: damaged: line 3"),
+    (dict(train="a\t1\nb\t0\n \t1\n"), "train.tsv: damaged: line 4"),
+    (dict(train=""), "train.tsv: damaged: expected a header.*, and rows; get it from"),
 ])
 def test_damaged_tsv(tmp_path, change, says):
     refuses("SST-2.test.tsv: not found.*https://", load_text, "sst2", "train", tmp_path)
@@ -228,13 +228,13 @@ def test_damaged_tsv(tmp_path, change, says):
     refuses(says, load_text, "sst2", "train", tmp_path)
     write_sst2(tmp_path, test=LABELLED)
     (tmp_path / "SST-2" / "dev.tsv").write_text("good\t1\n")
-    refuses("dev.tsv: expected a header sentence<TAB>label", load_text, "sst2", "val", tmp_path)
+    refuses("dev.tsv: damaged: expected a header sentence<TAB>label", load_text, "sst2", "val", tmp_path)
 
 
 def test_real_sst2(real_data):
     train = load_text("sst2", "train", real_data)
-    val = load_text("sst2", "val", real_data, like=train)
-    test = load_text("sst2", "test", real_data, like=train)
+    val = load_text("sst2", "val", real_data, reference=train)
+    test = load_text("sst2", "test", real_data, reference=train)
     assert (len(train), len(val), len(test)) == (65349, 2000, 872)
     assert train.labels.sum() + val.labels.sum() == 37569
     assert test.labels.sum() == 444
@@ -256,16 +256,15 @@ ATOMS = {
         ("H", "-0.5238", "1.4379", "0.9064")],
     2: [("N", "-0.0404", "1.0241", "0.0626"), ("H", "0.0173", "0.0125", "-0.0274"),
         ("H", "0.9158", "1.3587", "-0.0288"), ("H", "-0.5203", "1.3435", "-0.7755")]}
-KCAL = {1: -395.999567, 2: -276.861344}  # atomisation energies at 0 K
 HARTREE = 27.211386246
 
 
-def write_sdf(data_dir, numbers=(1, 2), rows=None, omitted="  99 CC\n", place="."):
+def write_sdf(data_dir, numbers=(1, 2), rows=None, omitted="  99 CC\n"):
     """Molecules gdb_N in the published layout: odd N are methane, even ones ammonia.
 
     `numbers`: N in the order of gdb9.sdf; `rows`: in that of gdb9.sdf.csv.
     """
-    folder = data_dir / "QM9" / place
+    folder = data_dir / "QM9"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "uncharacterized.txt").write_text("Molecules\n\n  Index SMILES\n" + omitted)
     blocks = []
@@ -278,16 +277,16 @@ def write_sdf(data_dir, numbers=(1, 2), rows=None, omitted="  99 CC\n", place=".
     lines = [",".join(["mol_id", *COLUMNS])]
     for number in rows or numbers:
         k = 2 - number % 2
-        lines.append(",".join([f"gdb_{number}", *PROPERTIES[k].split(), *[str(KCAL[k])] * 4]))
+        lines.append(",".join([f"gdb_{number}", *PROPERTIES[k].split()]))
     (folder / "gdb9.sdf.csv").write_text("\n".join(lines) + "\n")
     (folder / "gdb9.sdf").write_text("".join(blocks))
     return data_dir
 
 
-def load_whole(data_dir, target="u0"):
+def load_whole(data_dir):
     """The molecules by their numbers."""
     data._qm9.cache_clear()
-    return data._qm9(data_dir / "QM9", target)
+    return data._qm9(data_dir / "QM9")
 
 
 def test_sdf_and_units(tmp_path):
@@ -297,67 +296,40 @@ def test_sdf_and_units(tmp_path):
     assert whole.numbers.tolist() == [6, 1, 1, 1, 1, 7, 1, 1, 1]
     places = [[float(x) for x in atom[1:]] for k in (1, 2) for atom in ATOMS[k]]
     assert whole.positions.tolist() == places
-    atomisation = (-40.47893 + 37.846772 + 2.001092) * HARTREE
-    assert load_whole(tmp_path, "u0_atom").labels[0].item() == pytest.approx(atomisation, abs=1e-6)
+    assert whole.labels.tolist() == [-40.47893 * HARTREE, -56.525887 * HARTREE]
+    assert whole.references[[1, 8, 9]].tolist() == pytest.approx(
+        [-0.500273 * HARTREE, -75.064579 * HARTREE, -99.718730 * HARTREE])
+    # What is left to learn is a few eV per atom.
+    free = whole.references[whole.numbers].split([5, 4])
+    bound = whole.labels - torch.stack([atoms.sum() for atoms in free])
+    assert (bound < 0).all() and (bound > -20).all()
     (tmp_path / "QM9" / "uncharacterized.txt").unlink()
     data._qm9.cache_clear()
     refuses("uncharacterized.txt: not found", load_molecules, "qm9", "train", tmp_path)
 
 
-def test_molecules_are_joined_and_omitted_by_their_numbers(tmp_path, capsys):
-    """A part of the set, whose two files have different orders, and a molecule twice."""
+def test_molecules_are_joined_and_omitted_by_their_numbers(tmp_path):
+    """Some molecules, whose two files have different orders, and a molecule twice."""
     u0 = {1: -40.47893 * HARTREE, 2: -56.525887 * HARTREE}
     write_sdf(tmp_path, (7, 2, 5, 4, 7), rows=(4, 5, 7, 2), omitted="     2     C   C   -1.0\n\n")
     whole = load_whole(tmp_path)
     assert whole.sizes.tolist() == [4, 5, 5]  # 4, 5, 7
     assert whole.labels.tolist() == [u0[2], u0[1], u0[1]]
-    assert f"gdb9.sdf has 3 molecules; {130831:,} were published" in capsys.readouterr().out
     write_sdf(tmp_path, (7, 2), rows=(7, 3))
     refuses(r"its molecules \(2\) are not those of gdb9.sdf.csv \(2\)", load_whole, tmp_path)
-    write_sdf(tmp_path, (1, 2))
-    path = tmp_path / "QM9" / "gdb9.sdf"
-    path.write_text(path.read_text().replace("gdb_2", "gdb_1"))
-    refuses("gdb9.sdf: molecule 2: gdb_1 occurs twice, with different values", load_whole, tmp_path)
-
-
-@pytest.mark.parametrize("target", data.QM9_TARGETS)
-def test_each_target_is_read_from_its_column(tmp_path, target):
-    write_sdf(tmp_path)
-    whole = load_whole(tmp_path, target)
-    values = [*PROPERTIES[2].split(), *[KCAL[2]] * 4]
-    unit = data.QM9_TARGETS[target]
-    assert whole.labels[1].item() == float(values[COLUMNS.index(target)]) * unit
-    total = target in ("u0", "u298", "h298", "g298")
-    assert bool(whole.references.any()) == total
-    if total:
-        assert whole.references[8].item() == pytest.approx(-75.064579 * HARTREE)
-        # What is left to learn is a few eV per atom.
-        free = whole.references[whole.numbers].split([5, 4])
-        bound = whole.labels - torch.stack([atoms.sum() for atoms in free])
-        assert (bound < 0).all() and (bound > -20).all()
-
-
-def test_layout_of_pytorch_geometric(tmp_path):
-    write_sdf(tmp_path, range(1, 31), place="raw")
-    parts = [load_molecules("qm9", split, tmp_path) for split in ("train", "val", "test")]
-    assert [len(part) for part in parts] == [25, 3, 2]
-
 
 def test_published_split_of_the_whole_qm9(monkeypatch, tmp_path):
     n = 130831
     whole = MoleculeSet("qm9", torch.ones(n).long(), torch.zeros(n, 3).double(),
                         torch.ones(n).long(), torch.arange(n).double(), data.atom_references(),
-                        quantity="gap")
-    asked = []
-    monkeypatch.setattr(data, "_qm9", lambda _, target: asked.append(target) or whole)
-    write_sdf(tmp_path)
+                        quantity="U0")
+    monkeypatch.setattr(data, "_qm9", lambda _: whole)
     parts = [load_molecules("qm9", split, tmp_path).labels.long()
              for split in ("train", "val", "test")]
     assert [len(part) for part in parts] == [110000, 10000, 10831]
     assert torch.cat(parts).tolist() == np.random.default_rng(0).permutation(n).tolist()
     predicted = data.predict_set("qm9", whole, tmp_path)
     assert predicted.labels.equal(parts[2].double())
-    assert asked == ["u0", "u0", "u0", "gap"]
 
 
 def test_real_part_of_qm9(real_data):
@@ -374,17 +346,17 @@ def test_real_part_of_qm9(real_data):
 
 
 @pytest.mark.parametrize("file, old, new, says", [
-    ("gdb9.sdf", " N   0", " Si  0", "sdf: molecule 2: 'Si'"),
-    ("gdb9.sdf", "  5  0  0", "  0  0  0", "sdf: molecule 1: no atoms"),
-    ("gdb9.sdf", "  4  0  0", " -1  0  0", "sdf: molecule 2: no atoms"),
-    ("gdb9.sdf", "    1.0117", "       nan", "sdf: molecule 1: nan is not a finite number"),
-    ("gdb9.sdf", "1.4638", "1,4638", "sdf: molecule 1: .*1,4638"),
-    ("gdb9.sdf", "gdb_2", "ammonia", "sdf: molecule 2: .*ammonia"),
-    ("gdb9.sdf.csv", "u0", "U0", "csv: line 2: 'u0'"),
-    ("gdb9.sdf.csv", "gdb_2,", "gdb_2,1,", "csv: line 3: .*argument"),
-    ("gdb9.sdf.csv", "gdb_2,", "gdb_1,", "csv: line 3: gdb_1 occurs twice"),
-    ("gdb9.sdf.csv", "-40.47893,", "high,", "csv: line 2: .*high"),
-    ("gdb9.sdf.csv", "-56.525887", "inf", "csv: line 3: inf is not a finite number"),
+    ("gdb9.sdf", " N   0", " Si  0", "sdf: damaged: 'Si'"),
+    ("gdb9.sdf", "  5  0  0", "  0  0  0", "sdf: damaged: gdb_1 has no atoms"),
+    ("gdb9.sdf", "  4  0  0", " -1  0  0", "sdf: damaged: gdb_2 has no atoms"),
+    ("gdb9.sdf", "    1.0117", "       nan", "sdf: a number is not finite"),
+    ("gdb9.sdf", "1.4638", "1,4638", "sdf: damaged: .*1,4638"),
+    ("gdb9.sdf", "gdb_2", "ammonia", "sdf: damaged: .*ammonia"),
+    ("gdb9.sdf", "gdb_2", "gdb_1", r"its molecules \(1\) are not those of gdb9.sdf.csv \(2\)"),
+    ("gdb9.sdf.csv", "u0", "U0", "csv: damaged: 'u0'"),
+    ("gdb9.sdf.csv", "gdb_2,", "gdb_2,1,", "csv: damaged: .*argument"),
+    ("gdb9.sdf.csv", "-40.47893,", "high,", "csv: damaged: .*high"),
+    ("gdb9.sdf.csv", "-56.525887", "inf", "a number is not finite"),
 ])
 def test_damaged_sdf(tmp_path, file, old, new, says):
     path = write_sdf(tmp_path) / "QM9" / file
@@ -497,7 +469,7 @@ def test_embedded_molecules(name, low, high, want):
     assert len(torch.cat([train.labels, val.labels, test.labels]).unique()) == 5500
     assert train.sizes.unique().tolist() == list(range(low, high + 1))
     assert train.numbers.unique().tolist() == [1, 6, 7, 8]
-    assert torch.equal(train.references, data.atom_references("u0"))
+    assert torch.equal(train.references, data.atom_references())
     assert digest(torch.cat([test.numbers, test.sizes])) == want
     for row in range(0, 1000, 20):
         one = test.select([row])

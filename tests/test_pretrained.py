@@ -1,31 +1,39 @@
-"""Pretrained networks: heads, files of weights, image sizes, and features that are frozen."""
+"""Networks of torchvision and of the user: heads, files of weights, image sizes."""
 
 import copy
-import os
+import re
 from argparse import Namespace
 from collections import OrderedDict
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torchvision import models
-from torchvision.transforms import InterpolationMode
 
 import common
-import data
 
 SMALL = "torchvision/shufflenet_v2_x0_5"
-# The smallest network of each family, the images that it takes, and its number of features.
-FAMILIES = [
-    ("convnext_tiny", 32, 768), ("densenet121", 32, 1024), ("efficientnet_b0", 32, 1280),
-    ("googlenet", 32, 1024), ("inception_v3", 75, 2048), ("mobilenet_v3_small", 32, 1024),
-    ("regnet_x_400mf", 32, 400), ("resnet18", 32, 512), ("shufflenet_v2_x0_5", 32, 1024),
-    ("swin_t", 32, 768), ("vgg11", 32, 4096), ("vit_b_32", 32, 768)]
+# Of each family the smallest network, an image size for it, and its number of features.
+FAMILIES = {
+    "alexnet": (64, 4096), "convnext_tiny": (32, 768), "densenet121": (32, 1024),
+    "efficientnet_b0": (32, 1280), "efficientnet_v2_s": (32, 1280), "googlenet": (32, 1024),
+    "inception_v3": (75, 2048), "maxvit_t": (224, 512), "mnasnet0_5": (32, 1280),
+    "mobilenet_v2": (32, 1280), "mobilenet_v3_small": (32, 1024), "regnet_x_400mf": (32, 400),
+    "regnet_y_400mf": (32, 440), "resnet18": (32, 512), "resnext50_32x4d": (32, 2048),
+    "shufflenet_v2_x0_5": (32, 1024), "swin_t": (32, 768), "swin_v2_t": (32, 768),
+    "vgg11": (32, 4096), "vgg11_bn": (32, 4096), "vit_b_32": (32, 768),
+    "wide_resnet50_2": (32, 2048)}
 
 
-def network(model=SMALL, weights="none", num_classes=5, shape=(3, 32, 32), **options):
-    return data.pretrained_network(model, str(weights), num_classes, shape, **options)
+def options(model=SMALL, weights="none", **others):
+    return Namespace(**{"model": model, "weights": str(weights), "image_size": None, "epochs": 1,
+                        "freeze": False, "eval": False, **others})
+
+
+def network(model=SMALL, weights="none", num_classes=5, shape=(3, 32, 32), **others):
+    return common.pretrained_network(options(model, weights, **others), num_classes, shape)
 
 
 def saved(path, name="shufflenet_v2_x0_5", num_classes=5, seed=1):
@@ -38,44 +46,80 @@ def saved(path, name="shufflenet_v2_x0_5", num_classes=5, seed=1):
 
 def same_weights(net, state):
     """Whether a backbone and a state dict agree, but for the head."""
-    own = net.state_dict()
-    assert len(own) > 10
-    return all(torch.equal(value, state[name]) for name, value in own.items())
+    weights = net.state_dict()
+    assert len(weights) > 10
+    return all(torch.equal(value, state[name]) for name, value in weights.items())
+
+
+def family(name):
+    """resnet18 -> resnet, regnet_x_400mf -> regnet_x, vgg11_bn -> vgg_bn"""
+    stem = re.match(r"efficientnet_v2|(mobilenet|shufflenet|swin)_v2|mobilenet_v3|regnet_[xy]|"
+                    r"wide_resnet|[a-z]+", name)[0]
+    return stem + "_bn" * name.endswith("_bn")
+
+
+def test_the_table_of_families_is_complete():
+    names = models.list_models(module=models, exclude="squeezenet*")
+    assert len(FAMILIES) == 22
+    assert {family(name) for name in names} == {family(name) for name in FAMILIES}
 
 
 @pytest.fixture
 def quick_weights(monkeypatch):
-    """Initial weights that repeat 9973 random numbers: VGG's own ones take seconds."""
-    some = 0.03 * torch.randn(9973)
+    """Initial weights that repeat 9973 random numbers: VGG's take seconds."""
+    numbers = 0.03 * torch.randn(9973)
 
-    def fill(tensor, *args, **options):
+    def fill(tensor, *args, **kwargs):
         with torch.no_grad():
-            return tensor.copy_(some.repeat(tensor.numel() // 9973 + 1)[:tensor.numel()]
-                                .view_as(tensor))
+            repeated = numbers.repeat(tensor.numel() // 9973 + 1)[:tensor.numel()]
+            return tensor.copy_(repeated.view_as(tensor))
 
     for name in ("kaiming_normal_", "kaiming_uniform_", "normal_", "trunc_normal_", "uniform_"):
         monkeypatch.setattr(nn.init, name, fill)
 
 
-@pytest.mark.parametrize("name, size, dim", FAMILIES, ids=[row[0] for row in FAMILIES])
-def test_the_last_linear_layer_is_the_head_in_every_family(name, size, dim, quick_weights,
-                                                           monkeypatch):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_loads_makes_features_and_trains(name, quick_weights, tmp_path):
+    size, dim = FAMILIES[name]
+    arguments = {"image_size": size} if name.startswith("vit") else {}
+    if name in ("googlenet", "inception_v3"):
+        arguments = {"init_weights": False}
+    # Without memory, but for RegNet, whose constructor computes with tensors.
+    with torch.device("cpu" if name.startswith("regnet") else "meta"):
+        state = models.get_model(name, num_classes=7, **arguments).state_dict()
+    # Of each tensor one number is saved, because the files of all families have 3 GB.
+    for key, value in state.items():
+        number = torch.rand(()) / 10 + 0.01
+        state[key] = number.to(value.dtype).expand(value.shape)
+    torch.save(state, tmp_path / "net.pt")
+    backbone, head = network(f"torchvision/{name}", tmp_path / "net.pt", shape=(3, size, size))
+    assert same_weights(backbone, state)
+    assert type(head) is nn.Linear and head.weight.shape == (5, dim) and head.bias is not None
+    # In training mode, auxiliary classifiers would return more than features.
+    images = torch.randn(2, 3, size, size)
+    features = backbone.train()(images)
+    assert features.shape == (2, dim)
+    F.cross_entropy(head(features), torch.tensor([0, 3])).backward()
+    first, *_ = backbone.parameters()
+    assert head.weight.grad.isfinite().all() and first.grad.isfinite().all()
+    assert all(p.grad is not None for p in backbone.parameters())
+
+
+@pytest.mark.parametrize("name", ["densenet121", "mobilenet_v3_small", "vit_b_32"])
+def test_the_head_makes_the_logits_of_torchvisions_network(name, quick_weights, monkeypatch):
     built = []
     get_model = models.get_model
 
-    def recorded(*args, **options):
-        built.append(get_model(*args, **options))
+    def recorded(*args, **kwargs):
+        built.append(get_model(*args, **kwargs))
         return copy.deepcopy(built[0])
 
     monkeypatch.setattr(models, "get_model", recorded)
-    backbone, head = network(f"torchvision/{name}", shape=(3, size, size))
-    images = torch.randn(2, 3, size, size)
+    backbone, head = network(f"torchvision/{name}")
+    images = torch.randn(2, 3, 32, 32)
+    assert backbone.training
     with torch.no_grad():
-        features = backbone.eval()(images)
-        assert features.shape == (2, dim)
-        assert type(head) is nn.Linear and head.out_features == 5 and head.bias is not None
-        assert torch.equal(head(features), built[0].eval()(images))
-        assert backbone.train()(images).shape == (2, dim)  # no auxiliary outputs
+        assert torch.equal(head(backbone.eval()(images)), built[0].eval()(images))
 
 
 @pytest.mark.parametrize("name", ["squeezenet1_0", "fcn_resnet50", "r3d_18", "raft_small",
@@ -127,13 +171,97 @@ def test_files_with_and_without_the_auxiliary_classifiers_of_training(tmp_path):
         assert backbone.transform_input  # with weights, the network normalises
 
 
-def refusal(*args, **options):
+def refusal(*args, **others):
     """The line with which a network is refused."""
     with pytest.raises(common.UserError) as refused:
-        network(*args, **options)
+        network(*args, **others)
     message = str(refused.value)
     assert "\n" not in message and len(message) < 420 and "delete" not in message
     return message
+
+
+class Network(nn.Module):
+    """What every script trains: a backbone and a head."""
+
+    def __init__(self, backbone, head):
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+
+    def forward(self, x):
+        return self.head(self.backbone(x))
+
+
+def trained(name, num_classes=5, seed=3, shape=(3, 32, 32)):
+    torch.manual_seed(seed)
+    return Network(*network(f"torchvision/{name}", num_classes=num_classes, shape=shape))
+
+
+def checkpoint(path, net):
+    """A file such as the scripts save after each epoch."""
+    history = [{"epoch": 1, "loss": 0.5}]
+    torch.save({"net": net.state_dict(), "optimiser": {"state": {}}, "history": history}, path)
+    return path
+
+
+def same_state(net, other):
+    pairs = zip(net.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", ["shufflenet_v2_x0_5", "mnasnet0_5", "mobilenet_v3_small"])
+def test_a_checkpoint_of_any_script_loads(name, tmp_path, capsys):
+    """Whatever the names of torchvision's heads are; grey images add no names."""
+    model = f"torchvision/{name}"
+    net = trained(name, shape=(1, 28, 28))
+    assert {key.split(".")[0] for key in net.state_dict()} == {"backbone", "head"}
+    path = checkpoint(tmp_path / "net.pt", net)
+    assert same_state(Network(*network(model, path)), net)
+    assert same_state(Network(*network(model, path, epochs=0)), net)
+    other = Network(*network(model, path, num_classes=8))
+    assert same_state(other.backbone, net.backbone) and other.head.out_features == 8
+    # DDP and torch.compile add prefixes.
+    checkpoint(path, nn.ModuleDict({"module": nn.ModuleDict({"_orig_mod": net})}))
+    assert same_state(Network(*network(model, path)), net)
+
+
+def test_of_the_networks_of_an_ensemble_the_first_one_loads(tmp_path, capsys):
+    path = tmp_path / "net.pt"
+    nets = [trained("shufflenet_v2_x0_5", seed=seed) for seed in (1, 2, 3)]
+    for kind in (nn.ModuleList, lambda nets: nn.ModuleDict({"nets": nn.ModuleList(nets)}),
+                 lambda nets: nn.ModuleDict({"members": nn.ModuleList(nets)})):
+        common.print_once.cache_clear()
+        capsys.readouterr()
+        checkpoint(path, kind(nets))
+        assert same_state(Network(*network(SMALL, path)), nets[0])
+        assert capsys.readouterr().out == f"{path} holds 3 networks; the first one is used\n"
+        checkpoint(path, kind(nets[1:2]))
+        assert same_state(Network(*network(SMALL, path)), nets[1])
+        assert capsys.readouterr().out == ""
+
+
+def test_a_head_alone_and_other_networks_are_refused(tmp_path):
+    path = tmp_path / "net.pt"
+    net = trained("shufflenet_v2_x0_5")
+    for frozen in (Network(nn.Flatten(), net.head),
+                   nn.ModuleList([Network(nn.Flatten(), net.head)] * 2)):
+        assert "holds a head alone" in refusal(weights=checkpoint(path, frozen))
+    ours = Network(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten()), nn.Linear(7200, 5))
+    message = refusal(weights=checkpoint(path, ours))
+    assert "2 left over: conv1.0.weight" in message
+    # What is computed after training is no network.
+    torch.save({"mean": torch.ones(3), "inputs": {"teacher": "a"}}, path)
+    assert "'inputs' is no tensor" in refusal(weights=path)
+
+
+def test_eval_needs_the_file_of_a_frozen_backbone_alone(tmp_path):
+    absent = tmp_path / "absent.pt"
+    network(weights=absent, eval=True)  # a checkpoint has all weights
+    assert "absent.pt cannot be read" in refusal(weights=absent, eval=True, freeze=True)
+    assert "absent.pt cannot be read" in refusal(weights=absent, eval=True, epochs=0)
+    backbone, head = common.backbone_and_head(options(weights=absent, eval=True, epochs=0), {}, 5,
+                                              (3, 32, 32), epochs=1)
+    assert head.out_features == 5
 
 
 def test_what_does_not_fit_is_named(tmp_path):
@@ -142,22 +270,22 @@ def test_what_does_not_fit_is_named(tmp_path):
     state["extra.weight"] = state.pop("conv1.0.weight")
     state["loss.weight"] = torch.ones(3)
     torch.save(state, path)
-    assert "1 missing (conv1.0.weight); 2 left over (extra.weight, loss.weight)" in refusal(
-        weights=path)
+    assert f"--weights {path} does not fit {SMALL} (1 missing, 2 left over: conv1.0.weight); " in (
+        refusal(weights=path))
     # One name without the prefix does not hide what it is.
     state = {f"model.{name}": value for name, value in saved(path).items()}
     torch.save({**state, "n_averaged": torch.tensor(3)}, path)
-    assert ": 1 left over (n_averaged); " in refusal(weights=path)
+    assert "(0 missing, 1 left over: n_averaged)" in refusal(weights=path)
     # Two networks in one file: neither is taken for the other.
     both = {f"{prefix}.{name}": value for prefix in ("model", "net")
             for name, value in saved(path).items()}
     torch.save(both, path)
-    assert " missing (" in refusal(weights=path)
+    assert f"{len(state)} left over: net.conv1.0.weight" in refusal(weights=path)
     torch.save({name: value.char() for name, value in saved(path).items()}, path)
-    assert " integers (" in refusal(weights=path)
+    assert "conv1.0.weight holds integers (quantised?)" in refusal(weights=path)
     saved(path)
     message = refusal("torchvision/resnet18", path)
-    assert f"--weights {path} does not fit torchvision/resnet18: " in message
+    assert f"--weights {path} does not fit torchvision/resnet18 (" in message
 
 
 def test_files_that_are_no_state_dicts(tmp_path):
@@ -180,7 +308,7 @@ def test_files_that_are_no_state_dicts(tmp_path):
 def test_a_file_of_1000_classes_gets_a_new_head(tmp_path, capsys):
     path = tmp_path / "net.pt"
     state = saved(path, num_classes=1000)
-    data._print_once.cache_clear()
+    common.print_once.cache_clear()
     heads = []
     for seed in (5, 5, 6):
         torch.manual_seed(seed)
@@ -191,8 +319,8 @@ def test_a_file_of_1000_classes_gets_a_new_head(tmp_path, capsys):
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
     assert capsys.readouterr().out == f"{SMALL}: new head: 8 classes instead of 1000\n"
     # Without training, the new head would be random.
-    assert "train a new head" in refusal(weights=path, num_classes=8, is_trained=False)
-    network(weights=path, num_classes=1000, is_trained=False)
+    assert "train a new head" in refusal(weights=path, num_classes=8, epochs=0)
+    network(weights=path, num_classes=1000, epochs=0)
     assert "head is taken for class k of the data; classes in fold" in capsys.readouterr().out
 
 
@@ -238,18 +366,6 @@ def test_the_versions_of_layers_are_kept(tmp_path):
 # ---- Sizes --------------------------------------------------------------------------------------
 
 
-def test_preparation():
-    imagenet = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    bilinear = InterpolationMode.BILINEAR
-    of = data.preparation_of
-    assert of("torchvision/resnet50", "DEFAULT") == (224, 232, *imagenet, bilinear)
-    assert of("torchvision/efficientnet_b3", None) == (300, 320, *imagenet,
-                                                       InterpolationMode.BICUBIC)
-    assert of("torchvision/efficientnet_b3", "none") == (224, 256, *imagenet, bilinear)
-    assert of("torchvision/resnet18", "DEFAULT", 96) == (96, 110, *imagenet, bilinear)
-    assert of("resnet18", "DEFAULT") is None
-
-
 def test_grey_and_small_images_are_fitted_to_the_network():
     torch.manual_seed(1)
     plain, _ = network(shape=(3, 48, 48))
@@ -261,6 +377,17 @@ def test_grey_and_small_images_are_fitted_to_the_network():
         assert torch.equal(fitted.eval()(grey), plain.eval()(images))
         assert fitted(grey[:0]).shape == (0, 1024)  # a process may have no image of a batch
     assert "one or three channels, not 9" in refusal(shape=(9, 28, 28))
+    # It is a hook: names stay, and copies and compiled networks have it, too.
+    assert fitted.state_dict().keys() == plain.state_dict().keys()
+    with torch.no_grad():
+        expected = fitted(grey)
+        assert torch.equal(copy.deepcopy(fitted)(grey), expected)
+    called = torch.func.functional_call(fitted, dict(fitted.state_dict()), grey)
+    assert torch.equal(called, expected)
+    layer = nn.Flatten()
+    layer.register_forward_pre_hook(partial(common._fit_images, 48))
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(grey), images.flatten(1))
 
 
 def test_images_of_a_size_that_a_network_does_not_take(tmp_path, monkeypatch, quick_weights):
@@ -275,7 +402,7 @@ def test_images_of_a_size_that_a_network_does_not_take(tmp_path, monkeypatch, qu
     monkeypatch.setattr(models, "get_model", small_vit)
     vit = "torchvision/vit_b_32"
     message = refusal(vit, shape=(3, 40, 40))
-    assert "fails on images (3, 40, 40)" in message and "use --image-size 224" in message
+    assert "fails on images (3, 40, 40)" in message and "--image-size, such as 224" in message
     torch.save(small_vit("vit_b_32", 7, 64).state_dict(), tmp_path / "vit.pt")
     backbone, _ = network(vit, tmp_path / "vit.pt", shape=(3, 64, 64))
     assert backbone.image_size == 64
@@ -300,10 +427,9 @@ class Classifier(nn.Module):
         return self.after(self.last(self.features(x)))
 
 
-def parts(made, num_classes=4, shape=(3, 9, 9), **options):
-    args = Namespace(model="mine", freeze=False, epochs=1, eval=False, **options)
+def parts(made, num_classes=4, shape=(3, 9, 9), **others):
     networks = {"mine": lambda args, shape: made()}
-    return data.backbone_and_head(args, networks, num_classes, shape)
+    return common.backbone_and_head(options("mine", **others), networks, num_classes, shape)
 
 
 def test_a_function_of_networks_may_return_a_whole_classifier(capsys):
@@ -366,85 +492,12 @@ def test_a_function_of_networks_may_return_layers():
 @pytest.mark.parametrize("made, message", [
     (lambda: Classifier(nn.LogSoftmax(1)), "its last layer is not a linear layer"),
     (lambda: Classifier(dim=9), "fails on images"),
-    (lambda: ([nn.Flatten()], 8), "make outputs [1, 243] of one image"),
+    (lambda: ([nn.Flatten()], 8), "cannot be multiplied (1x243 and 8x4)"),
     (lambda: ([nn.Linear(5, 8)], 8), "fails on images (3, 9, 9)"),
+    (lambda: ([nn.Conv2d(3, 9, 1)], 9), "[B, K] of features [B, D]"),
     (lambda: [nn.Flatten()], "must return a classifier, or the layers"),
 ])
 def test_other_returns_are_told_in_one_line(made, message):
     with pytest.raises(common.UserError) as refused:
         parts(made)
     assert message in str(refused.value) and "\n" not in str(refused.value)
-
-
-# ---- Frozen features ----------------------------------------------------------------------------
-
-
-def image_set(name, n, **options):
-    images = torch.randint(0, 256, (n, 3, 12, 12), dtype=torch.uint8,
-                           generator=torch.Generator().manual_seed(n))
-    return data.ImageSet(name, images, torch.arange(n) % 4, 4, (0.4, 0.5, 0.6), (0.2, 0.3, 0.2),
-                         classes=("a", "b", "c", "d"), **options)
-
-
-def frozen_args(weights, **options):
-    return Namespace(**{"device": torch.device("cpu"), "workers": 0, "amp": "off", "freeze": True,
-                        "epochs": 1, "model": SMALL, "weights": str(weights), "image_size": 16,
-                        "seed": 1, **options})
-
-
-def image_sets():
-    train = image_set("train", 150, groups=torch.arange(150) // 2,
-                      label_probs=torch.full((150, 4), 0.25))
-    mine = image_set("mine", 3, files=("1.png", "2.png", "3.png"))
-    return data.Sets(train, None, image_set("test", 30), {"far": image_set("far", 5)}, mine)
-
-
-def frozen_in_a_process(weights):
-    if "RANK" in os.environ:
-        common.start("cpu")
-    frozen = data.frozen_features(image_sets(), frozen_args(weights))
-    return [frozen.train.images, frozen.test.images, frozen.ood["far"].images,
-            torch.tensor(frozen.train.mean), data.digest(frozen.train)]
-
-
-def test_frozen_features_are_those_of_a_direct_forward(tmp_path, capsys):
-    saved(tmp_path / "net.pt")
-    args = frozen_args(tmp_path / "net.pt")
-    sets = image_sets()
-    data._print_once.cache_clear()
-    frozen = data.frozen_features(sets, args)
-    assert "new head: 4 classes instead of 5" in capsys.readouterr().out
-    backbone, _ = network(weights=args.weights, shape=(3, 12, 12), image_size=16)
-    pairs = [(sets.train, frozen.train), (sets.test, frozen.test), (sets.predict, frozen.predict),
-             (sets.ood["far"], frozen.ood["far"])]
-    for images, features in pairs:
-        batch = next(data.Loader(images, 500).epoch())
-        with torch.no_grad():
-            expected = backbone.eval()(batch.images)
-        assert features.is_features and features.images.dtype == torch.float32
-        assert torch.allclose(features.images[:, :, 0, 0], expected, atol=1e-5)
-        assert (features.mean, features.std) == (frozen.train.mean, frozen.train.std)
-        for field in ("name", "labels", "num_classes", "classes", "files", "groups"):
-            assert getattr(features, field) is getattr(images, field), field
-    # What the head sees: centred, with one scale for all features.
-    batch = next(data.Loader(frozen.train, 500).epoch())
-    assert batch.images.mean(0).abs().max() < 1e-3
-    assert batch.images.square().sum((1, 2, 3)).mean() == pytest.approx(512, abs=0.1)
-    assert len(set(frozen.train.std)) == 1
-    torch.manual_seed(3)
-    backbone, head = data.backbone_and_head(args, {}, 4, frozen.train.shape)
-    assert torch.equal(head(backbone(batch.images)), head(batch.images[:, :, 0, 0]))
-    with pytest.raises(common.UserError, match="for one epoch or more"):
-        data.backbone_and_head(args, {}, 4, frozen.train.shape, 0)
-
-
-def test_two_processes_have_the_features_of_one(ranks, tmp_path):
-    """Checkpoints of a head are made from the images and the backbone."""
-    alone = frozen_in_a_process("none")
-    assert data.digest(image_sets().train) in alone[4]
-    saved(tmp_path / "net.pt", seed=2)
-    assert frozen_in_a_process(tmp_path / "net.pt")[4] != alone[4]
-    for found in ranks(frozen_in_a_process, "none"):
-        for ours, theirs in zip(alone[:4], found[:4]):
-            assert torch.allclose(ours, theirs, atol=1e-5)
-        assert found[4] == alone[4]  # with which either resumes the other
