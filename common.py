@@ -48,6 +48,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike
+from scipy import stats
 from scipy.optimize import brentq
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -485,9 +486,7 @@ def regression_metrics(means: ArrayLike, variances: ArrayLike,
 def standard_error(values: ArrayLike) -> float | None:
     """Unbiased standard deviation of values [n] / sqrt(n); None for n = 1."""
     values = _vector(values, "values").astype(np.float64)
-    if len(values) == 1:
-        return None
-    return float(values.std(ddof=1) / math.sqrt(len(values)))
+    return float(stats.sem(values)) if len(values) > 1 else None
 
 
 # ---- Processes ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@ loops and values found by hand."""
 
 import itertools
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -208,6 +209,23 @@ def test_ood_metrics_conventions(larger_means):
         assert ours == pytest.approx(widest, abs=1e-12)
 
 
+def test_the_metrics_of_a_table_have_the_names_of_its_columns():
+    log_probs, labels = random_log_probs(1, 200, 5)
+    log_probs = log_probs[0]
+    probs = log_probs.exp()
+    assert common.prediction_metrics(log_probs, labels) == {
+        "accuracy": common.accuracy(probs, labels), "nll": common.nll(log_probs, labels),
+        "brier": common.brier(probs, labels), "ece15": common.ece(probs, labels)}
+    inside = {"total": probs[:90, 0], "density": probs[:90, 1]}
+    outside = {"total": probs[90:, 0], "density": probs[90:, 1]}
+    ours = common.detection_metrics(inside, outside, {"total": "ood", "density": "id"})
+    for score, larger_means in (("total", "ood"), ("density", "id")):
+        expected = common.ood_metrics(inside[score], outside[score], larger_means=larger_means)
+        for metric, value in expected.items():
+            assert ours.pop(f"{metric}_{score}") == value
+    assert not ours
+
+
 # ---- Rejection ----------------------------------------------------------------------------------
 
 
@@ -268,10 +286,28 @@ def test_temperature_is_the_optimum_and_scales_with_the_logits(scale):
 def test_temperature_has_limits():
     logits = 5 * torch.eye(4)
     labels = torch.arange(4)
-    assert common.TEMPERATURES == (1e-3, 1e3)
-    assert common.fit_temperature(logits, labels) == 1e-3  # separable: sharper is always better
-    assert common.fit_temperature(logits, labels.roll(1)) == 1e3  # always wrong: flatter is
+    assert common.fit_temperature(logits, labels.roll(1)) == 1e3  # always wrong: flatter is better
     assert common.fit_temperature(torch.ones(4, 4), labels) == 1.0  # no T matters
+    # Among a million right predictions of small margins, there is no reason to stop earlier.
+    many = (torch.eye(2) / 2).repeat(2**19, 1)
+    assert common.fit_temperature(many, torch.arange(2**20) % 2) == common.TEMPERATURES[0] == 0.1
+
+
+@pytest.mark.parametrize("margin", [0.5, 2.0, 20.0])
+def test_few_validation_examples_that_are_all_right_do_not_make_predictions_certain(margin):
+    """The optimum is T = 0, where every later error costs hundreds of nats, and densities tie."""
+    labels = torch.arange(10) % 3
+    logits = margin * torch.eye(3)[labels] + 0.1 * torch.randn(10, 3, generator=seeded(0))
+    with pytest.warns(UserWarning, match="10 validation examples cannot justify"):
+        temperature = common.fit_temperature(logits, labels)
+    confidence = (logits / temperature).softmax(1).amax(1).mean().item()
+    if margin < 20:
+        assert confidence == pytest.approx(11 / 12, abs=1e-6)
+    else:
+        assert temperature == 1.0  # never a larger one
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # three errors tell the temperature
+        common.fit_temperature(logits, (labels + (torch.arange(10) < 3)) % 3)
 
 
 # ---- Regression by mixtures of Gaussians --------------------------------------------------------
