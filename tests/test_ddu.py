@@ -2,6 +2,7 @@
 networks, Gaussians by NumPy, SciPy and scikit-learn; and its runs end to end."""
 
 import csv
+import dataclasses
 import math
 import re
 import shutil
@@ -68,26 +69,25 @@ def test_a_data_set_alone_is_the_papers_recipe():
     learning = dict(num_initial_samples=20, max_training_samples=300, acquisition_batch_size=5,
                     ensemble=5, lr=1e-3, batch_size=64, opt="adam", epochs=20, model="resnet18",
                     sn=None, mod=None, schedule="constant", augment=False, subsample=1000)
-    folder = dict(model="resnet18", width=0.25, shrinkage=True, ood=[], entropy_threshold=None)
-    spelt = dict(sn=True, mod=True, weight_decay=1e-4, batch_size=64, epochs=9, ood=["svhn"],
-                 augment=False, entropy_threshold=0.35)
+    folder = dict(model="resnet18", width=0.25, shrinkage=True, ood=[], entropy_threshold=None,
+                  density_quantile=0.05)
+    spelt = dict(sn=True, mod=True, weight_decay=1e-4, batch_size=64, epochs=9, augment=False,
+                 ood=["svhn"], entropy_threshold=0.35, density_quantile=0.01)
     for line, expected in {
             "--dataset cifar10": recipe, "--dataset dirty_mnist --active-learning pe": learning,
             "--dataset folder:x": folder, FEATURES: dict(entropy_threshold=None),
-            "--dataset mnist -sn -mod --decay 1e-4 -b 64 -e 9 --ood_dataset svhn": spelt}.items():
+            "--dataset mnist -sn -mod --decay 1e-4 -b 64 -e 9 --ood svhn": spelt}.items():
         assert expected.items() <= vars(parse(line)).items(), line
 
 
 LEARN = "--active-learning random"
 WITHOUT_EFFECT = {
-    "": ["--weights net.pt", "--freeze", "--num-initial-samples 30", "--validation v.npz",
-         "--milestones 2 3"],
+    "": ["--weights net.pt", "--freeze", "--num-initial-samples 30", "--milestones 2 3"],
     "--no-sn": ["--coeff 2"],
     "--dataset folder:x --entropy-threshold 1": ["--entropy-quantile 0.9"],
     "--dataset folder:x --model torchvision/resnet18 --freeze": ["--augment", "--width 2"],
     "--model lenet --no-sn": ["--width 2"],
-    LEARN: ["--ood svhn", "--predict glyphs", "--ensemble 3", "--limit-train 500",
-            "--load f.model"],
+    LEARN: ["--ood svhn", "--predict glyphs", "--ensemble 3", "--limit-train 500"],
     f"{LEARN} --dataset glyphs": ["--subsample 9"],
     FEATURES: ["--dataset cifar10", "--no-sn", "--ood", "--predict glyphs", "--runs 2", LEARN,
                "--eval", "--epochs 1", "--amp bf16", "--limit-steps 1"]}
@@ -115,8 +115,8 @@ CONVOLUTIONS = {"3x3": dict(kernel_size=3, padding=1),
                 "3x3, stride 2": dict(kernel_size=3, padding=1, stride=2),
                 "3x3, dilated": dict(kernel_size=3, padding=1, dilation=2),
                 "3x3, depthwise": dict(kernel_size=3, padding=1, stride=2, groups=4),
-                "3x5, same": dict(kernel_size=(3, 5), padding="same", dilation=(2, 1)),
-                "3x3, valid": dict(kernel_size=3, padding="valid"),
+                "3x5": dict(kernel_size=(3, 5), padding=(2, 2), dilation=(2, 1)),
+                "3x3, no padding": dict(kernel_size=3),
                 "1x1": dict(kernel_size=1),
                 "1x1, stride 2": dict(kernel_size=1, stride=2)}
 
@@ -160,7 +160,7 @@ def unit(x):
 
 @pytest.mark.parametrize("size, kind", [
     (8, "3x3"), (1, "3x3"), (8, "3x3, stride 2"), (7, "3x3, stride 2"), (8, "3x3, dilated"),
-    (7, "3x3, depthwise"), (7, "3x5, same"), (6, "3x3, valid")])
+    (7, "3x3, depthwise"), (7, "3x5"), (6, "3x3, no padding")])
 def test_sigma_is_the_norm_of_the_true_operator(size, kind):
     """Its stride and zero padding included, by iterations v = A^T u, u = A v from the start."""
     conv, sn = spectral(kind, 1e-3, size)
@@ -220,12 +220,12 @@ def test_the_gradient_flows_through_sigma_but_not_through_u_and_v(kind, coeff):
     assert torch.autograd.gradcheck(loss, raw, eps=1e-5, rtol=1e-6, atol=1e-6 * largest)
 
 
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even")
-def test_padding_whose_norm_would_be_wrong_is_refused():
-    for options, words in [(dict(padding=1, padding_mode="circular"), "padding, not 'circular'"),
-                           (dict(kernel_size=2, padding="same"), "odd kernels")]:
-        net = nn.Sequential(nn.Conv2d(3, 4, **{"kernel_size": 3, **options}))
-        assert words in refusal(ddu.spectral_normalise, net, (3, 8, 8), kind=ValueError)
+@pytest.mark.parametrize("options", [dict(padding=1, padding_mode="circular"),
+                                     dict(padding="same")])
+def test_padding_whose_norm_would_be_wrong_is_refused(options):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, **options))
+    text = refusal(ddu.spectral_normalise, net, (3, 8, 8), kind=ValueError)
+    assert "needs zero padding by a number of pixels" in text
 
 
 # ---- Networks -----------------------------------------------------------------------------------
@@ -312,134 +312,6 @@ def test_dropout_and_initialisation_of_wide_resnet():
         assert conv.weight.std().item() == pytest.approx(math.sqrt(2 / fan_out), rel=0.02)
 
 
-# ---- Published checkpoints ---------------------------------------------------------------------
-
-# model, width, size of the images; numbers of names in files of the published code (plain, -mod,
-# -sn, -sn -mod)
-PUBLISHED = [("lenet", 1.0, 28, (10,)), ("vgg16", 1 / 16, 28, (80, 80, 119, 119)),
-             ("vgg16", 1 / 16, 32, (80, 80, 119, 119)),
-             ("resnet18", 1 / 16, 28, (122, 104, 182, 155)),
-             ("resnet50", 1 / 32, 32, (320, 296, 479, 443)),
-             ("wide_resnet", 0.2, 32, (155, 152, 239, 227))]
-STAGES = {"resnet18": (2, 2, 2, 2), "resnet50": (3, 4, 6, 3), "wide_resnet": (4, 4, 4)}
-
-
-def published_layer_names(net, model, size):
-    """The published names of the layers with weights, and of the batch norms, in forward order."""
-    if model == "lenet":
-        return ["conv1", "conv2", "fc1", "fc2", "fc3"], []
-    if model == "vgg16":
-        places = [0, 3, 7, 10, 14, 17, 20, 24, 27, 30, 34, 37, 40]
-        if size == 28:  # without the first max pool
-            places = [0, 3, 6, 9, 13, 16, 19, 23, 26, 29, 33, 36, 39]
-        convs = [f"features.{place}" for place in places]
-        return convs + ["classifier"], [f"features.{place + 1}" for place in places]
-
-    blocks = iter(modules(net, ddu.Residual))
-    weights = ["conv1"]
-    norms = []
-    for stage, depth in enumerate(STAGES[model], start=1):
-        for place in range(depth):
-            name = f"layer{stage}.{place}"
-            block = next(blocks)
-            for number in range(1, 1 + len(modules(block.body, nn.Conv2d))):
-                weights.append(f"{name}.conv{number}")
-                norms.append(f"{name}.bn{number}")
-            if modules(block.shortcut, nn.BatchNorm2d):
-                weights.append(f"{name}.shortcut.0")
-                norms.append(f"{name}.shortcut.1")
-            elif modules(block.shortcut, nn.Conv2d):
-                weights.append(f"{name}.shortcut")
-    if model == "wide_resnet":
-        return weights + ["linear"], norms + ["bn1"]
-    return weights + ["fc"], ["bn1"] + norms
-
-
-def published_state(net, model, size):
-    """The state dict that the published code would save for these weights."""
-    weights, norms = published_layer_names(net, model, size)
-    state = {}
-    for name, layer in zip(weights, modules(net, (nn.Conv2d, nn.Linear)), strict=True):
-        if not hasattr(layer, "parametrizations"):
-            state |= {f"{name}.{key}": value for key, value in layer.state_dict().items()}
-            continue
-        spectral = layer.parametrizations.weight
-        state[f"{name}.weight_orig"] = spectral.original
-        state[f"{name}.weight_u"] = spectral[0].u.flatten()
-        state[f"{name}.weight_v"] = spectral[0].v.flatten()
-        state[f"{name}.weight_sigma"] = torch.ones(1)
-    for name, norm in zip(norms, modules(net, nn.BatchNorm2d), strict=True):
-        state |= {f"{name}.{key}": value for key, value in norm.state_dict().items()}
-    return {key: value.detach().clone() for key, value in state.items()}
-
-
-def published_file(path, model, width=1.0, size=32, sn=False, mod=False):
-    """Write a published state dict; returns its network, which has random batch norms."""
-    net = build(model, 10, (3 if size == 32 else 1, size, size), width=width, sn=sn, mod=mod)
-    with torch.no_grad():
-        for norm in modules(net, nn.BatchNorm2d):
-            for tensor in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
-                tensor.uniform_(0.5, 1.5)
-            norm.num_batches_tracked += 7
-    torch.save({f"module.{k}": v for k, v in published_state(net, model, size).items()}, path)
-    return net
-
-
-@pytest.mark.parametrize("kind", range(4))
-@pytest.mark.parametrize("model, width, size, counts", PUBLISHED)
-def test_published_state_dicts_are_read(model, width, size, counts, kind, tmp_path):
-    if kind >= len(counts):
-        return
-    sn = kind >= 2
-    mod = kind % 2 == 1
-    path = tmp_path / f"{model}{'_sn_2.5' * sn}{'_mod' * mod}_7_350.model"
-    net = published_file(path, model, width, size, sn, mod)
-    assert len(torch.load(path, weights_only=True)) == counts[kind]
-    line = f"--dataset cifar10 --model {model} --load {path}"
-    args = parse(line if model == "lenet" else f"{line} --width {width}")
-    assert (args.sn, args.mod, args.seed, args.ensemble) == (sn, mod, 7, 1)
-    assert args.coeff == (2.5 if sn else 3.0)
-    twin = ddu.make_network(args, 10, (3 if size == 32 else 1, size, size))
-    ddu.load_published(path, twin, model)
-    weights = net.state_dict()
-    assert weights.keys() == twin.state_dict().keys()
-    for name, tensor in twin.state_dict().items():
-        assert torch.equal(tensor, weights[name]), name
-
-
-def test_published_state_dicts_that_do_not_fit_are_one_line(tmp_path):
-    path = tmp_path / "wide_resnet_sn_3.0_1_350.model"
-    published_file(path, "wide_resnet", 0.1, sn=True)
-    file = torch.load(path, weights_only=True)
-
-    def load(state, num_classes=10, **changes):
-        torch.save(state, path)
-        args = options(**{"sn": True, "mod": False, "width": 0.1, **changes})
-        net = ddu.make_network(args, num_classes, (3, 32, 32))
-        ddu.load_published(path, net, args.model)
-
-    load(file)
-    left_over = file | {"module.layer4.0.bn1.bias": torch.zeros(1)}
-    argv = f"--dataset glyphs --model wide_resnet --width 0.2 --load {path} --out-dir {tmp_path}"
-    assert "does not fit --model" in refusal(ddu.main, [*argv.split(), *CPU])
-    assert not (tmp_path / "ddu").exists()
-    for state, changes, words in [
-            (file, dict(mod=True), "Unexpected key"), (file, dict(sn=False), "Missing key"),
-            (file, dict(num_classes=11), "size mismatch"), (left_over, {}, '"layer4.0.bn1.bias"')]:
-        text = refusal(lambda state=state, changes=changes: load(state, **changes))
-        assert text.startswith(f"{path} does not fit --model") and words in text
-
-
-def test_published_files_are_evaluated_as_an_ensemble(tmp_path):
-    paths = [str(tmp_path / f"lenet_{seed}_350.model") for seed in (1, 2)]
-    for path in paths:
-        published_file(path, "lenet", size=28)
-    rows = ddu.main(["--dataset", "glyphs", "--model", "lenet", "--load", *paths, "--ood",
-                     "--out-dir", str(tmp_path), "--no-plot", *CPU])
-    assert [row["method"] for row in rows] == ["DDU", "ensemble of 2"]
-    assert rows[0]["accuracy"] != rows[1]["accuracy"]  # the files differ
-
-
 # ---- Gaussians ----------------------------------------------------------------------------------
 
 
@@ -455,8 +327,8 @@ def clusters(counts, dim, seed=0, spread=3.0):
     return torch.tensor(np.concatenate(rows)[order]), torch.tensor(labels[order])
 
 
-def fit(z, y, **how):
-    return ddu.fit_gaussians(z, y, int(y.max()) + 1, **how)
+def fit(z, y, shrinkage=False):
+    return ddu.fit_gaussians(z, y, int(y.max()) + 1, shrinkage)
 
 
 def log_densities(gaussians, points):
@@ -501,7 +373,8 @@ def test_densities_and_posteriors_equal_scipy_in_float64(dim, dtype, offset):
 def test_singular_covariances_get_a_small_jitter_and_healthy_ones_none():
     z, y = clusters((40, 50, 60), 6)
     dead = torch.cat([z, torch.zeros(len(z), 2)], 1)  # no variance at all in the last two
-    gaussians = fit(dead, y)
+    with pytest.warns(match="singular: .* is added to all variances; shrinkage or more examples"):
+        gaussians = fit(dead, y)
     variances = [np.var(dead[y == c].numpy(), axis=0, ddof=1).mean() for c in range(3)]
     assert gaussians.jitter == pytest.approx(1e-12 * np.mean(variances), rel=1e-9)
     points = dead[:20].clone()
@@ -521,7 +394,7 @@ def test_what_has_no_covariance_is_refused_in_words():
             (z, y + 1, 2, "labels must be in 0..1"), (z, y[:5], 2, "features, but labels [5]"),
             (z, y, 3, "class 2 has 0"), (0 * z, y, 2, "singular: its features are constant"),
             (huge, y, 2, "too large"), (huge * math.nan, y, 2, "NaN or infinity")]:
-        text = refusal(ddu.fit_gaussians, features, labels, classes, kind=ValueError)
+        text = refusal(ddu.fit_gaussians, features, labels, classes, False, kind=ValueError)
         assert words in text
 
 
@@ -570,11 +443,13 @@ def test_every_score_stands_on_its_side_of_detection():
     inside = torch.tensor(rng.normal(1, 1, 300).round(1))  # with ties
     outside = torch.tensor(rng.normal(0, 1, 700).round(1))
     uncertain = {"gmm_entropy", "total", "epistemic"}
-    assert ddu.SCORES.keys() == uncertain | {"density", "energy", "max_prob"}
+    names = {score.removesuffix("_scaled") for score in ddu.LARGER_MEANS}
+    assert names == uncertain | {"density", "energy", "max_prob"}
     auroc = roc_auc_score(np.arange(1000) < 300, torch.cat([inside, outside]))
-    for name in [*ddu.SCORES, "energy_scaled", "total_scaled"]:
+    for name in ddu.LARGER_MEANS:
         sign = -1 if name.removesuffix("_scaled") in uncertain else 1
-        metrics = ddu.detection_metrics({name: sign * inside}, {name: sign * outside})
+        metrics = common.detection_metrics({name: sign * inside}, {name: sign * outside},
+                                           ddu.LARGER_MEANS)
         assert list(metrics) == [f"{metric}_{name}" for metric in DETECTION]
         assert metrics[f"auroc_{name}"] == pytest.approx(auroc, abs=1e-12)
 
@@ -584,16 +459,26 @@ def test_low_density_is_ood_whatever_the_entropy():
     entropy = torch.tensor([0.1, 0.9, 0.1, 0.9, 0.5])
     assert ddu.decide(density, entropy, 1.0, 0.5).tolist() == [0, 1, 2, 2, 0]
     val_density = torch.tensor([-6.0, 0.0, 1.0, 2.0]).double()
-    columns = ddu.density_columns(density, entropy, ddu.Fitted(None, val_density, 0.0, 0.5, 1.0))
+    columns = ddu.decision_columns(density, entropy, val_density, ddu.Thresholds(0.0, 0.5))
     assert columns["density_percentile"].tolist() == [100, 100, 25, 25, 50]
-    for quantile, threshold, expected in [(0.0, 0.5, (-6, 0.5)), (1 / 3, None, (0, 0.8))]:
-        args = options(density_quantile=quantile, entropy_quantile=0.8, entropy_threshold=threshold)
-        fitted = ddu.with_thresholds(None, val_density, torch.linspace(0, 1, 11), 1.0, args)
-        assert fitted.density_threshold == pytest.approx(expected[0])
-        assert fitted.entropy_threshold == pytest.approx(expected[1])
-        # What is less dense than all validation examples is never clean.
-        columns = ddu.density_columns(torch.tensor([-7.0]).double(), torch.zeros(1), fitted)
-        assert columns["decision"] == ["ood"]
+    assert columns["decision"] == ["in_distribution", "ambiguous", "ood", "ood", "in_distribution"]
+
+
+def test_thresholds_interpolate_and_a_note_says_what_few_images_mean():
+    """Of 36 images the 1 % quantile was the minimum, and called clean what it should have told."""
+    val_density = torch.arange(36).double()
+    args = options(density_quantile=0.01, entropy_quantile=0.8, entropy_threshold=None)
+    with pytest.warns(match="come from only 36 held-out examples: of known inputs") as found:
+        thresholds = ddu.choose_thresholds(val_density, torch.linspace(0, 1, 11), args)
+    assert thresholds == pytest.approx((0.35, 0.8))
+    # The fraction of known inputs below a threshold of 36 uniform draws, by simulation.
+    draws = np.random.default_rng(0).random((20000, 36))
+    low, high = np.quantile(np.quantile(draws, 0.01, axis=1), [0.025, 0.975])
+    shown = re.search(r"between (.+) and (.+) % will be called ood", str(found[0].message))
+    assert [float(number) for number in shown.groups()] == pytest.approx([100 * low, 100 * high],
+                                                                         abs=1)
+    args = options(density_quantile=0.05, entropy_threshold=0.5)
+    assert ddu.choose_thresholds(torch.arange(100).double(), None, args) == (4.95, 0.5)
 
 
 def test_learning_rates():
@@ -615,11 +500,13 @@ def test_ensembles_average_probabilities():
     # The mean of these two has class 0 first, the mean of their logits class 1.
     logits["test"][:, 0] = np.log([[0.98, 0.01, 0.01], [0.001, 0.5, 0.499]])
     temperatures = [0.7, 3.0]
-    scored = {}
+    predictions = {}
     for name, values in logits.items():
         outputs = [ddu.Outputs(torch.tensor(member), None, labels, 1.0) for member in values]
-        scored[name] = ddu.score_ensemble(outputs, temperatures)
-    plain, detection = ddu.result_rows("ensemble of 2", 4, ["test"], scored)
+        predictions[name] = ddu.predict_by_ensemble(outputs, temperatures)
+    test = data.ImageSet("test", torch.zeros(40, 1, 8, 8), labels, 3, (0.0,), (1.0,))
+    splits = data.Splits(test, None, test, {"letters": None}, None, {})
+    plain, detection = ddu.result_rows("ensemble of 2", 4, predictions, splits, options())
     assert (plain["method"], plain["seed"], plain["n"]) == ("ensemble of 2", 4, 40)
     for ending, divisors in (("", [1.0, 1.0]), ("_scaled", temperatures)):
         # published code: each member by its own temperature, then the mean of the probabilities
@@ -640,8 +527,7 @@ def test_ensembles_average_probabilities():
 # ---- Runs ---------------------------------------------------------------------------------------
 
 LOAD = data.load
-PARTS = ddu.PARTS["dirty_glyphs"]
-ROWS = {"train": 900, "val": 180, "test": 200, "ood": 200}
+ROWS = {"train": 1100, "test": 200, "ood": 200}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -652,9 +538,10 @@ def few_rows():
         if name not in data.EMBEDDED:
             return dataset
         both = name == "dirty_glyphs" and split == "test"
-        return data.evenly(dataset, 400 if both else ROWS[split])
+        limit = 400 if both else ROWS[split]
+        return dataset.select(torch.arange(limit) * len(dataset) // limit)
 
-    few_parts = {"glyphs": slice(200), "glyphs_ambiguous": slice(200, None)}
+    few_parts = ddu.Parts("glyphs", "glyphs_ambiguous", 200)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "load", load_few)
         patch.setitem(ddu.PARTS, "dirty_glyphs", few_parts)
@@ -692,20 +579,22 @@ def story(few_rows, tmp_path_factory):
     out = tmp_path_factory.mktemp("story")
     options = ["--out-dir", str(out), "--width", "0.1", "--epochs", "4", "-b", "64", *CPU]
     rows = ddu.main(options)
-    return options, out / "ddu" / "dirty_glyphs-resnet18-sn3-w0.1-seed1", rows
+    return options, out / "ddu" / "dirty_glyphs-resnet18-w0.1-sn3-seed1", rows
 
 
 def test_the_story_leaves_its_files_and_its_pictures(story):
     _, folder, rows = story
     assert {path.name for path in folder.iterdir()} == {
         "options.json", "seed1.csv", "seed1.pt", "results.json", "results.csv", ".lock",
-        "uncertainty.png", "reliability.png", "training.png"}
+        "uncertainty.png", "training.png"}
     for picture in folder.glob("*.png"):
         with Image.open(picture) as image:
             greys = set(image.convert("L").resize((64, 32)).tobytes())
             assert image.width > 500 and len(greys) > 10, picture  # not a blank page
     assert strict_json(folder / "results.json")["rows"] == rows
     lines = read_csv(folder / "seed1.csv")
+    assert list(lines[0]) == ["epoch", "loss", "train_accuracy", "val_accuracy", "val_nll", "lr",
+                              "seconds"]
     assert column(lines, "epoch").tolist() == [1, 2, 3, 4] and 2 < column(lines, "loss")[0] < 3
 
 
@@ -718,9 +607,14 @@ def test_the_storys_rows(story):
     scores = ["density", "gmm_entropy", *softmax, *(f"{score}_scaled" for score in softmax)]
     for (name, against), row in rows.items():
         assert (row["method"], row["seed"], row["n"]) == ("DDU", 1, 400 if name == whole else 200)
-        fractions = [row[f"fraction_{region}"] for region in ("clean", "ambiguous", "ood")]
-        assert sum(fractions) == pytest.approx(1)
-        if against:
+        prefix = "against_fraction" if against else "fraction"
+        assert sum(row[f"{prefix}_{region}"] for region in ddu.REGIONS) == pytest.approx(1)
+        if not against:
+            sizes = [row[f"n_{region}"] for region in ddu.REGIONS]
+            correct = sum(row[f"n_{region}"] * (row[f"accuracy_{region}"] or 0)
+                          for region in ddu.REGIONS)
+            assert sum(sizes) == row["n"] and correct / row["n"] == pytest.approx(row["accuracy"])
+        else:
             assert all(0 <= row[f"{m}_{score}"] <= 1 for m in DETECTION for score in scores)
     mean = (rows[clean, None]["accuracy"] + rows[odd, None]["accuracy"]) / 2
     assert rows[whole, None]["accuracy"] == pytest.approx(mean)
@@ -734,54 +628,63 @@ def test_the_storys_rows(story):
     assert rows[whole, None]["bytes"] == gaussians + sum(t.nbytes for t in net.values())
 
 
-def test_eval_repeats_the_storys_table_and_predicts_any_set(story, monkeypatch):
+def test_eval_repeats_the_storys_table_and_predicts_any_set(story, monkeypatch, capsys):
     options, folder, rows = story
     kept = (folder / "seed1.pt").read_bytes()
     seen = []
-    fit_outputs = ddu.fit_outputs
-    monkeypatch.setattr(ddu, "fit_outputs",
-                        lambda outputs, *rest: seen.append(outputs) or fit_outputs(outputs, *rest))
+    fit_temperature = common.fit_temperature
+    monkeypatch.setattr(common, "fit_temperature",
+                        lambda *args: seen.append(args) or fit_temperature(*args))
     monkeypatch.setattr(ddu.torch.optim.SGD, "step", None)  # no training
-    again = [*options, "--eval", "--no-plot", "-b", "16", "--predict", "glyphs_letters"]
+    again = [*options, "--eval", "--no-plot", "--predict", "glyphs_letters"]
     assert_close_rows(ddu.main(again), rows)
     assert (folder / "seed1.pt").read_bytes() == kept
-    assert strict_json(folder / "results.json")["config"]["batch_size"] == 64  # as trained
-    [outputs] = seen
-    assert len(outputs.val.labels) == 180
-    temperature = common.fit_temperature(outputs.val.logits, outputs.val.labels)
-    assert row_of(rows, set="dirty_glyphs")["temperature"] == temperature
+    [(logits, labels)] = seen
+    row = row_of(rows, set="dirty_glyphs")
+    assert len(labels) > 100 and row["temperature"] == fit_temperature(logits, labels)
+    # The held-out examples of the last epoch's log are these.
+    last = read_csv(folder / "seed1.csv")[-1]
+    assert float(last["val_accuracy"]) == pytest.approx(common.accuracy(logits, labels), abs=1e-6)
+    assert float(last["val_nll"]) == pytest.approx(
+        F.cross_entropy(logits, labels).item(), rel=1e-4)
     letters = read_csv(folder / "predictions.csv")
-    row = row_of(rows, set="dirty_glyphs", against="glyphs_letters")
+    pair = row_of(rows, set="dirty_glyphs", against="glyphs_letters")
     assert [letter["index"] for letter in letters] == [str(i) for i in range(200)]
-    for region in ("clean", "ambiguous", "ood"):
+    for region in ddu.REGIONS:
         share = np.mean([letter["decision"] == region for letter in letters])
-        assert share == pytest.approx(row[f"fraction_{region}"])
+        assert share == pytest.approx(pair[f"against_fraction_{region}"])
     far_out = column(letters, "log_density") < row["density_threshold"]
     assert [letter["decision"] == "ood" for letter in letters] == far_out.tolist()
-    assert column(letters, "density_percentile")[far_out].max() <= 2  # 1 % of 180 are below
+    assert column(letters, "density_percentile")[far_out].max() <= 2  # 1 % are below
+    # Probabilities are those after scaling, and so is the entropy that decides.
+    assert column(letters, "temperature") == pytest.approx(row["temperature"], rel=1e-5)
+    ambiguous = column(letters, "total") > row["entropy_threshold"]
+    assert [letter["decision"] == "ambiguous" for letter in letters] == list(ambiguous & ~far_out)
     assert {letter["epistemic"] for letter in letters} == {""}  # nothing in nats, of one network
     assert column(letters, "aleatoric") == pytest.approx(column(letters, "total"))
-    assert "epochs 4; use these to evaluate it" in refusal(ddu.main, [*again, "--epochs", "7"])
+    assert "made with epochs 4 (not 7)" in refusal(ddu.main, [*again, "--epochs", "7"])
+    # What a region promises: how many of its images are right.
+    report = capsys.readouterr().out
+    line = (f"  in_distribution {row['n_in_distribution']:6} images, of which "
+            f"{row['accuracy_in_distribution']:.1%} are classified correctly")
+    assert "seed 1, decisions on 400 images of dirty_glyphs:" in report and line in report
 
 
-def test_what_could_not_be_fitted_after_training_is_refused_before_it(monkeypatch):
+def test_what_could_not_be_fitted_after_training_is_refused_before_it():
     args = options(model="resnet18", width=0.05)
     images = torch.zeros(119, 1, 8, 8)
-    for classes, missing, words in [(4, 0, "class 3 of x has 0"), (3, 0, None),
-                                    (3, 1, "3 Gaussians of 24 features need ")]:
-        monkeypatch.setattr(common, "device_memory", lambda _, n=missing: 16 * 3 * 24**2 - n)
-        train = data.ImageSet("x", images, torch.arange(119) % 3, classes, (0.0,), (1.0,))
-        if words is None:
-            ddu.check_network(train, args)
-        else:
-            assert words in refusal(ddu.check_network, train, args)
+    train = data.ImageSet("x", images, torch.arange(119) % 3, 3, (0.0,), (1.0,))
+    ddu.check_network(train, args)
+    fourth = dataclasses.replace(train, num_classes=4, classes=("ant", "bee", "cow", "dog"))
+    text = refusal(ddu.check_network, fourth, args)
+    assert text == "class dog of x has 0 training example(s), but its Gaussian needs two"
 
 
 def test_outputs_are_those_of_eval_mode_without_augmentation():
     images = torch.randint(256, (40, 3, 32, 32), dtype=torch.uint8)
     dataset = data.ImageSet("x", images, torch.arange(40) % 10, 10, (0.5,) * 3, (0.25,) * 3)
     net = build("wide_resnet", depth=10, width=0.02, coeff=0.5).train()
-    out = ddu.forward(net, dataset, options(augment=True))
+    out = ddu.compute_outputs(net, dataset, options(augment=True))
     logits, features = net.eval()((images / 255 - 0.5) / 0.25)
     assert torch.allclose(out.logits, logits, atol=1e-5) and torch.equal(out.labels, dataset.labels)
     assert torch.allclose(out.features, features, atol=1e-5)
