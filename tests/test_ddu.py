@@ -798,7 +798,10 @@ def test_own_images_by_the_preset(own, own_run, tmp_path, capsys, recwarn):
     is_ood = column(predictions, "log_density") < rows[0]["density_threshold"]
     is_ambiguous = column(predictions, "total") > rows[0]["entropy_threshold"]
     expected = np.where(is_ood, "ood", np.where(is_ambiguous, "ambiguous", "in_distribution"))
-    assert [p["decision"] for p in predictions] == expected.tolist()
+    # The file has six digits.
+    is_clear = ~np.isclose(column(predictions, "total"), rows[0]["entropy_threshold"], rtol=1e-4)
+    decisions = np.array([p["decision"] for p in predictions])
+    assert (decisions == expected)[is_clear].all() and is_clear.sum() > 5
     assert_close_rows(ddu.main([*options, "--eval"]), rows)
     assert "made with image_size 32 (not 64)" in refusal(
         ddu.main, [*own_run, "--eval", "--image-size", "64"])
