@@ -1304,19 +1304,30 @@ class Parser(argparse.ArgumentParser):
             self.exit()
         if args.eval and args.fresh:
             self.error("--eval evaluates a finished run, --fresh starts it over: choose one")
-        run_dir = Path(args.out_dir, self.script, args.name or run_name(args))
-        if not re.fullmatch(r"\w[\w .+=,@-]{0,199}", run_dir.name) or run_dir.name.endswith(" "):
-            self.error(f"--name {args.name!r}: give a short name of letters, digits and _.+=,@-, "
-                       "which begins with a letter or a digit; not a path")
+        name = args.name or run_name(args)
+        if not re.fullmatch(r"\w[\w .+=,@-]{0,199}", name) or name.endswith(" "):
+            self.error(f"--name {name!r}: give a short name of letters, digits and _.+=,@-, which "
+                       "begins with a letter or a digit; not a path")
+        run_dir = Path(args.out_dir, self.script, name)
         if args.eval and os.path.isdir(run_dir):
-            stored = read_options(run_dir)
-            args = self._parse_with_presets(argv, stored["evaluation"] | stored["training"])
+            args = self._parse_with_presets(argv, self._stored_options(run_dir))
         args.run_dir = run_dir
         args.explicit = explicit
         args.dataset = args.dataset.rstrip("/")  # of a folder, from the shell's completion
         if args.image_size is None:
             args.image_size = default_image_size(args)
         return self._start(args)
+
+    def _stored_options(self, run_dir):
+        """The options of a run, if their types are those of this script's defaults."""
+        stored = read_options(run_dir)
+        values = stored["evaluation"] | stored["training"]
+        for name in self.initial.keys() & values.keys():
+            settings = [self.initial, *self.presets.values()]
+            kinds = {type(as_json(setting[name])) for setting in settings if name in setting}
+            if type(values[name]) not in kinds and type(None) not in kinds:
+                self.error(f"{run_dir}/options.json is damaged: {name} {values[name]!r}; {FRESH}")
+        return values
 
     def _parse_with_presets(self, argv, stored):
         """Parse the command line, whose defaults are `stored` ones, then those of the presets."""
@@ -1458,7 +1469,7 @@ def read_options(run_dir: Path) -> dict[str, dict]:
     path = run_dir / "options.json"
     try:
         content = json.loads(path.read_text())
-        return {name: dict(content[name]) for name in ("training", "evaluation", "fingerprints")}
+        return {name: {**content[name]} for name in ("training", "evaluation", "fingerprints")}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} is missing or damaged ({one_line(error)}); use --fresh to start "
                         "over") from None
@@ -2153,14 +2164,16 @@ def chosen_rows(rows: list[dict], args) -> list[dict]:
 
 
 def read_results(directory: str) -> dict | None:
-    """The content of results.json in a run directory; None, and a line, if it has none."""
+    """The content of results.json in a run directory; None, and a line, if it cannot be shown."""
+    kinds = {"script": str, "config": dict, "fingerprints": dict, "columns": list, "rows": list}
     try:
         content = json.loads(Path(directory, "results.json").read_text())
-        kinds = {"script": str, "config": dict, "fingerprints": dict, "columns": list, "rows": list}
+        format_results(content["rows"], content["columns"])
+        explain_errors(content["rows"])
         is_complete = all(isinstance(content[name], kind) for name, kind in kinds.items())
         if is_complete and all({"method", "set"} <= row.keys() for row in content["rows"]):
             return content
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         pass
     print(f"skipped: {directory} has no results.json of a finished run, or a damaged one",
           file=sys.stderr)

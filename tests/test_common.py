@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import csv
+import errno
 import fcntl
 import gc
 import importlib
@@ -42,25 +43,26 @@ from common import UserError
 PRESETS = {"main": dict(taste="sweet", lr=0.25, smooth=False),
            "other": dict(epochs=9, flavours=["salt"]), "folder": dict(taste="own", epochs=20),
            "network": dict(model="torchvision/resnet50", epochs=0),
-           "pretrained": dict(epochs=5, lr=0.01), "frozen": dict(epochs=50, augment=False)}
+           "--model torchvision/NAME": dict(epochs=5, lr=0.01),
+           "--freeze": dict(epochs=50, augment=False), "--quick-start": dict(epochs=1)}
 
 
 def make_parser():
     parser = common.Parser("x", "One line.\n\nMore.", PRESETS, ["small", "big"], dataset="main",
-                           model="small", epochs=3, batch_size=32, lr=0.5)
+                           model="small", epochs=3, batch_size=32, lr=0.5, augment=True)
     flag = argparse.BooleanOptionalAction
-    add = parser.add_argument_group("x.py").add_argument
-    add("--taste", default="none", help="taste (paper: bitter)")
-    add("--quick", action="store_true", help="train for a short time")
-    add("--smooth", action=flag, default=True, help="smooth it")
-    add("--augment", action=flag, default=True, help="use random crops")
-    add("--flavours", nargs="*", default=[], help="names")
-    add("--measure", type=common.between(0, 1), default=0.5, help="a distance")
+    parser.training.add_argument("--taste", default="none", help="taste (paper: bitter)")
+    parser.training.add_argument("--smooth", action=flag, default=True, help="smooth it")
+    parser.evaluation.add_argument("--flavours", nargs="*", default=[], help="names")
+    parser.evaluation.add_argument("--measure", type=common.between(0, 1), default=0.5,
+                                   help="a distance")
+    parser.evaluation.add_argument("--quick-start", action="store_true", help="start quickly")
     return parser
 
 
-def parse(*argv):
-    return make_parser().parse([*argv, *CPU])
+def parse(*argv, parser=None):
+    parser = parser or make_parser()
+    return parser.parse([*argv, *CPU], lambda args: common.run_name(args, "extra"))
 
 
 def test_presets_are_defaults_and_the_command_line_wins():
@@ -73,47 +75,76 @@ def test_presets_are_defaults_and_the_command_line_wins():
     args = parse(*"--dataset other -e 0 -b 5 --lr 0 --no-plot --compile --flavours".split())
     assert (args.epochs, args.batch_size, args.lr) == (0, 5, 0.0)  # 0 is a value, not an absence
     assert args.plot is False and args.compile is True and args.flavours == []
-    assert args.given == set("dataset epochs batch_size lr plot compile flavours device".split())
-    args = parse("--lr", "0.5", "--smooth")  # the parser's values, but given
+    assert args.explicit == set(
+        "dataset epochs batch_size lr plot compile flavours device".split())
+    args = parse("--lr", "0.5", "--smooth")  # the parser's values, but typed
     assert (args.lr, args.smooth, args.taste) == (0.5, True, "sweet")
+    assert args.explicit == {"lr", "smooth", "device"}
 
 
-def test_presets_of_pretrained_networks_are_added_to_those_of_data_sets():
+def test_presets_of_options_are_added_to_those_of_data_sets():
     for line, expected in [
             ("folder:/a --model torchvision/resnet18", (5, 0.01, "own", True)),
             ("folder:/a --model torchvision/resnet18 --freeze", (50, 0.01, "own", False)),
             ("folder:/a --model torchvision/resnet18 --freeze -e 2", (2, 0.01, "own", False)),
             ("folder:/a --model big", (20, 0.5, "own", True)),
+            ("folder:/a --model big --quick-start", (1, 0.5, "own", True)),
             ("network", (0, 0.5, "none", True)),  # its preset has such a network itself
             ("network --model torchvision/resnet18", (0, 0.5, "none", True))]:
         args = parse("--dataset", *line.split())
         assert (args.epochs, args.lr, args.taste, args.augment) == expected
 
 
+def test_the_size_of_images_is_told_before_they_are_read():
+    for line, size in [("main", None), ("main --image-size 40", 40), ("folder:/a", 32),
+                       ("tiny_imagenet", 64), ("imagenet_a", 224),
+                       ("main --model torchvision/resnet18", 224),
+                       ("main --model torchvision/resnet18 --weights none", None),
+                       ("folder:/a --model torchvision/resnet18 --weights none", 224),
+                       ("folder:/a --model torchvision/inception_v3", 299)]:
+        preset = ["--preset", "other"]
+        assert parse("--dataset", *line.split(), *preset).image_size == size, line
+
+
 def test_the_evaluation_of_a_named_run_needs_no_other_option(tmp_path):
-    options = "--dataset other --lr 0.3 -e 2 --no-smooth --flavours a --measure 0.1 --runs"
-    for runs in ("1", "2"):  # with another seed
-        fit(make_run(tmp_path, *options.split(), runs))
+    fit(make_run(tmp_path, *"--dataset other --lr 0.3 -e 2 --no-smooth --flavours a".split(),
+                 *"--measure 0.1 --runs 2".split()))
     evaluation = ("--eval", "--name", "name", "--out-dir", str(tmp_path))
     args = parse(*evaluation)
     assert (args.dataset, args.lr, args.epochs, args.smooth) == ("other", 0.3, 2, False)
-    assert (args.flavours, args.measure, args.runs) == (["a"], 0.1, 2)
-    assert args.given == {"eval", "name", "out_dir", "device"}
-    assert fit(common.Run(args, "x", "another", ["measure"]))
+    assert (args.flavours, args.measure, args.runs) == (["a"], 0.1, 1)  # --runs belongs to no run
+    assert args.explicit == {"eval", "name", "out_dir", "device"}
+    assert fit(common.Run(args, TRAINING_DATA))
     args = parse(*evaluation, "--measure", "0.2")
     assert (args.measure, args.lr) == (0.2, 0.3)
+    # So is that of a run whose name is made from its options.
+    args = parse("--no-plot", "--out-dir", str(tmp_path), "--lr", "0.3")
+    fit(common.Run(args, TRAINING_DATA))
+    args = parse("--eval", "--out-dir", str(tmp_path))
+    assert args.lr == 0.3 and args.run_dir.name == "main-small-extra-seed1"
+
+
+def test_an_option_may_move_to_another_role():
+    parser = make_parser()
+    parser.move("--seed", "evaluation")
+    args = parse(parser=parser)
+    assert args.roles["seed"] == "evaluation" and "seed" not in common.options(args, "training")
+    assert args.run_dir == Path("runs/x/main-small-extra")
+    assert parse().roles["seed"] == "training"
+    assert parse("--width", "0.5", "--model", "big").run_dir.name == "main-big-w0.5-extra-seed1"
 
 
 def test_what_identifies_a_run_is_printed(tmp_path, capsys):
-    make_run(tmp_path, "--dataset", "other", "--measure", "0.25", "--workers", "1")
-    line, place = capsys.readouterr().out.splitlines()
-    for words in ("x: dataset other", "epochs 9", "quick False", "1 process(es) of 1 thread(s)"):
+    make_run(tmp_path, "--dataset", "other", "--measure", "0.25", "--workers", "1", summary="sets")
+    summary, line, place = capsys.readouterr().out.splitlines()
+    assert summary == "sets"
+    for words in ("x: dataset other", "epochs 9", "freeze False", "1 process(es) of 1 thread(s)"):
         assert words in line
     assert not re.search("measure|data_dir|workers|predict|help|preset", line)
     assert place == f"run directory {tmp_path / 'x' / 'name'}"
 
 
-def test_help_shows_the_defaults_of_the_chosen_data_set(capsys):
+def test_help_shows_the_defaults_of_the_chosen_data_set_and_three_roles(capsys):
     texts = []
     for argv in ([], ["--dataset", "other", "--lr", "9"]):
         with pytest.raises(SystemExit, match="^0$"):
@@ -123,10 +154,15 @@ def test_help_shows_the_defaults_of_the_chosen_data_set(capsys):
     assert "smooth it (default: False)" in main
     for words in ("One line.", "training set (default: 9)", "processes) (default: 32)",
                   "names (default: ['salt'])", "bitter) (default: none)",
-                  "smooth it (default: True)", "(torch.compile) (default: False)",
-                  "short time", "settings for it: main, other, network;", "network: small, big;",
-                  "--no-compile", "--limit-steps", "--eval"):
+                  "smooth it (default: True)", "(torch.compile) (default: False)", "start quickly",
+                  "settings for it: main, other, network;", "network: small, big;",
+                  "--no-compile", "--limit-steps"):
         assert words in text, words
+    order = ["the options that most people need", "--eval", *common.ROLES["training"].split("\0"),
+             "--taste", common.ROLES["evaluation"], "--measure", common.ROLES["runtime"]]
+    places = [text.index(words) for words in order]
+    assert places == sorted(places)
+    assert text.count(" --epochs EPOCHS") == 1  # among the first ones, and not again
 
 
 @pytest.mark.parametrize("argv, named", [
@@ -138,8 +174,8 @@ def test_help_shows_the_defaults_of_the_chosen_data_set(capsys):
     ("--image-size 5000", "--image-size"), ("--nonsense", "--nonsense"), ("--lr", "--lr"),
     ("extra", "extra"), ("--epocs 3", "--epocs 3; --help lists"),
     ("--dataset nonsense", "--preset nonsense: choose one of main, other, "),
-    ("--preset nonsense", "nonsense"), ("--preset pretrained", "pretrained"),
-    ("--dataset frozen", "frozen"), ("--dataset", "--dataset"), ("--measure 1.1", "--measure"),
+    ("--preset nonsense", "nonsense"), ("--dataset=--freeze", "--freeze: choose one"),
+    ("--dataset", "--dataset"), ("--measure 1.1", "--measure"),
     ("--eval --fresh", "--fresh"), (f"-e {10**400}", "--epochs"), ("--device cuda:1", "--device")])
 def test_bad_options_are_refused_by_name(argv, named):
     assert named in refusal(parse, *argv.split())
@@ -148,21 +184,73 @@ def test_bad_options_are_refused_by_name(argv, named):
 def test_devices_that_are_not_found_and_variables_that_are_left_over(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     assert where() == (0, 1, True) and common.on_main(where) == (0, 1, True)
-    monkeypatch.setenv("LOCAL_RANK", "99")
-    assert "--device cuda: process 99 needs a GPU of its own" in refusal(common.start, "cuda")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert "--device mps: not found" in refusal(common.start, "mps")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("LOCAL_RANK", "99")  # without WORLD_SIZE, of something else
+    assert "--device cuda: process 0 needs a GPU of its own" in refusal(common.start, "cuda")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "--device cuda: process 99 needs a GPU of its own" in refusal(common.start, "cuda")
+
+
+@pytest.mark.parametrize("variables", [
+    {"WORLD_SIZE": "many"}, {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "RANK": "first"},
+    {"WORLD_SIZE": "2", "LOCAL_RANK": "x"}, {"WORLD_SIZE": "2", "MASTER_PORT": "no port"},
+    {"WORLD_SIZE": "2", "MASTER_PORT": "99999999"}, {"WORLD_SIZE": ""}])
+def test_malformed_variables_of_torchrun_are_one_line(tmp_path, variables):
+    """Such as are left over in a shell, or set by the queue of a cluster."""
+    if len(variables) > 1:
+        variables = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+                     "MASTER_PORT": str(free_port())} | variables
+    child = Child(tmp_path, start_with, variables).wait(60)
+    assert child.status == 2 and child.stderr.count("\n") == 1, child.stderr
+    assert child.stderr.startswith("x.py: error: the environment variable ")
+    assert child.stderr.endswith("start several processes by torchrun, or unset it\n")
+
+
+def start_with(variables):
+    os.environ.update(variables)
+    in_launch(common.start, "cpu")
 
 
 def test_options_without_effect_copies_of_options_and_names_of_runs():
     args = parse("--batch-size", "32")
-    common.refuse(args, ["lr", "taste"], "here")  # which were not given
-    text = refusal(common.refuse, args, ["lr", "batch_size"], "with --features")
+    common.refuse(args, [(True, ["lr", "taste"], "here")])  # which were not typed
+    text = refusal(common.refuse, args, [(False, ["batch_size"], "never"),
+                                         (True, {"lr", "batch_size"}, "with --features")])
     assert text == "--batch-size has no effect with --features; remove this option"
+    for line, words in [
+            ("--model resnet18 --weights FILE", "use --model torchvision/resnet18"),
+            ("--freeze", "--freeze has no effect without --model torchvision/NAME; remove"),
+            ("--model torchvision/resnet18 --width 2", "--width has no effect with --model torch"),
+            ("--model torchvision/resnet18 --freeze --augment", "--augment has no effect with")]:
+        assert words in refusal(common.refuse, parse(*line.split()), [])
     assert common.with_options(args, lr=9.0).lr == 9.0 and args.lr == 0.25
-    assert common.options(args).keys() == vars(args).keys() - {"given"}
     assert common.join_name("cifar10", None, "w0.5", 3) == "cifar10-w0.5-3"
     assert common.join_name("folder:/a b/\u00fc", "x") == "folder_a_b_\u00fc-x"
+
+
+def test_each_option_has_one_role():
+    args = parse()
+    roles = [common.options(args, role) for role in common.ROLES]
+    names = list(itertools.chain(*roles))
+    assert len(set(names)) == len(names)
+    assert {"dataset", "weights", "epochs", "taste"} <= roles[0].keys()
+    assert {"ood", "data_dir", "measure"} <= roles[1].keys()
+    assert {"eval", "runs", "name", "workers", "device"} <= roles[2].keys()
+    assert vars(args).keys() - set(names) == {"explicit", "roles", "run_dir"}
+
+
+def test_the_name_of_a_folder_is_that_of_what_it_leads_to(tmp_path, monkeypatch):
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "link").symlink_to("a b")
+    (tmp_path / "circle").symlink_to("circle")
+    monkeypatch.chdir(tmp_path / "a b")
+    for name, expected in [(f"folder:{tmp_path}/link", "a_b"), ("folder:.", "a_b"),
+                           (f"folder:{tmp_path}/circle", "circle"), ("folder:/", "folder"),
+                           ("cifar10", "cifar10")]:
+        assert common.set_name(name) == expected
+    assert "has no path" in refusal(common.set_name, "folder: ")
 
 
 # ---- Processes ----------------------------------------------------------------------------------
@@ -180,6 +268,10 @@ def test_derive_seed_mixes_and_seed_all_seeds_everything():
 
     assert draw(3, 1) == draw(3, 1)
     assert all(a != b for a, b in zip(draw(3, 1), draw(3, 2)))
+
+
+class Rows(list):
+    """A set of data.py, as far as common.py knows it."""
 
 
 def throw(error):
@@ -269,15 +361,15 @@ def in_a_run(folder):
     run = make_run(own, "--lr", "0.3")
     found = {}
     for name in ("computed", "read"):
-        state = run.load_or_compute("state", {"of": rank}, lambda: {"value": torch.tensor(rank)})
+        state = run.cached("state", {"of": rank}, lambda: {"value": torch.tensor(rank)})
         found[name] = state["value"].item()
-    found["trained"] = fit(run, images=[rank])
+    found["trained"] = fit(run, inputs={"rank": rank})
     run.report(rows_of([1]), ["accuracy"])
     del run
     found["refusal"] = error_of(make_run, own, "--lr", "0.4")
     gc.collect()  # lets the lock go
-    evaluation = make_run(own, "--lr", "0.3", "--eval", "-b", "7", "--no-augment")
-    found["evaluated"] = error_of(lambda: found.update(weights=fit(evaluation, images=[rank])))
+    evaluation = make_run(own, "--lr", "0.3", "--eval", "--runs", "2")
+    found["evaluated"] = error_of(lambda: found.update(weights=fit(evaluation, {"rank": rank})))
     args = parse("--eval", "--name", "name", "--out-dir", str(own))
     found["options"] = (args.lr, args.device.type, args.eval)
     dist.destroy_process_group()
@@ -287,7 +379,7 @@ def in_a_run(folder):
 def test_a_run_of_two_processes(ranks, tmp_path):
     for found in ranks(in_a_run, tmp_path):
         assert found["computed"] == found["read"] == 0
-        assert "made with other options: lr 0.3; use another" in found["refusal"]
+        assert "was made with lr 0.3 (not 0.4); use another" in found["refusal"]
         assert found["evaluated"] is None and same(found["weights"], found["trained"])
         assert found["options"] == (0.3, "cpu", True)
     assert not (tmp_path / "1").exists()
@@ -367,103 +459,17 @@ def test_processes_end_soon_after_a_killed_torchrun(tmp_path):
     wait_for(lambda: not any(map(is_locked, locks)), 30, "end of both")
 
 
-SHAPES = [(7, 3, 4, 5), (7, 3)]
-CUTS = [7, 3]  # first: the second process has no row
-NARROW = torch.randn(7, 3, 4, 5, generator=torch.Generator().manual_seed(6)).bfloat16() + 3
-ONE_PIXEL = torch.tensor([1.0, -2.0, 3.0]).reshape(1, 3, 1, 1)
-
-
-def batch_norm_derivatives(shape, rows, wrap=lambda layer: None):
-    """Of rows of a float64 batch far from zero mean, after two training forwards: output, first
-    and second gradients, running statistics, output in eval mode."""
-    generator = torch.Generator().manual_seed(5)
-    batch = 5 + 3 * torch.randn(shape, generator=generator, dtype=torch.float64)
-    weight = torch.randn(shape, generator=generator, dtype=torch.float64)
-    kind = nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d
-    layer = kind(3, eps=1e-3, momentum=0.2, dtype=torch.float64)
-    nn.init.uniform_(layer.weight, -1, 2, generator)
-    nn.init.uniform_(layer.bias, generator=generator)
-    wrap(layer)
-    x = batch[rows].requires_grad_()
-    layer(batch[rows] + 1)
-    y = layer(x)
-    loss = (y.tanh() * weight[rows]).sum()
-    first = torch.autograd.grad(loss, [x, layer.weight, layer.bias], create_graph=True)
-    penalty = first[0].square().sum() / 2
-    second = torch.autograd.grad(penalty, [x, layer.weight])
-    statistics = [layer.running_mean, layer.running_var, layer.num_batches_tracked]
-    tensors = [y, *first, *second, *statistics, layer.eval()(x)]
-    return [tensor.detach() for tensor in tensors]
-
-
-def own_rows(cut):
-    return slice(0, cut) if common.rank() == 0 else slice(cut, None)
-
-
-def forward_share(batch, cut):
-    """A new layer's output for this process's share of a batch, and its running statistics."""
-    layer = common.GlobalBatchNorm(3)
-    return [layer(batch[own_rows(cut)]).detach(), layer.running_mean, layer.running_var]
-
-
-def in_batch_norm():
-    device = common.start("cpu")
-
-    def wrap(layer):
-        net = common.data_parallel(nn.Sequential(nn.Conv2d(1, 1, 1), layer), device)
-        assert isinstance(net, nn.parallel.DistributedDataParallel)
-        assert type(layer) is common.GlobalBatchNorm and len(layer.state_dict()) == 5
-
-    found = {}
-    for shape, cut in itertools.product(SHAPES, CUTS):
-        found[shape, cut] = batch_norm_derivatives(shape, own_rows(cut), wrap)
-    narrow = [forward_share(NARROW, cut) for cut in CUTS]
-    one_pixel = forward_share(ONE_PIXEL, 1)
-    dist.destroy_process_group()
-    return found, narrow, one_pixel
-
-
-def test_global_batch_norm_equals_batch_norm_of_the_whole_batch(ranks):
-    (main, narrow, one_pixel), (other, other_narrow, _) = ranks(in_batch_norm)
-    close = dict(rtol=1e-9, atol=1e-11)
-    for (shape, cut), a in main.items():
-        whole = batch_norm_derivatives(shape, slice(None))
-        b = other[shape, cut]
-        for i in (0, 1, 4, 9):  # y, dx, ddx, eval y: rows of the batch
-            assert torch.allclose(torch.cat([a[i], b[i]]), whole[i], **close), i
-        for i in (2, 3, 5):  # of the affine map: each process's share
-            assert torch.allclose(a[i] + b[i], whole[i], **close), i
-        for i in (6, 7, 8):  # running statistics
-            assert torch.allclose(a[i], whole[i], **close) and torch.equal(a[i], b[i]), i
-    # Of bfloat16, the statistics are computed in float32.
-    layer = nn.BatchNorm2d(3)
-    narrow_output = layer(NARROW.float()).bfloat16()
-    for a, b in zip(narrow, other_narrow, strict=True):
-        assert torch.allclose(torch.cat([a[0], b[0]]), narrow_output, rtol=0.01)
-        assert torch.allclose(a[1], layer.running_mean)
-        assert torch.allclose(a[2], layer.running_var)
-    # One pixel has the variance 0 / 1, and not 0 / 0.
-    y, mean, variance = one_pixel
-    assert torch.equal(y, torch.zeros_like(y))
-    assert torch.allclose(mean, 0.1 * ONE_PIXEL.flatten())
-    assert torch.allclose(variance, torch.full((3,), 0.9))
-
-
-def wrap_batch_norm(layers):
-    device = common.start("cpu")
-    dist.barrier()  # the first process would end before the other one has joined
-    return [error_of(common.data_parallel, nn.Sequential(layer), device) for layer in layers]
-
-
-def test_batch_norm_that_cannot_be_shared_is_refused(ranks):
-    layers = [nn.BatchNorm1d(2, affine=False), nn.BatchNorm2d(2, momentum=None),
-              nn.BatchNorm2d(2, track_running_stats=False)]
-    for messages in ranks(wrap_batch_norm, layers):
-        for message in messages:
-            assert "UserError: BatchNorm" in message and "start one process" in message
-    assert common.data_parallel(layers[0], torch.device("cpu")) is layers[0]
-    with common.autocast(parse("--amp", "bf16")):
+def test_networks_compute_in_bfloat16_with_amp_and_are_tried_before_training():
+    args = parse("--amp", "bf16")
+    with common.autocast(args):
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.bfloat16
+    images = Rows([0, 0, 0])
+    images.shape = (3, 8, 8)
+    common.try_batch(nn.Flatten(), images, args)
+    text = refusal(common.try_batch, nn.Linear(9, 2), images, args)
+    assert "--model small fails on 2 image(s) of the shape (3, 8, 8): " in text
+    with pytest.raises(ZeroDivisionError):  # no error of the user
+        common.try_batch(lambda _: 1 / 0, images, args)
 
 
 # ---- Files --------------------------------------------------------------------------------------
@@ -571,33 +577,35 @@ def test_all_finite_looks_into_dicts_and_lists_for_numbers_and_tensors():
             assert not common.all_finite(nested)
 
 
-def test_a_digest_changes_with_every_weight_and_buffer():
+def test_a_fingerprint_changes_with_every_weight_and_buffer():
     net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2).bfloat16())
-    digests = {common.digest(net)}
-    assert digests == {common.digest(net)}
+    found = {common.fingerprint(net)}
+    assert found == {common.fingerprint(net)}
     for tensor in net.state_dict().values():
         tensor.view(-1)[-1] += 1
-        digests.add(common.digest(net))
-    assert len(digests) == 1 + len(net.state_dict())
+        found.add(common.fingerprint(net))
+    assert len(found) == 1 + len(net.state_dict())
     net[0].weight = nn.Parameter(torch.ones(3, 2)[:1, :1].T)  # one number, of stride 2
-    assert common.digest(net) not in digests
+    assert common.fingerprint(net) not in found
 
 
 # ---- Runs ---------------------------------------------------------------------------------------
 
 
-def make_run(folder, *argv, name="name"):
-    args = parse("--no-plot", "--out-dir", str(folder), *argv)
-    return common.Run(args, "x", name, evaluation_options=["measure"])
+TRAINING_DATA = {"training data": "a", "test data": "t"}
 
 
-def fit(run, *, dim=6, images="abcd", name="last", in_epoch_2=None):
+def make_run(folder, *argv, name="name", fingerprints=TRAINING_DATA, summary=""):
+    args = parse("--no-plot", "--out-dir", str(folder), "--name", name, *argv)
+    return common.Run(args, fingerprints, summary)
+
+
+def fit(run, inputs=None, *, dim=6, name="last", in_epoch_2=None):
     """A small training, as the scripts write it; `in_epoch_2` may spoil what is to be saved."""
     common.seed_all(0)
     net = nn.Sequential(nn.Linear(4, dim), nn.BatchNorm1d(dim), nn.Dropout(0.2), nn.Linear(dim, 1))
     optimiser = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    made_from = {"images": images, "classes": ["cat", "dog"]}
-    history = run.resume(name, run.args.epochs, made_from, net=net, optimiser=optimiser)
+    history = run.resume(name, run.args.epochs, inputs, net=net, optimiser=optimiser)
     for epoch in range(len(history), run.args.epochs):
         common.seed_all(1, epoch)
         x = torch.randn(32, 4)
@@ -605,11 +613,11 @@ def fit(run, *, dim=6, images="abcd", name="last", in_epoch_2=None):
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-        history.append({"epoch": epoch + 1, "loss": loss.item(), "accuracy": 0.5, "lr": 0.05,
+        history.append({"epoch": epoch + 1, "loss": loss.item(), "train_accuracy": 0.5, "lr": 0.05,
                         "seconds": time.perf_counter()})
         if in_epoch_2 and epoch == 1:
             in_epoch_2(net, optimiser.state, history[-1])
-        run.save(name, history, made_from, net=net, optimiser=optimiser)
+        run.save(name, history, net=net, optimiser=optimiser)
     return net.state_dict()
 
 
@@ -624,7 +632,7 @@ def fit_and_die(folder):
 def test_a_killed_run_resumes_exactly_and_leaves_a_log(tmp_path, capsys):
     whole = fit(make_run(tmp_path / "whole"))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("last ")]
-    assert len(lines) == 3 and "epoch 1  loss " in lines[0] and "accuracy 0.5" in lines[0]
+    assert len(lines) == 3 and "epoch 1  loss " in lines[0] and "train_accuracy 0.5" in lines[0]
     for _ in range(2):
         child = Child(tmp_path, fit_and_die, tmp_path / "cut").wait(60)
         assert child.status == -signal.SIGKILL and not child.stderr
@@ -643,16 +651,18 @@ def test_a_killed_run_resumes_exactly_and_leaves_a_log(tmp_path, capsys):
     assert snapshot(tmp_path) == before
 
 
-def test_a_checkpoint_of_another_network_or_training_set_is_refused(tmp_path):
-    fit(make_run(tmp_path))
+def test_a_checkpoint_of_another_network_or_with_other_inputs_is_refused(tmp_path):
+    fit(make_run(tmp_path), {"teacher": "a"})
     before = snapshot(tmp_path)
     for argv in ([], ["--eval"]):
-        text = refusal(lambda argv=argv: fit(make_run(tmp_path, *argv), images="abc"))
-        assert "last.pt was made from other images; use another --name, or --fresh" in text
-        text = refusal(lambda argv=argv: fit(make_run(tmp_path, *argv), dim=7))
+        for inputs in ({"teacher": "b"}, None):
+            text = refusal(lambda: fit(make_run(tmp_path, *argv), inputs))  # noqa: B023
+            noun = "teacher" if inputs else "inputs"
+            assert f"last.pt was trained with other {noun}; use another --name, or --fresh" in text
+        text = refusal(lambda: fit(make_run(tmp_path, *argv), {"teacher": "a"}, dim=7))  # noqa: B023
         assert "last.pt does not fit this network (" in text
     assert snapshot(tmp_path) == before
-    fit(make_run(tmp_path, "--fresh"), dim=7, images="abc")
+    fit(make_run(tmp_path, "--fresh"), {"teacher": "b"}, dim=7)
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_and_left_alone(tmp_path):
@@ -662,7 +672,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_left_alone(tmp_path):
     for key, value in [
             ("optimiser", None), ("net", {"0.weight": torch.ones(2)}), ("net", "text"),
             ("history", None), ("history", "abc"), ("history", 3), ("history", [1, 2, 3]),
-            ("made_from", None), ("made_from", "deleted"), ("optimiser", "deleted")]:
+            ("inputs", {"teacher": "a"}), ("optimiser", "deleted")]:
         damaged = {**state, key: value}
         if value == "deleted":
             del damaged[key]
@@ -711,47 +721,45 @@ def test_eval_needs_a_finished_run(tmp_path):
     make_run(tmp_path, "--eval", "-e", "0", name="pretrained")  # there is nothing to train
 
 
-def test_eval_may_change_how_it_is_computed_and_names_the_options_to_use(tmp_path):
-    same_run = ["-e", "4", "--quick"]
+def test_eval_may_change_how_it_is_evaluated_and_names_the_options_to_use(tmp_path):
+    same_run = ["-e", "4", "--no-smooth"]
     whole = fit(make_run(tmp_path, *same_run))
-    free = "-b 7 --no-augment --limit-steps 2 --measure 0.1 --runs 4 --workers 0".split()
+    free = "--measure 0.1 --flavours b --runs 4 --workers 0 --data-dir elsewhere".split()
+    before = snapshot(tmp_path)
     assert same(fit(make_run(tmp_path, "--eval", *same_run, *free)), whole)
     text = refusal(make_run, tmp_path, "--eval", *same_run, "--lr", "0.3")
-    assert text.endswith("was made with other options: lr 0.25; use these to evaluate it")
+    assert text.endswith("was made with lr 0.25 (not 0.3); --eval needs the options and the data "
+                         "that it was made with")
     assert "amp off" in refusal(make_run, tmp_path, "--eval", *same_run, "--amp", "bf16")
-    text = refusal(make_run, tmp_path, "--eval", "--preset", "other", "--lr", "0.25", "-b", "7")
-    for words in ("preset None", "epochs 4", "quick True", "taste sweet", "smooth False"):
-        assert words in text
-    assert "batch_size" not in text
+    text = refusal(make_run, tmp_path, "--eval", "--preset", "other", "--taste", "new")
+    assert "preset None (not other)" in text and "taste sweet (not new)" in text
+    assert "measure" not in text
+    assert snapshot(tmp_path) == before
     assert same(fit(make_run(tmp_path, *same_run)), whole)  # still the options of the training
 
 
-def test_results_keep_the_options_of_the_training(tmp_path):
-    configs = []
-    for more in ([], ["--eval"], "--eval -b 7 --limit-steps 2 --no-augment".split()):
-        run = make_run(tmp_path, *more)
-        fit(run)
-        run.report(rows_of([1]), ["accuracy"])
-        configs.append(strict_json(run.dir / "results.json")["config"] | {"eval": None})
-        del run
-    assert configs[0] == configs[1] == configs[2]
-    assert configs[0]["batch_size"] == 32 and configs[0]["augment"] is True
+def test_eval_finds_data_that_have_moved(tmp_path):
+    """The fingerprint says that they are the same; without --eval, a run has one path."""
+    for place in ("old", "new"):
+        (tmp_path / place).mkdir()
+    old, new = (["--dataset", f"folder:{tmp_path / place}"] for place in ("old", "new"))
+    whole = fit(make_run(tmp_path, *old))
+    assert same(fit(make_run(tmp_path, *new, "--eval")), whole)
+    for argv in ([*new, "--eval"], [*old], [*old, "--eval"]):
+        text = refusal(lambda: make_run(tmp_path, *argv, fingerprints={"training data": "b"}))  # noqa
+        assert "was made with another training data" in text
+    assert f"dataset folder:{tmp_path / 'old'} (not " in refusal(make_run, tmp_path, *new)
+    assert "dataset folder:" in refusal(make_run, tmp_path, "--dataset", "other", "--eval")
 
 
-def test_a_read_only_run_can_be_evaluated_but_predicts_nothing(tmp_path, monkeypatch, capsys):
-    whole = fit(make_run(tmp_path))
+def test_other_data_are_refused_but_for_the_test_data(tmp_path):
+    fit(make_run(tmp_path))
+    make_run(tmp_path, fingerprints=TRAINING_DATA | {"test data": "another"})
     before = snapshot(tmp_path)
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-    capsys.readouterr()
-    run = make_run(tmp_path, "--eval", "--plot")
-    assert capsys.readouterr().out.count("skipped: writing to") == 1
-    assert same(fit(run), whole)
-    run.report(rows_of([1]), ["accuracy"])
-    run.write_csv("x.csv", {"a": [1]})
-    out = capsys.readouterr().out
-    assert "accuracy" in out and str(run.dir) not in out
-    text = refusal(make_run, tmp_path, "--eval", "--predict", "other")
-    assert "is read-only" in text and "--predict" in text
+    for changed in ({"training data": "b"}, {"file of --weights": "w"}):
+        for argv in ([], ["--eval"]):
+            text = refusal(lambda: make_run(tmp_path, *argv, fingerprints=TRAINING_DATA | changed))  # noqa
+            assert f"was made with another {next(iter(changed))}; " in text
     assert snapshot(tmp_path) == before
 
 
@@ -806,42 +814,48 @@ def test_a_directory_belongs_to_one_set_of_options(tmp_path):
     fit(make_run(tmp_path))
     make_run(tmp_path, "--measure", "0.1", "--plot", "--workers", "1", "--data-dir", "elsewhere")
     before = snapshot(tmp_path)
-    text = refusal(make_run, tmp_path, "--lr", "0.3", "--taste", "bitter", "-b", "7", "--quick")
-    for words in ("lr 0.25", "taste sweet", "batch_size 32", "quick False", "another --name"):
+    text = refusal(make_run, tmp_path, "--lr", "0.3", "--taste", "bitter", "-b", "7")
+    for words in ("lr 0.25 (not 0.3)", "taste sweet", "batch_size 32", "another --name"):
         assert words in text
     assert "seed" not in text and "measure" not in text
     assert snapshot(tmp_path) == before
 
 
-def test_damaged_or_deleted_options_are_refused_beside_checkpoints(tmp_path):
+@pytest.mark.parametrize("damage", [
+    "", "{", "[1]", "null", "3", "{}", None, '{"training": null, "evaluation": {}}', "directory",
+    '{"training": {}, "evaluation": {}, "fingerprints": 3}',
+    '{"training": ["lr"], "evaluation": {}, "fingerprints": {}}'])
+def test_damaged_or_deleted_options_are_refused_beside_checkpoints(tmp_path, damage):
     fit(make_run(tmp_path))
     path = tmp_path / "x" / "name" / "options.json"
-    for damage in ("", "{", "[1]", None):  # the last: deleted
-        path.unlink()
-        if damage is not None:
-            path.write_text(damage)
-        before = snapshot(tmp_path)
-        for argv in ([], ["--lr", "0.3"], ["--eval"], ["--eval", "--name", "name"]):
-            text = refusal(make_run, tmp_path, *argv)
-            assert "options.json is missing or damaged (" in text and "--fresh" in text
-        assert snapshot(tmp_path) == before
-    fit(make_run(tmp_path, "--fresh"))
+    path.unlink()
+    if damage == "directory":
+        path.mkdir()
+    elif damage is not None:
+        path.write_text(damage)
+    before = snapshot(tmp_path)
+    for argv in ([], ["--lr", "0.3"], ["--eval"], ["--eval", "--name", "name"]):
+        text = refusal(make_run, tmp_path, *argv)
+        assert "options.json is missing or damaged (" in text and "--fresh" in text
+    assert snapshot(tmp_path) == before
+    if damage != "directory":
+        fit(make_run(tmp_path, "--fresh"))
 
 
-def test_edited_options_are_refused_beside_checkpoints(tmp_path):
-    """Also in a command with the options that the file now names."""
+@pytest.mark.parametrize("name, value", [
+    ("epochs", None), ("epochs", "three"), ("lr", [1]), ("smooth", 3), ("flavours", 3),
+    ("measure", "far"), ("dataset", None), ("dataset", 3)])
+def test_stored_options_of_another_type_are_refused(tmp_path, name, value):
     run = make_run(tmp_path)
     fit(run)
     path = run.dir / "options.json"
     del run
-    path.write_text(json.dumps(strict_json(path) | {"lr": 0.3}, indent=1))
-    before = snapshot(tmp_path)
-    for argv in ([], ["--eval"]):
-        assert "lr 0.3" in refusal(make_run, tmp_path, *argv)
-    for argv in (["--lr", "0.3"], ["--lr", "0.3", "--eval"], ["--eval", "--name", "name"]):
-        text = refusal(lambda argv=argv: fit(make_run(tmp_path, *argv)))
-        assert "last.pt was made from other options; " in text
-    assert snapshot(tmp_path) == before
+    stored = strict_json(path)
+    role = "training" if name in stored["training"] else "evaluation"
+    stored[role][name] = value
+    path.write_text(json.dumps(stored))
+    text = refusal(make_run, tmp_path, "--eval")
+    assert f"options.json is damaged: {name} {value!r}; use --fresh to start over" in text
 
 
 def hold(folder):
@@ -884,7 +898,7 @@ def test_places_that_cannot_be_written(tmp_path):
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_values_are_computed_once_and_anew_when_they_are_made_from_others(tmp_path):
+def test_values_are_computed_once_and_anew_when_their_inputs_change(tmp_path):
     calls = []
 
     def compute():
@@ -893,22 +907,44 @@ def test_values_are_computed_once_and_anew_when_they_are_made_from_others(tmp_pa
 
     def value_of(weights, *argv):
         run = make_run(tmp_path, *argv)
-        made_from = {"weights": weights, "draws": (1, torch.tensor(2))}
-        state = run.load_or_compute("fit", made_from, compute)
+        inputs = {"weights": weights, "draws": (1, torch.tensor(2))}
+        state = run.cached("fit", inputs, compute)
         assert state["text"] == "x" and state["list"] == [1, None]
         return state["value"].item()
 
     assert [value_of(weights) for weights in "aabba"] == [0, 0, 1, 1, 2]
-    assert value_of("a", "--eval", "--measure", "0.1") == 2
-    path = tmp_path / "x" / "name" / "options.json"
-    path.write_text(json.dumps(strict_json(path) | {"lr": 0.3}))
-    assert value_of("a", "--lr", "0.3") == 3  # with other options, in a file that was edited
-    run = make_run(tmp_path, "--lr", "0.3")
-    text = refusal(run.load_or_compute, "bad", {}, lambda: {"value": torch.tensor(math.inf)})
+    assert value_of("a", "--measure", "0.1") == 2
+    run = make_run(tmp_path)
+    text = refusal(run.cached, "bad", {}, lambda: {"value": torch.tensor(math.inf)})
     assert "bad: a value is not finite" in text
     assert set(snapshot(run.dir)) == {"options.json", "fit.pt"}
     run.write("fit.pt", b"damaged")
-    assert "fit.pt is damaged" in refusal(run.load_or_compute, "fit", {"weights": "a"}, compute)
+    assert "fit.pt is damaged" in refusal(run.cached, "fit", {"weights": "a"}, compute)
+
+
+def remake(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / ".lock").touch()
+
+
+@pytest.mark.parametrize("change", [shutil.rmtree, remake])
+def test_a_directory_that_was_removed_or_made_again_gets_no_more_files(tmp_path, change):
+    """Another run may have it by then: its files must not be mixed with those of this one."""
+    run = make_run(tmp_path)
+    text = refusal(lambda: fit(run, in_epoch_2=lambda *_: change(run.dir)))
+    assert "was removed or replaced while this command was running" in text
+    assert not snapshot(tmp_path)
+
+
+def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    fit(make_run(tmp_path))
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 1 and "cannot be locked (No locks available)" in notes[0]
 
 
 # ---- Rows, reports, tables ----------------------------------------------------------------------
@@ -919,7 +955,7 @@ def rows_of(seeds, shift=0.0):
     generator = np.random.default_rng(0)
     rows = []
     for seed in seeds:
-        accuracy, nll = generator.random(2) + shift
+        accuracy, nll = generator.random(2) / 2 + shift
         row = {"method": "DDU", "seed": seed, "set": "t", "n": 10}
         rows += [{**row, "accuracy": accuracy, "nll": nll},
                  {**row, "against": "o_d", "auroc": accuracy}]
@@ -934,13 +970,13 @@ def test_report_writes_results(tmp_path):
     content = strict_json(run.dir / "results.json")
     assert content["rows"] == back and back[0]["odd"] is None
     assert content["script"] == "x" and content["columns"] == ["accuracy", "auroc"]
-    assert content["config"]["measure"] == 0.25 and content["config"]["device"] == "cpu"
+    assert content["config"]["measure"] == 0.25 and content["config"]["lr"] == 0.25
+    assert content["fingerprints"] == TRAINING_DATA and "workers" not in content["config"]
     assert content["curve"] == [1.0, 1.0] and content["seconds"] > 0
     environment = content["environment"]
     assert environment["threads"] == environment["processes"] == 1
     assert environment["torch"] == torch.__version__
     assert {"commit", "python", "device", "tf32_in_convolutions"} <= environment.keys()
-    assert common.device_memory(run.args.device) > 1e8
     cells = list(csv.DictReader((run.dir / "results.csv").read_text().splitlines()))
     assert len(cells) == 6 and cells[0]["accuracy"] == f"{rows[0]['accuracy']:.6g}"
     assert [row["against"] for row in cells[:2]] == ["", "o_d"]
@@ -979,7 +1015,7 @@ def test_the_histories_are_drawn_where_pictures_are_wanted(tmp_path):
     histories["last"][0]["late"] = None  # a number that not every epoch has
     histories["last"][2]["late"] = 1.0
     figure = common.draw_histories(histories)
-    assert [panel.get_title() for panel in figure.axes] == ["loss", "accuracy", "late"]
+    assert [panel.get_title() for panel in figure.axes] == ["loss", "train_accuracy", "late"]
     for name, line in zip(["last", "member1"], figure.axes[0].lines, strict=True):
         assert line.get_label() == name and list(line.get_xdata()) == [1, 2, 3]
         assert list(line.get_ydata()) == [row["loss"] for row in histories[name]]
@@ -991,10 +1027,12 @@ def table(capsys, *argv):
     return capsys.readouterr()
 
 
-def write_results(folder, rows, script="x", columns=("accuracy", "auroc"), **config):
+def write_results(folder, rows, script="x", columns=("accuracy", "auroc"), fingerprints=None,
+                  **config):
     """A finished run's results.json with these rows; returns its directory."""
     folder.mkdir(parents=True)
-    content = {"script": script, "config": config, "columns": columns, "rows": rows}
+    content = {"script": script, "config": config, "columns": columns, "rows": rows,
+               "fingerprints": fingerprints or TRAINING_DATA}
     (folder / "results.json").write_text(json.dumps(content))
     return folder
 
@@ -1002,7 +1040,7 @@ def write_results(folder, rows, script="x", columns=("accuracy", "auroc"), **con
 def test_table_pools_the_seeds_of_directories_and_separates_options(tmp_path, capsys):
     accuracies = {"0.1": [], "0.2": []}
     for lr, seed in itertools.product(accuracies, (1, 2, 3)):
-        rows = rows_of([seed], shift=seed * float(lr))
+        rows = rows_of([seed], shift=seed * float(lr) / 2)
         argv = ["--seed", str(seed), "--lr", lr]
         if seed == 2:
             argv.append("--compile")  # the same numbers
@@ -1023,7 +1061,7 @@ def test_table_pools_the_seeds_of_directories_and_separates_options(tmp_path, ca
 
 
 def test_runs_that_differ_only_in_their_data_directory_are_kept_apart(tmp_path, capsys):
-    rows = {place: rows_of([1], shift) for place, shift in (("here", 0.0), ("there", 1.0))}
+    rows = {place: rows_of([1], shift) for place, shift in (("here", 0.0), ("there", 0.5))}
     for place in rows:
         make_run(tmp_path, "--data-dir", place, name=place).report(rows[place], ["accuracy"])
     lines = table(capsys, *(tmp_path / "x").iterdir()).out.splitlines()
@@ -1045,7 +1083,7 @@ def test_runs_of_several_scripts_make_one_table(tmp_path, capsys):
     folders = [write_results(tmp_path / "d", ddu, "ddu", lr=0.1, width=1),
                write_results(tmp_path / "s", swag, "swag", lr=0.2),
                write_results(tmp_path / "w", swag, "swag", lr=0.3)]
-    header, _, *lines = table(capsys, *folders).out.splitlines()
+    header, _, *lines = table(capsys, *folders).out.split("\n\n")[0].splitlines()
     assert header.split() == ["run", "method", "set", "against", "n", "seeds", "accuracy", "nll",
                               "auroc_total", "ms", "bytes"]
     pooled = "10  2  0.3750 ± 0.1250  0.4500 ± 0.1500  0.5000 ± 0.0000  1234"
@@ -1067,7 +1105,7 @@ def test_data_sets_side_by_side(tmp_path, capsys):
     energies = [{"method": "SWAG", "seed": 1, "set": "q", "n": 5, "lpd": -1.5, "mae_milli": 9.06}]
     folders = [write_results(tmp_path / "i", images, columns=("accuracy", "auroc"), dataset="a_b"),
                write_results(tmp_path / "e", energies, columns=("lpd", "mae_milli"), dataset="q")]
-    lines = table(capsys, *folders, "--side-by-side").out.splitlines()
+    lines = table(capsys, *folders, "--side-by-side").out.split("\n\n")[0].splitlines()
     assert [re.split("  +", line) for line in lines if "---" not in line] == [
         ["method", "a_b accuracy", "a_b/o auroc", "q lpd", "q mae_milli"],
         ["MAP", "0.3750 ± 0.1250"], ["SWAG", "0.3750 ± 0.1250", "0.7500", "-1.5000", "9.1"]]
@@ -1087,7 +1125,7 @@ def test_data_sets_side_by_side(tmp_path, capsys):
     shown = table(capsys, tmp_path / "wrn1", tmp_path / "vit1", "--side-by-side").out
     assert re.split("  +", shown.splitlines()[0])[1:] == ["a_b wrn accuracy", "a_b vit accuracy"]
     shown = table(capsys, tmp_path / "vit1", tmp_path / "vit2", "--side-by-side").out
-    header, _, *lines = shown.splitlines()
+    header, _, *lines = shown.split("\n\n")[0].splitlines()
     assert re.split("  +", header)[1:] == ["a_b width=1 accuracy", "a_b width=2 accuracy"]
     assert [line.split()[1] for line in lines] == ["K=1", "K=2", "K=5"]
     # So are folders of one name.
@@ -1096,16 +1134,65 @@ def test_data_sets_side_by_side(tmp_path, capsys):
     assert len(re.findall(" a_b ", shown.splitlines()[0])) == 2
 
 
+def test_side_by_side_drops_no_run_with_another_number_of_examples(tmp_path, capsys):
+    folders = []
+    for seed, n in ((1, 100), (2, 100), (3, 90)):
+        row = {"method": "DDU", "seed": seed, "set": "t", "n": n, "accuracy": 0.25 * seed}
+        folders.append(write_results(tmp_path / str(seed), [row], columns=["accuracy"], seed=seed))
+    lines = table(capsys, *folders, "--side-by-side").out.splitlines()
+    assert [re.split("  +", line) for line in lines[2:4]] == [
+        ["DDU", "0.3750 ± 0.1250"], ["DDU (n = 90)", "0.7500"]]
+
+
 def test_other_directories_are_skipped_in_one_line(tmp_path, capsys):
     run = write_results(tmp_path / "run", rows_of([1]))
     alone = table(capsys, run)
-    for text in (None, "{}", "[]", "3", "text", "", '{"rows": []}'):
+    whole = strict_json(run / "results.json")
+    damages = [None, "{}", "[]", "3", "null", "text", "", '{"rows": []}', "{" * 10**5]
+    for name in ("script", "config", "columns", "rows", "fingerprints"):
+        for value in (None, 3, "text", ["text"]):
+            if not (name, value) == ("script", "text") and (name, value) != ("columns", ["text"]):
+                damages.append(json.dumps(whole | {name: value}))
+    row = {"method": "m", "set": "s", "n": 3, "accuracy": 0.5}
+    for wrong in ({}, "row", {"method": "m", "accuracy": 0.5}, row | {"n": "many"},
+                  row | {"accuracy": "high"}, row | {"method": ["m"]}):
+        damages.append(json.dumps(whole | {"rows": [wrong]}))
+    for text in damages:
         if text is not None:
             (tmp_path / "results.json").write_text(text)
         shown = table(capsys, tmp_path, run)
-        assert shown.out == alone.out and alone.err == ""
-        assert shown.err == f"skipped: {tmp_path} is not the directory of a finished run\n"
+        assert shown.out == alone.out and alone.err == "", text
+        assert shown.err == (f"skipped: {tmp_path} has no results.json of a finished run, or a "
+                             "damaged one\n")
         assert "no rows to show" in refusal(table, capsys, tmp_path)
+
+
+def test_runs_on_other_data_are_not_pooled(tmp_path, capsys):
+    """Such as two seeds, between which images were added to the folder."""
+    folders = []
+    for seed, data in ((1, "a" * 64), (2, "b" * 64), (3, "b" * 64)):
+        row = {"method": "DDU", "seed": seed, "set": "t", "n": 10, "accuracy": 0.25 * seed}
+        folders.append(write_results(tmp_path / str(seed), [row], columns=["accuracy"], seed=seed,
+                                     fingerprints={"training data": data, "test data": "t"}))
+    header, _, first, second, *_ = table(capsys, *folders).out.splitlines()
+    assert re.split("  +", first)[0] == f"training data: {'a' * 8}" and "0.2500" in first
+    assert re.split("  +", second)[0] == f"training data: {'b' * 8}" and "0.6250 ±" in second
+    assert "run" not in table(capsys, *folders[1:]).out.splitlines()[0].split()
+
+
+def test_what_the_errors_of_a_table_mean_is_explained(tmp_path, capsys):
+    rows = [{"method": "DDU", "seed": seed, "set": "t", "n": 120, "accuracy": 0.48}
+            for seed in (1, 2)]
+    run = write_results(tmp_path / "run", rows, columns=["accuracy"])
+    meaning = "±: standard error over networks with other seeds, for the same test examples"
+    sample = "120 test examples: ± 4.6 % for an accuracy of 48.0 % (standard error of the sample)"
+    assert table(capsys, run).out.splitlines()[-2:] == [meaning, sample]
+    make_run(tmp_path).report(rows, ["accuracy"])
+    lines = capsys.readouterr().out.splitlines()
+    assert meaning in lines and sample in lines
+    make_run(tmp_path).report([rows[0] | {"accuracy": 1.0}], ["accuracy"])
+    out = capsys.readouterr().out
+    assert meaning not in out and "± 0.8 % for an accuracy of 100.0 %" in out
 
 
 ROW = {"method": "a", "seed": 1, "set": "s", "n": 3, "accuracy": 0.5}
@@ -1143,15 +1230,6 @@ def test_what_is_not_independent_has_no_standard_error():
     assert line["x"] == "2.0000" and line["seeds"] == "1 in 2 runs"
 
 
-class Rows(list):
-    """A set of data.py, as far as `prediction_columns` knows it."""
-
-
-def read_predictions(run, columns):
-    run.write_csv("predictions.csv", columns)
-    return list(csv.DictReader((run.dir / "predictions.csv").read_text().splitlines()))
-
-
 def uncertainties(log_probs):
     """{column: values} by SciPy."""
     probs = log_probs.double().exp().numpy()
@@ -1171,14 +1249,17 @@ def test_predictions_have_a_line_for_each_example_and_methods_side_by_side(tmp_p
     dataset = Rows([0, 0])
     dataset.files = ("a/0.png", "b, c/1.png")
     dataset.labels = torch.tensor([1, -1])  # the second one is not known
-    columns = common.prediction_columns(dataset, methods, classes)
-    parts = list(uncertainties(methods["ddu"]))
+    run = make_run(tmp_path)
+    extra = {"density": torch.tensor([1.5, -math.inf]), "decision": ["ood", "clean"]}
+    common.write_predictions(run, dataset, methods, classes, {"ddu": 2.5}, extra)
+    rows = list(csv.DictReader((run.dir / "predictions.csv").read_text().splitlines()))
+    parts = [*uncertainties(methods["ddu"]), "temperature"]
     endings = ["", "_ensemble", "_swag"]
-    assert list(columns) == ["file", "label"] + [part + end for end in endings for part in parts]
-    columns |= {"density": torch.tensor([1.5, -math.inf]), "decision": ["ood", "clean"]}
-    rows = read_predictions(make_run(tmp_path), columns)
+    assert list(rows[0]) == ["file", "label", *(part + end for end in endings for part in parts),
+                             "density", "decision"]
     texts = {"file": ["a/0.png", "b, c/1.png"], "label": [names[1], ""], "density": ["1.5", ""],
-             "decision": ["ood", "clean"], "epistemic": ["", ""]}  # of a single network
+             "decision": ["ood", "clean"], "epistemic": ["", ""],  # of a single network
+             "temperature": ["2.5", "2.5"], "temperature_swag": ["1", "1"]}
     for ending, log_probs in zip(endings, methods.values(), strict=True):
         expected = uncertainties(log_probs)
         texts[f"predicted{ending}"] = [names[k] for k in expected.pop("predicted")]
@@ -1198,11 +1279,12 @@ def test_examples_without_files_are_numbered_and_may_have_no_label(tmp_path):
     for labels, expected in [([2, 0], ["2", "0"]), ([1.5, math.nan], ["1.5", ""]),
                              ([-1, -1], [None, None]), ([math.nan, math.nan], [None, None])]:
         dataset.labels = torch.tensor(labels)
-        rows = read_predictions(run, common.example_columns(dataset))
+        run.write_csv("x.csv", common.example_columns(dataset))
+        rows = list(csv.DictReader((run.dir / "x.csv").read_text().splitlines()))
         assert [row["index"] for row in rows] == ["0", "1"]
         assert [row.get("label") for row in rows] == expected
     with pytest.raises(ValueError):
-        read_predictions(run, {"a": [1, 2], "b": [1]})
+        run.write_csv("x.csv", {"a": [1, 2], "b": [1]})
 
 
 # ---- Signals, errors, platforms, pictures -------------------------------------------------------
@@ -1244,8 +1326,8 @@ def run_common(*argv):
 
 def show_help(length):
     parser = make_parser()
-    parser.add_argument("--long", help="a word " * length)
-    parser.parse(["--help"])
+    parser.runtime.add_argument("--long", help="a word " * length)
+    parse("--help", parser=parser)
 
 
 def print_without_a_reader(target, function, *arguments):
@@ -1287,6 +1369,41 @@ def test_common_as_a_program_says_what_it_does(tmp_path, argv):
     assert "usage: python common.py table RUN ..." in child.stderr
 
 
+def without_streams(numbers, function, *arguments):
+    """As after 1>&- or 2>&- in a shell: Python has no such stream, and its number is free."""
+    for number in numbers:
+        os.close(number)
+        setattr(sys, {1: "stdout", 2: "stderr"}[number], None)
+    in_launch(function, *arguments)
+
+
+def write_and_fail(path):
+    with open(path, "w") as file:
+        os.write(2, b"from a library in C")
+        file.write("content")
+    raise UserError("wrong")
+
+
+@pytest.mark.parametrize("closed", [(2,), (1,), (1, 2)])
+def test_closed_streams_hide_no_error_and_spoil_no_file(tmp_path, closed):
+    path = tmp_path / "file"
+    child = Child(tmp_path, without_streams, closed, write_and_fail, path).wait(60)
+    assert child.status == 2 and path.read_text() == "content"
+    text = child.stdout + child.stderr
+    assert ("x.py: error: wrong\n" in text) == (closed != (1, 2))
+
+
+def test_all_scripts_say_what_they_do_under_python_oo():
+    """Without docstrings and assertions."""
+    code = "import contextlib, importlib, sys\n"
+    for name in SCRIPTS:
+        code += f"sys.argv = ['{name}.py']\nwith contextlib.suppress(SystemExit):\n"
+        code += f"    importlib.import_module('{name}').parse_args(['--help'])\n"
+    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\nusage: ") + done.stdout.startswith("usage: ") == len(SCRIPTS)
+
+
 def train_for_ever(folder):
     def main():
         if os.fork() == 0:  # as the processes that decode images, which Ctrl-C reaches, too
@@ -1322,11 +1439,10 @@ def on_windows(folder):
     run = make_run(folder)
     fit(run)
     run.report(rows_of([1]), ["accuracy"])
-    return module.device_memory(run.args.device)
 
 
 def test_scripts_start_without_posix_modules(tmp_path):
-    assert Child(tmp_path, on_windows, tmp_path).value() is None
+    Child(tmp_path, on_windows, tmp_path).value()
 
 
 def test_figures_are_written_and_freed(tmp_path):
@@ -1342,10 +1458,18 @@ def test_figures_are_written_and_freed(tmp_path):
         assert len({str(colour) for colour in common.colours(count)}) == count  # all differ
 
 
-def test_without_matplotlib_pictures_are_skipped_in_one_line(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert parse().plot is False and parse("--no-plot").plot is False
-    assert capsys.readouterr().out.count("pip install matplotlib") == 1
+def parse_with_matplotlib(folder, error):
+    (folder / "matplotlib").mkdir()
+    (folder / "matplotlib" / "__init__.py").write_text(f"raise {error}")
+    sys.path.insert(0, str(folder))
+    return parse().plot, parse("--no-plot").plot
+
+
+@pytest.mark.parametrize("error", ["ImportError('no module')", "AttributeError('_ARRAY_API')"])
+def test_without_matplotlib_or_with_a_broken_one_pictures_are_skipped(tmp_path, error):
+    child = Child(tmp_path, parse_with_matplotlib, tmp_path, error)
+    assert child.value() == (False, False)
+    assert child.stdout.count("\n") == 1 and "pip install matplotlib" in child.stdout
 
 
 # ---- The README ---------------------------------------------------------------------------------
