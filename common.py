@@ -237,8 +237,7 @@ def ensemble_uncertainty(log_probs: ArrayLike) -> dict[str, Tensor]:
       epistemic  total - aleatoric, the mutual information
     """
     log_probs = _tensor(log_probs, "log_probs", 3)
-    totals = []
-    aleatorics = []
+    blocks = []
     # In blocks of rows, because ten members of ImageNet would take 4 GB a tensor.
     rows = max(1, 2**22 // log_probs[:, 0].numel())
     for block in log_probs.split(rows, 1):
@@ -246,13 +245,12 @@ def ensemble_uncertainty(log_probs: ArrayLike) -> dict[str, Tensor]:
         p = log_p.exp()
         _check_probs(p, "exp(log_probs)")
         pi = (log_p.logsumexp(0) - math.log(len(log_p))).exp()         # [n, K]
-        totals.append(torch.special.entr(pi).sum(-1))                  # [n]  H(pi)
-        aleatorics.append(torch.special.entr(p).sum(-1).mean(0))       # [n]  mean_m H(p_m)
-    total = torch.cat(totals)
-    aleatoric = torch.cat(aleatorics)
-    parts = {"total": total, "aleatoric": aleatoric, "epistemic": total - aleatoric}
+        total = torch.special.entr(pi).sum(-1)                         # [n]  H(pi)
+        aleatoric = torch.special.entr(p).sum(-1).mean(0)              # [n]  mean_m H(p_m)
+        blocks.append(torch.stack([total, aleatoric, total - aleatoric]))
     # Rounding may leave values just below 0.
-    return {name: values.clamp_min(0) for name, values in parts.items()}
+    values = torch.cat(blocks, 1).clamp_min(0)                         # [3, N]
+    return dict(zip(("total", "aleatoric", "epistemic"), values))
 
 
 def _threshold_counts(scores, positive):
@@ -374,40 +372,30 @@ def fit_temperature(logits: ArrayLike, labels: ArrayLike) -> float:
     labels = _labels(labels, logits)
     _require(logits.isfinite().all(), "logits: expected finite numbers")
     z = logits.double() - logits.double().gather(1, labels[:, None])   # [N, K]  z_k - z_y
+    highest = 1 - 1 / (len(z) + 2)
 
     def slope(log_t):
         """d NLL / d (1 / T) = mean_n of the expectation of z_k - z_y under softmax(z / T)."""
         probs = (z / math.exp(log_t)).softmax(1)
         return (probs * z).sum(1).mean().item()
 
+    def excess(log_t):
+        """Mean confidence of softmax(z / T), minus the highest one."""
+        return (z / math.exp(log_t)).softmax(1).amax(1).mean().item() - highest
+
     low, high = map(math.log, TEMPERATURES)
     if slope(high) > 0:
         return TEMPERATURES[1]  # worse than guessing: the flatter, the better
     if slope(high) == 0:
         return 1.0
-    optimum = TEMPERATURES[0]
-    if slope(low) > 0:
-        optimum = math.exp(brentq(slope, low, high, xtol=1e-9))
-    return _limit_sharpening(optimum, z)
-
-
-def _limit_sharpening(temperature, logits):
-    """The temperature, or a larger one, see `fit_temperature`; logits [N, K]."""
-    highest = 1 - 1 / (len(logits) + 2)
-
-    def excess(log_t):
-        """Mean confidence of softmax(z / T), minus the highest one."""
-        return (logits / math.exp(log_t)).softmax(1).amax(1).mean().item() - highest
-
-    if temperature >= 1 or excess(math.log(temperature)) <= 0:
-        return temperature
-    limited = 1.0
-    if excess(0.0) < 0:
-        limited = math.exp(brentq(excess, math.log(temperature), 0.0, xtol=1e-9))
-    warnings.warn(f"the temperature is {limited:.2g}, not {temperature:.2g}: {len(logits)} "
-                  f"validation examples cannot justify a mean confidence above {highest:.3g}",
-                  stacklevel=3)
-    return limited
+    optimum = brentq(slope, low, high, xtol=1e-9) if slope(low) > 0 else low
+    if optimum >= 0 or excess(optimum) <= 0:
+        return math.exp(optimum)
+    limited = brentq(excess, optimum, 0.0, xtol=1e-9) if excess(0.0) < 0 else 0.0
+    warnings.warn(f"the temperature is {math.exp(limited):.2g}, not {math.exp(optimum):.2g}: "
+                  f"{len(z)} validation examples cannot justify a mean confidence above "
+                  f"{highest:.3g}", stacklevel=2)
+    return math.exp(limited)
 
 
 def _mixture(means, variances):
@@ -588,14 +576,6 @@ def broadcast(value):
     return box[0]
 
 
-def gather_objects(value):
-    """The values of all processes, by rank, on all processes."""
-    values = [value for _ in range(world_size())]
-    if world_size() > 1:
-        dist.all_gather_object(values, value)
-    return values
-
-
 def on_main(work: Callable, *arguments):
     """Call work(*arguments) on the main process alone; every process gets its result or its error.
 
@@ -623,17 +603,20 @@ def on_each_machine(work: Callable, *arguments):
     This is for downloads: the first process of a machine writes the files that the others read. If
     a call raises a UserError, every process of every machine raises it.
     """
-    is_first = world_size() == 1 or dist.get_node_local_rank(0) == 0
+    if world_size() == 1:
+        return work(*arguments)
     result = None
     error = None
     for turn_of_first in (True, False):
-        if is_first == turn_of_first:
+        if turn_of_first == (dist.get_node_local_rank(0) == 0):
             try:
                 result = work(*arguments)
             except UserError as raised:
                 error = raised
         # This also waits until the call has returned on all processes.
-        for other in gather_objects(error):
+        errors = [None for _ in range(world_size())]
+        dist.all_gather_object(errors, error)
+        for other in errors:
             if other is not None:
                 raise other
     return result
@@ -943,18 +926,6 @@ def torchvision_name(model: str) -> str:
         raise UserError(f"--model {model}: not an image classifier of torchvision that ends in a "
                         "linear layer; use resnet18, convnext_tiny, vit_b_16 or a relative")
     return name
-
-
-def image_size_of_weights(model: str, weights: str | None) -> int:
-    """The side of images in pixels for which torchvision's weights were trained.
-
-    For a file of weights it is that of the default ones, from which they were probably fine-tuned;
-    for random weights ("none") it is that of ResNet-18.
-    """
-    name = torchvision_name(model)
-    if weights == "none":
-        name = "resnet18"
-    return models.get_model_weights(name).DEFAULT.transforms().crop_size[0]
 
 
 def is_pretrained(args) -> bool:
@@ -1272,10 +1243,8 @@ class Parser(argparse.ArgumentParser):
         formatter.add_arguments(most_used)
         formatter.end_section()
         for group in (self.training, self.evaluation, self.runtime):
-            shown = [action.option_strings[0] for action in group._group_actions
-                     if action in most_used]
             formatter.start_section(group.title)
-            formatter.add_text(f"{group.description} Those shown above: {', '.join(shown)}.")
+            formatter.add_text(group.description)
             formatter.add_arguments([action for action in group._group_actions
                                      if action not in most_used])
             formatter.end_section()
@@ -1364,8 +1333,6 @@ class Parser(argparse.ArgumentParser):
         # With --eval and without a shared disk, only the main process has read the run's options.
         args = broadcast(args)
         args.device = device
-        if args.eval and os.path.isdir(args.run_dir):
-            check_same_run(args, read_options(args.run_dir), {})
         if args.batch_size < world_size():
             self.error(f"--batch-size {args.batch_size}: this is the global batch size, which must "
                        f"be at least the number of processes, {world_size()}")
@@ -1439,15 +1406,20 @@ def add_runtime_options(runtime: Callable):
 def default_image_size(args) -> int | None:
     """The side of images in pixels where --image-size is not given.
 
-    None stands for the size of images in memory, which nothing resizes.
+    With --model torchvision/NAME, it is that of torchvision's weights, from which a file of weights
+    was probably fine-tuned; for random weights it is that of ResNet-18. None stands for the size of
+    images in memory, which nothing resizes.
     """
     kind = args.dataset.split(":")[0].split("_")[0]  # imagenet_a, imagenet_o and imagenet_r, too
     sizes_of_files = {"folder": 32, "tiny": 64, "imagenet": 224}
-    if args.model.startswith("torchvision/"):
-        if kind in sizes_of_files or args.weights in (None, "DEFAULT"):
-            return image_size_of_weights(args.model, args.weights)
-        return None
-    return sizes_of_files.get(kind)
+    if not args.model.startswith("torchvision/"):
+        return sizes_of_files.get(kind)
+    name = torchvision_name(args.model)
+    if args.weights == "none":
+        name = "resnet18"
+    if kind in sizes_of_files or args.weights in (None, "DEFAULT"):
+        return models.get_model_weights(name).DEFAULT.transforms().crop_size[0]
+    return None
 
 
 def can_draw() -> bool:
@@ -1862,22 +1834,21 @@ class Run:
         that it shows, if not all; extra: what else results.json stores.
         """
         rows = as_json(rows)
-        shown = rows if shown is None else as_json(shown)
         content = {"script": self.dir.parent.name, "columns": columns,
                    "config": options(self.args, "training") | options(self.args, "evaluation"),
                    "fingerprints": self.fingerprints, "seconds": time.perf_counter() - self.began,
                    "environment": environment(self.args.device), "rows": rows, **extra}
-        on_main(self._store, content, shown)
+        on_main(self._store, as_json(content), as_json(shown or rows))
         return rows
 
     def _store(self, content, shown):
-        self.write("results.json", json.dumps(as_json(content), indent=1))
+        self.write("results.json", json.dumps(content, indent=1))
         self.write("results.csv", to_csv(content["rows"]))
         if self.args.plot and any(self.histories.values()):
             self.save_figure(draw_histories(self.histories), "training.png")
         text = format_results(shown, content["columns"])
-        print(f"\n{text}\n{explain_errors(shown)}\n", flush=True)
-        print(f"results, pictures and log files are in {self.dir}", flush=True)
+        print(f"\n{text}\n{explain_errors(shown)}\n\nresults, pictures and log files are in "
+              f"{self.dir}", flush=True)
         self.lock.close()
 
 
@@ -2024,13 +1995,9 @@ def to_csv(rows: list[dict]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
     for row in rows:
-        writer.writerow([six_digits(row.get(name)) for name in columns])
+        cells = [row.get(name) for name in columns]
+        writer.writerow([f"{cell:.6g}" if isinstance(cell, float) else cell for cell in cells])
     return text.getvalue()
-
-
-def six_digits(value: object) -> object:
-    """A float as text with six significant digits; other values as they are."""
-    return f"{value:.6g}" if isinstance(value, float) else value
 
 
 def format_table(rows: list[dict], style: str = "text") -> str:

@@ -290,7 +290,7 @@ def test_temperature_has_limits():
     assert common.fit_temperature(torch.ones(4, 4), labels) == 1.0  # no T matters
     # Among a million right predictions of small margins, there is no reason to stop earlier.
     many = (torch.eye(2) / 2).repeat(2**19, 1)
-    assert common.fit_temperature(many, torch.arange(2**20) % 2) == common.TEMPERATURES[0] == 0.1
+    assert common.fit_temperature(many, torch.arange(2**20) % 2) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("margin", [0.5, 2.0, 20.0])
