@@ -720,6 +720,8 @@ class Published(NamedTuple):
 
 def read_published(path):
     """The Published of a file."""
+    if not Path(path).is_file():
+        raise UserError(f"{path}: not found, or not a file")
     try:
         with torch.serialization.safe_globals(ALLOWED):
             file = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -730,8 +732,6 @@ def read_published(path):
         if name == "la_nf":
             name += str(state["num_transforms"])
         seed = int(config.value("seed"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from None
     except Exception as error:  # of many types; PyTorch's own text has escape codes
         unsafe = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
         reason = f"it holds an object of {unsafe[1]}" if unsafe else type(error).__name__
