@@ -1251,11 +1251,13 @@ class Parser(argparse.ArgumentParser):
         formatter.add_text(self.epilog)
         return formatter.format_help()
 
-    def parse(self, argv: list[str] | None, run_name: Callable) -> argparse.Namespace:
+    def parse(self, argv: list[str] | None, run_name: Callable,
+              options_of_file: Callable | None = None) -> argparse.Namespace:
         """The options: those of the command line, then of the preset, then the defaults.
 
         With --eval, options that were not typed are those of the run. run_name(args) names the run
-        directory if --name does not. Starts the device. Adds to the options:
+        directory if --name does not. options_of_file(args) returns {option: value} of a file that
+        an option names: these go before the preset. Starts the device. Adds to the options:
           explicit  the names of the options that were typed
           roles     {name: role} of all options
           run_dir   the run directory, which need not exist
@@ -1273,6 +1275,9 @@ class Parser(argparse.ArgumentParser):
             self.exit()
         if args.eval and args.fresh:
             self.error("--eval evaluates a finished run, --fresh starts it over: choose one")
+        if options_of_file is not None:
+            args.explicit = explicit
+            args = self._parse_with_presets(argv, options_of_file(args))
         name = args.name or run_name(args)
         if not re.fullmatch(r"\w[\w .+=,@-]{0,199}", name) or name.endswith(" "):
             self.error(f"--name {name!r}: give a short name of letters, digits and _.+=,@-, which "
@@ -1651,7 +1656,7 @@ def fingerprint(net: nn.Module) -> str:
 
 # What --fresh deletes. Temporary files, which a killed process leaves, are always deleted. The
 # options come last: as long as they exist, they describe the other files.
-RUN_FILES = (".*.tmp", "*.pt", "*.iterates", "*.csv", "*.png", "results.json", "options.json")
+RUN_FILES = (".*.tmp", "*.pt", "*.csv", "*.png", "results.json", "options.json")
 FRESH = "use --fresh to start over"
 
 

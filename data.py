@@ -701,9 +701,9 @@ class Splits(NamedTuple):
     """The sets of a run, all of the size, channels and normalisation of `train`.
 
     fingerprints: {noun: fingerprint} of the "training data" before they were split and limited
-    (absent where they were not read), of the "test data", and of the "file of --weights" if there
-    is one. backbone_ms (milliseconds per example) and backbone_bytes are what the backbone costs
-    that has replaced images by features (--freeze).
+    (absent where they were not read), of the "test data", and where there is one of the "file of
+    --weights" and of the "frozen backbone". backbone_ms (milliseconds per example) and
+    backbone_bytes are what the backbone costs that has replaced images by features (--freeze).
     """
 
     train: Dataset
@@ -1408,7 +1408,7 @@ def convert_like(dataset: Images, reference: Images) -> Images:
 NAMES_OF_SPLITS = ("train", "val", "test", "predict")
 
 
-def name_of_other(name):
+def _name_of_other(name):
     """The name of an OOD or predicted set; that of folder:images/test is images_test."""
     set_name = common.set_name(name)
     if set_name in NAMES_OF_SPLITS:
@@ -1427,7 +1427,7 @@ def ood_sets(names: Sequence[str], reference: Dataset, data_dir: str | Path = "d
     """
     sets = {}
     for name in names:
-        set_name = name_of_other(name)
+        set_name = _name_of_other(name)
         try:
             if set_name == reference.name or set_name in sets:
                 raise DatasetNotFound(f"OOD set {name}: another set of this run is called "
@@ -1468,7 +1468,7 @@ def predict_set(name: str, reference: Dataset, data_dir: str | Path = "data") ->
     the images lie in. They are -1 (molecules: NaN) where they are unknown. `files` names the
     images of a folder and of "nonsense".
     """
-    dataset = replace(_read_other(name, reference, data_dir), name=name_of_other(name))
+    dataset = replace(_read_other(name, reference, data_dir), name=_name_of_other(name))
     if isinstance(dataset, MoleculeSet):
         if dataset.quantity == reference.quantity:
             return dataset
@@ -1901,7 +1901,8 @@ def frozen_features(splits: Splits, args) -> Splits:
     for name, dataset in splits.ood.items():
         ood[name] = with_features(backbone, dataset, args, features)
     weights = backbone.state_dict().values()
-    return splits._replace(**replaced, ood=ood, backbone_ms=ms,
+    texts = splits.fingerprints | {"frozen backbone": common.fingerprint(backbone)}
+    return splits._replace(**replaced, ood=ood, fingerprints=texts, backbone_ms=ms,
                            backbone_bytes=sum(tensor.nbytes for tensor in weights))
 
 
