@@ -1,16 +1,18 @@
 """Stochastic weight sharing: a Bayesian network whose weights share a few Gaussians in the plane.
 
 Lin, Guan, Jing, Botterweck, Patane, "Stochastic Weight Sharing for Bayesian Neural Networks",
-AISTATS 2025, arXiv:2505.17856. Method:
+AISTATS 2025, arXiv:2505.17856:
 
   1. Train a network on n examples, then a mean-field posterior N(mu_i, sigma_i^2) over its
      weights, by the mean cross entropy + 0.1 KL / n, with the prior N(0, s^2) of each layer.
   2. Cover the points (mu_i, sigma_i) with K Gaussians N(c_k, S_k). Outliers (|mu| > 0.2, one of
-     the largest 1 % of the gradients, a component of at most 20) keep a Gaussian of their own. A
-     point outside the 95 % ellipse of its component blends its two most probable components.
+     the largest 1 % of the gradients, a component of at most 20) keep a Gaussian of their own.
   3. Merge components that are closer than tau_d in Wasserstein-2 distance.
   4. Train centres, covariances and outliers by the same loss, with the KL from where they began.
-     A weight is w_i = m + s eps_i, (m, s) ~ N(c_k, S_k); it costs the two bytes of its label k.
+     A draw is w_i = m + s eps_i, with one (m, s) ~ N(c_k, S_k) for all weights of component k. A
+     weight outside the 95 % ellipse of its component is a blend of its two most probable ones.
+
+The file is small: two bytes per weight, the label k. A prediction is not: it draws all weights.
 
 Usage:
   python gbnn2d.py                                           # glyphs, offline, two CPU cores
@@ -22,34 +24,35 @@ Usage:
 Expected (more in tests/RESULTS.md): `--runs 3`: 565 Gaussians merge into 104; accuracy 99.75 %
   (deterministic: 99.77), ECE 1.3 +- 0.3 % (0.3 +- 0.1), 63 % of the deterministic network's bytes.
 
-Differences from the published code (github.com/gfhvbjk/Anonymous, commit ad31235), "there":
-  - The last stage there cannot learn: drawn weights are detached, and the optimiser makes no step.
-  - The first two stages there keep the epoch that is best on the test set, and the last one saves
-    all, with their test accuracies; here, the last epoch counts.
-  - Mean-field stage there: no KL (--stoch-kl 0), sigma = log(0.0003 + e^rho), at times negative
-    (here softplus), SGD (here Adam), weight decay 5e-4 on mu and rho, and random biases.
-  - Mixture there: k-means of all weights, not scaled; nearest centres (here EM without outliers).
-  - Outliers there: by the signed gradient of one batch (here the mean magnitude of an epoch's).
-  - Merging there: after each epoch, in the order of indices, by plain averages, with a clamped W2
-    that is wrong for small covariances; variances below 0.001, and gradient norms times learning
-    rates below 0.15. Here: once, the closest pair first, moments matched, bounds on differences
-    as in the paper, of which that on gradients is off.
-  - --draw equal is the draw there: w = m. Ellipse points there are blends of centres, the second
-    of which counts above a density of e^12 only; the scripts for ResNet-18 overwrite them.
-  - Predictions here: mean probabilities, with the same draws for all batches; accuracy_mode, ece10
-    and *_logits are as published. Draws there: --mc, 30 of WRN, 100 for OOD. FPR there: 85 % TPR.
-  - Last stage there: batches of 256, mean cross entropy + KL / 256. Batch norm there drifts, in
-    the test, too; here it is fixed after the first stage; norms and biases train on (--lr-mu).
-  - ResNet-18 for CIFAR there has biases in convolutions, WRN Kaiming's initialisation. Images
-    there have the statistics of CIFAR-100 for ResNet-18 on any CIFAR, (125.3, 123.0, 113.9) and
-    (63.0, 62.1, 66.7) for WRN, crops padded with zeros for ResNet-18, rotations on CIFAR-10; MNIST
-    has three channels, OOD sets their own statistics. Lengths of stages and attention are ours.
+Where the method is: step 1: `MeanField`, `train`; step 2: `outlier_mask`, `fit_mixture`, `assign`;
+step 3: `merge_mixture`; step 4: `SharedGaussians`, `fill_in`.
+
+Differences from the published code (github.com/gfhvbjk/Anonymous, commit ad31235):
+  - Last stage. Published: it cannot learn, as drawn weights are detached and the optimiser makes no
+    step; its KL is divided by 256. Here: it learns, with 0.1 KL / n.
+  - Mean-field stage. Published: no KL, sigma = log(0.0003 + e^rho), at times negative, SGD with
+    weight decay, random biases. Here: 0.1 KL / n (--stoch-kl), softplus, Adam, fixed biases.
+  - Epochs. Published: the best one on the test set counts. Here: the last one.
+  - Batch norm. Published: it drifts in all stages and in the test. Here: its statistics are fixed
+    after the first stage; norms and biases train on (--lr-mu).
+  - Outliers. Published: by the signed gradient of one batch. Here: by magnitudes of an epoch.
+  - Mixture. Published: k-means of all weights, not scaled. Here: EM without the outliers.
+  - Merging. Published: after each epoch, in the order of indices, by plain averages, with a W2 that
+    is wrong for small covariances, and bounds on variances (0.001) and gradient norms. Here: once,
+    the closest pair first, moments matched; tau_v bounds a difference, as in the paper.
+  - Draws. Published: w = m (--draw equal); ellipse points are constants (WRN) or m (ResNet-18).
+  - Predictions. Published: mean logits (columns *_logits, ece10), the mode of sampled labels
+    (accuracy_mode), FPR at 85 % TPR. Here: mean probabilities of the same draws for all batches.
+  - Networks, images. Published: ResNet-18 for CIFAR has biases in convolutions, the statistics of
+    CIFAR-100, zero padding, on CIFAR-10 rotations; OOD sets have their own statistics. Here: none.
 """
 
-import argparse
+import hashlib
+import heapq
 import math
 import time
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,6 +61,7 @@ import torch
 import torch.nn.functional as F
 from scipy.spatial import KDTree
 from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call
 
 import common
@@ -66,12 +70,12 @@ from common import UserError, at_least, between
 
 # ---- Method -------------------------------------------------------------------------------------
 # The paper, as functions of tensors. This section runs alone: paste it below the imports, of which
-# it needs those of math, scipy, torch and typing.
+# it needs those of heapq, math, scipy, torch and typing.
 
 # Step 1: every weight gets a Gaussian of its own.
 
 
-def weight_shapes(net):
+def weight_shapes(net: nn.Module) -> dict[str, torch.Size]:
     """{name: shape} of the weights of convolutions, linear layers and attention, in one order."""
     shapes = {}
     for name, parameter in net.named_parameters():
@@ -93,7 +97,7 @@ class RandomNetwork(nn.Module):
     be in eval mode: the statistics of a batch would hide how a draw shifts the activations.
     """
 
-    def __init__(self, net, posterior):
+    def __init__(self, net: nn.Module, posterior: nn.Module):
         super().__init__()
         self.net = net
         self.posterior = posterior.to(next(net.parameters()))
@@ -101,13 +105,13 @@ class RandomNetwork(nn.Module):
         for name, parameter in net.named_parameters():
             parameter.requires_grad_(name not in self.shapes)
 
-    def split(self, vector):
+    def split(self, vector: Tensor) -> dict[str, Tensor]:
         """{name: weight} of a vector [N], without a copy."""
         sizes = [shape.numel() for shape in self.shapes.values()]
         parts = zip(self.shapes.items(), vector.split(sizes))
         return {name: part.view(shape) for (name, shape), part in parts}
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         # Under autocast, too, weights are drawn in the precision of the posterior.
         with torch.autocast(x.device.type, enabled=False):
             w = self.posterior()
@@ -121,7 +125,7 @@ class MeanField(nn.Module):
     square of the weights of the layer.
     """
 
-    def __init__(self, net, sigma_init=0.01):
+    def __init__(self, net: nn.Module, sigma_init: float = 0.01):
         super().__init__()
         mu = []
         scale = []
@@ -135,31 +139,32 @@ class MeanField(nn.Module):
         self.rho = nn.Parameter(inverse_softplus(sigma_init * self.prior_sd))
 
     @property
-    def sigma(self):
+    def sigma(self) -> Tensor:
         return F.softplus(self.rho)
 
-    def forward(self):
+    def forward(self) -> Tensor:
         """Draw w [N]."""
         return self.mu + self.sigma * torch.randn_like(self.mu)
 
-    def kl(self):
+    def kl(self) -> Tensor:
         """KL of the posterior from the prior, in nats."""
-        return gaussian_kl(self.mu, self.sigma, self.prior_sd).sum()
+        return gaussian_kl(self.mu, self.sigma, self.prior_sd)
 
 
-def inverse_softplus(sigma):
+def inverse_softplus(sigma: Tensor) -> Tensor:
     """rho with softplus(rho) = sigma > 0, exact also far below 1."""
     return sigma + (-torch.expm1(-sigma)).log()
 
 
-def gaussian_kl(mu, sigma, prior_sd):
-    """KL(N(mu, sigma^2) || N(0, prior_sd^2)) in nats, element by element."""
-    variance_ratio = (sigma / prior_sd).square()
-    offset = mu / prior_sd
-    return 0.5 * (variance_ratio - 1 - variance_ratio.log() + offset.square())
+def gaussian_kl(mu: Tensor, sigma: Tensor, prior_sd: Tensor) -> Tensor:
+    """The sum of KL(N(mu_i, sigma_i^2) || N(0, prior_sd_i^2)), in nats."""
+    posterior = Normal(mu, sigma, validate_args=False)
+    prior = Normal(torch.zeros_like(mu), prior_sd, validate_args=False)
+    return kl_divergence(posterior, prior).sum()
 
 
-def outlier_mask(mu, gradient, tau_w=0.2, fraction=0.01):
+def outlier_mask(mu: Tensor, gradient: Tensor, tau_w: float = 0.2,
+                 fraction: float = 0.01) -> Tensor:
     """Weights [N] that keep a Gaussian of their own: |mu| > tau_w, or a large gradient magnitude.
 
     Large is at least the k-th largest, k = max(1, floor(fraction N)); a fraction of 0 is for none.
@@ -174,7 +179,7 @@ def outlier_mask(mu, gradient, tau_w=0.2, fraction=0.01):
 # Step 2: the points (mu_i, sigma_i) of the other weights are covered by K Gaussians in the plane.
 
 
-class Mixture(NamedTuple):
+class GaussianMixture(NamedTuple):
     """sum_k pi_k N(c_k, S_k) of K Gaussians in the plane, float64."""
 
     proportion: Tensor  # [K]        pi_k, sum 1
@@ -182,16 +187,19 @@ class Mixture(NamedTuple):
     covariance: Tensor  # [K, 2, 2]  S_k
 
 
-def select(mixture, keep):
-    """The components `keep` (a mask [K]) of a Mixture."""
-    return Mixture(*[tensor[keep] for tensor in mixture])
+def select(mixture: GaussianMixture, keep: Tensor) -> GaussianMixture:
+    """The components `keep` (a mask [K]) of a mixture."""
+    return GaussianMixture(*[tensor[keep] for tensor in mixture])
 
 
-BLOCK = 2**15    # points that are treated at a time
-FEW = 2**9       # the same, with all components
+# Points are treated in blocks, so that memory does not grow with the number of weights:
+BLOCK = 2**15       # each point with the few components that are nearest to it
+DENSE_BLOCK = 2**9  # each point with all components
+NEAREST = 16        # components that EM considers for a point
+CANDIDATES = 8      # components among which the most probable one of a point is searched
 
 
-def nearest(x, centre, count):
+def nearest(x: Tensor, centre: Tensor, count: int) -> Tensor:
     """The indices [n, count] of the centres [K, 2] that are nearest to points [n, 2].
 
     The axes are divided by the spread of the centres: mu and sigma differ by orders of magnitude.
@@ -200,11 +208,12 @@ def nearest(x, centre, count):
     scale = torch.where(scale > 0, scale, 1.0)
     count = min(count, len(centre))
     tree = KDTree((centre / scale).numpy())
-    _, found = tree.query((x / scale).numpy(), count, workers=-1)
-    return torch.from_numpy(found).view(len(x), count)
+    _, index = tree.query((x / scale).numpy(), count, workers=-1)
+    return torch.from_numpy(index).view(len(x), count)
 
 
-def squared_distances(x, mixture, k=slice(None)):
+def mahalanobis_squared(x: Tensor, mixture: GaussianMixture,
+                        k: Tensor | slice = slice(None)) -> Tensor:
     """Squared Mahalanobis distances [n, J] of points [n, 2] from components k [n, J], or all."""
     precision = torch.linalg.inv(mixture.covariance)[k]                # [n, J, 2, 2] or [K, 2, 2]
     u, v = (x[:, None] - mixture.centre[k]).unbind(2)                  # [n, J]
@@ -212,14 +221,14 @@ def squared_distances(x, mixture, k=slice(None)):
     return precision[..., 0, 0] * u * u + mixed + precision[..., 1, 1] * v * v
 
 
-def log_joint(x, mixture, k=slice(None)):
+def log_joint(x: Tensor, mixture: GaussianMixture, k: Tensor | slice = slice(None)) -> Tensor:
     """log pi_k N(x; c_k, S_k) [n, J] of points [n, 2] and the components k [n, J], or all."""
     log_volume = 0.5 * torch.logdet(mixture.covariance)                # [K]
     log_scale = mixture.proportion.log() - log_volume - math.log(2 * math.pi)
-    return log_scale[k] - 0.5 * squared_distances(x, mixture, k)
+    return log_scale[k] - 0.5 * mahalanobis_squared(x, mixture, k)
 
 
-def kmeans_plus_plus(x, k, generator):
+def kmeans_plus_plus(x: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """At most k different rows of points x [n, 2], far from each other.
 
     The probability of each is proportional to its squared distance from the nearest one before.
@@ -236,7 +245,8 @@ def kmeans_plus_plus(x, k, generator):
     return torch.stack(rows)
 
 
-def em_step(x, k, mixture, ridge):
+def em_step(x: Tensor, k: Tensor, mixture: GaussianMixture,
+            ridge: Tensor) -> tuple[GaussianMixture, float]:
     """One step of EM on points [n, 2], with responsibilities for their components k [n, J] alone.
 
     ridge [2, 2] is added to the covariances. Returns the new mixture, and the mean log-likelihood
@@ -258,15 +268,16 @@ def em_step(x, k, mixture, ridge):
     second = (sums[:, 3:] / mass).view(-1, 2, 2)
     first = centre[:, :, None] * centre[:, None]
     covariance = second - first + ridge
-    return Mixture(sums[:, 0] / len(x), centre, covariance), log_likelihood
+    return GaussianMixture(sums[:, 0] / len(x), centre, covariance), log_likelihood
 
 
-def fit_mixture(x, k, generator, iterations=30, most=1_000_000):
+def fit_mixture(x: Tensor, k: int, generator: torch.Generator, iterations: int = 30,
+                most: int = 1_000_000) -> tuple[GaussianMixture, list[float]]:
     """Fit at most k Gaussians to points x [n, 2], float64, by EM from k-means++.
 
     `most` points, drawn once, are enough. Returns the mixture, in the units of x, and the
     mean log-likelihood before each iteration, in nats per point (a lower bound: of each point
-    only the 16 nearest components count).
+    only the NEAREST components count).
     """
     sample = x[torch.randperm(len(x), generator=generator)[:most]]
     # The ridge must be above the rounding errors of the moments, and those of float32 in x.
@@ -274,45 +285,44 @@ def fit_mixture(x, k, generator, iterations=30, most=1_000_000):
     spread = torch.where(spread > 0, spread, 1.0)
     mean = sample.mean(0)
     sample = sample - mean
-    few = sample[:100_000]
-    centre = few[kmeans_plus_plus(few / spread, k, generator)]         # [K, 2]
+    seeds = sample[:100_000]  # k-means++ takes time k n
+    centre = seeds[kmeans_plus_plus(seeds / spread, k, generator)]     # [K, 2]
     ridge = 1e-6 * spread.square().diag()
     k = len(centre)
     covariance = spread.square().diag() / k
-    proportion = x.new_full((k,), 1 / k)
-    mixture = Mixture(proportion, centre, covariance.expand(k, 2, 2))
+    mixture = GaussianMixture(x.new_full((k,), 1 / k), centre, covariance.expand(k, 2, 2))
     history = []
     for step in range(iterations):
-        if step % 5 == 0:
-            neighbours = nearest(sample, mixture.centre, 16)           # [n, J]
+        if step % 5 == 0:  # components move little in a few steps
+            neighbours = nearest(sample, mixture.centre, NEAREST)      # [n, J]
         mixture, log_likelihood = em_step(sample, neighbours, mixture, ridge)
         history.append(log_likelihood)
     mixture = mixture._replace(centre=mixture.centre + mean)
     return select(mixture, mixture.proportion > 0), history
 
 
-def outside_ellipses(x, mixture, k):
+def outside_ellipses(x: Tensor, mixture: GaussianMixture, k: Tensor) -> Tensor:
     """The rows of points x [n, 2] that lie outside the 95 % ellipse of their component k [n]."""
     limit = -2 * math.log1p(-0.95)  # the quantile of chi-square with 2 degrees of freedom
     rows = []
     for block in torch.arange(len(x)).split(BLOCK):
-        squared = squared_distances(x[block], mixture, k[block, None])[:, 0]
+        squared = mahalanobis_squared(x[block], mixture, k[block, None])[:, 0]
         rows.append(block[squared > limit])
     return torch.cat(rows)
 
 
-def assign(x, mixture):
+def assign(x: Tensor, mixture: GaussianMixture) -> Tensor:
     """The most probable component [n] of each point x [n, 2].
 
-    It is that of the eight nearest, or for a point outside its ellipse that of all components.
+    It is that of the CANDIDATES nearest, or for a point outside its ellipse that of all.
     """
     labels = []
     for block in x.split(BLOCK):
-        k = nearest(block, mixture.centre, 8)                          # [b, J]
+        k = nearest(block, mixture.centre, CANDIDATES)                 # [b, J]
         best = log_joint(block, mixture, k).argmax(1, keepdim=True)
         labels.append(k.gather(1, best)[:, 0])
     labels = torch.cat(labels)
-    for rows in outside_ellipses(x, mixture, labels).split(FEW):
+    for rows in outside_ellipses(x, mixture, labels).split(DENSE_BLOCK):
         labels[rows] = log_joint(x[rows], mixture).argmax(1)
     return labels
 
@@ -325,27 +335,31 @@ class SharedWeights(NamedTuple):
     outlier_mu: Tensor     # [n_out]
     outlier_sigma: Tensor  # [n_out]
     ellipse_point: Tensor  # [n_ell]       which weights are outside their component's ellipse
-    second: Tensor         # [n_ell]       the component that they blend with their own
-    alpha: Tensor          # [n_ell]       the posterior of their own among the two
+    second: Tensor         # [n_ell]       the other component of the blend
+    alpha: Tensor          # [n_ell]       the weight of the own component in the blend
     centre: Tensor         # [K, 2]        c_k
     factor: Tensor         # [K, 2, 2]     L_k, lower triangular, with S_k = L_k L_k^T
 
 
-def second_components(x, mixture, k):
-    """The most probable component [n] but k [n] of points x [n, 2], and alpha, k's posterior."""
+def second_components(x: Tensor, mixture: GaussianMixture, k: Tensor) -> tuple[Tensor, Tensor]:
+    """The blend of points x [n, 2] with the components k [n]: the second component, and alpha.
+
+    The second is the most probable component but k; alpha = pi_k N(x; k) / (pi_k N(x; k) +
+    pi_second N(x; second)), the posterior of k among the two, is its weight.
+    """
     joint = log_joint(x, mixture)                                      # [n, K]
     own = joint.gather(1, k[:, None])[:, 0]
     best, second = joint.scatter(1, k[:, None], -math.inf).max(1)
     return second, (own - best).sigmoid()
 
 
-def encode(points, label, mixture):
+def encode(points: Tensor, label: Tensor, mixture: GaussianMixture) -> SharedWeights:
     """The SharedWeights of points [N, 2] with the components label [N], where -1 is an outlier."""
     inliers = (label >= 0).nonzero()[:, 0]
     ellipse_point = inliers[outside_ellipses(points[inliers], mixture, label[inliers])]
     second = []
     alpha = []
-    for rows in ellipse_point.split(FEW):
+    for rows in ellipse_point.split(DENSE_BLOCK):
         block_second, block_alpha = second_components(points[rows], mixture, label[rows])
         second.append(block_second)
         alpha.append(block_alpha)
@@ -359,7 +373,8 @@ def encode(points, label, mixture):
 # Step 3: close components merge.
 
 
-def wasserstein(centre_a, covariance_a, centre_b, covariance_b):
+def wasserstein(centre_a: Tensor, covariance_a: Tensor, centre_b: Tensor,
+                covariance_b: Tensor) -> Tensor:
     """The Wasserstein-2 distance (not squared) of Gaussians in the plane, in closed form:
 
         W2^2 = |c_a - c_b|^2 + tr S_a + tr S_b - 2 sqrt(tr(S_a S_b) + 2 sqrt(det S_a det S_b))
@@ -373,7 +388,8 @@ def wasserstein(centre_a, covariance_a, centre_b, covariance_b):
     return (squared_offset + (trace - 2 * root).clamp_min(0)).sqrt()
 
 
-def merge_distances(k, mixture, gradient, tau_g, tau_v):
+def merge_distances(k: int, mixture: GaussianMixture, gradient: Tensor, tau_g: float,
+                    tau_v: float) -> Tensor:
     """W2 [K] of component k from all; infinite where they may not merge."""
     _, centre, covariance = mixture
     distance = wasserstein(centre[k], covariance[k], centre, covariance)
@@ -384,40 +400,52 @@ def merge_distances(k, mixture, gradient, tau_g, tau_v):
     return distance.masked_fill(too_different, math.inf)
 
 
-def merge_mixture(mixture, gradient, tau_d, tau_g=math.inf, tau_v=1e-3):
+def merge_mixture(mixture: GaussianMixture, gradient: Tensor, tau_d: float,
+                  tau_g: float = math.inf, tau_v: float = 1e-3) -> GaussianMixture:
     """Merge the closest two components again and again, while they are closer than tau_d.
 
     Two may merge if their W2 < tau_d, their gradients [K] (mean magnitudes of the members) differ
     by less than tau_g and their variances tr S / 2 by less than tau_v. Moments are matched: the
-    mean and covariance of the whole mixture stay. Memory: 16 K^2 bytes at first, then half.
+    mean and covariance of the whole mixture stay.
     """
-    mixture = Mixture(*[tensor.clone() for tensor in mixture])
+    # The naive algorithm, of order K^3:
+    #     while the smallest W2 of two components i, j that may merge is below tau_d:
+    #         replace i by the Gaussian with the moments of both
+    #         remove j
+    # Here, a heap holds for each component the W2 of its closest partner, and the versions of both.
+    # A merge makes a new version, whose distances from all others are computed then. So a pair of
+    # an old version is at most as far as the closest partner is now: it comes up in time to be
+    # replaced.
+    mixture = GaussianMixture(*[tensor.clone() for tensor in mixture])
     gradient = gradient.clone()
-    table = []
+    version = [0 for _ in gradient]
+    heap = []
+
+    def push_closest(i: int):
+        distance = merge_distances(i, mixture, gradient, tau_g, tau_v)
+        j = int(distance.argmin())
+        if distance[j] < tau_d:
+            heapq.heappush(heap, (distance[j].item(), i, j, version[i], version[j]))
+
     for k in range(len(gradient)):
-        table.append(merge_distances(k, mixture, gradient, tau_g, tau_v))
-    table = torch.stack(table)                                         # [K, K]
-    closest = table.amin(1)                                            # [K]
-    # Before every pass table[i, j] is the W2 of i and j, or infinite, and closest[i] its minimum
-    # over j.
-    while closest.min() < tau_d:
-        kept = int(closest.argmin())
-        gone = int(table[kept].argmin())
+        push_closest(k)
+    while heap:
+        _, i, j, version_i, version_j = heapq.heappop(heap)
+        if version[i] != version_i:
+            continue  # the new version of i has a pair of its own
+        if version[j] != version_j:
+            push_closest(i)
+            continue
+        kept = min(i, j)
+        gone = max(i, j)
         merge_pair(mixture, gradient, kept, gone)
-        # Rows whose closest component was one of the two look for another one.
-        stale = (closest == table[kept]) | (closest == table[gone])
-        stale &= closest < math.inf
-        distance = merge_distances(kept, mixture, gradient, tau_g, tau_v)
-        table[gone] = math.inf
-        table[:, gone] = math.inf
-        table[kept] = distance
-        table[:, kept] = distance
-        closest = torch.minimum(closest, distance)
-        closest[stale] = table[stale].amin(1)
+        version[kept] += 1
+        version[gone] += 1
+        push_closest(kept)
     return select(mixture, mixture.proportion > 0)
 
 
-def merge_pair(mixture, gradient, kept, gone):
+def merge_pair(mixture: GaussianMixture, gradient: Tensor, kept: int, gone: int):
     """Replace component `kept` by the Gaussian with the moments of both, and move `gone` away."""
     proportion, centre, covariance = mixture
     total = proportion[kept] + proportion[gone]
@@ -449,7 +477,8 @@ class CompressionOptions(NamedTuple):
     tau_v: float = 1e-3            # and below this difference of variances tr S / 2
 
 
-def compress(mu, sigma, gradient, options, generator):
+def compress(mu: Tensor, sigma: Tensor, gradient: Tensor, options: CompressionOptions,
+             generator: torch.Generator) -> tuple[SharedWeights, SharedWeights, dict]:
     """Steps 2 and 3 for the posteriors N(mu_i, sigma_i^2) of N weights.
 
     gradient [N]: the magnitude |dL/dmu_i| of each weight, not the signed gradient. All tensors and
@@ -489,7 +518,8 @@ def compress(mu, sigma, gradient, options, generator):
     return before, after, {"k0": k0, "tau_d": tau_d, "em_log_likelihood": log_likelihood}
 
 
-def keep_components(label, mixture, least):
+def keep_components(label: Tensor, mixture: GaussianMixture,
+                    least: int) -> tuple[Tensor, GaussianMixture]:
     """Labels [N] and mixture without components of fewer than `least` members, labelled -1."""
     inliers = (label >= 0).nonzero()[:, 0]
     members = label[inliers].bincount(minlength=len(mixture.proportion))
@@ -497,7 +527,7 @@ def keep_components(label, mixture, least):
     number = torch.where(keep, keep.cumsum(0) - 1, -1)                 # [K]  the new label of each
     label = label.index_copy(0, inliers, number[label[inliers]])
     proportion, centre, covariance = select(mixture, keep)
-    return label, Mixture(proportion / proportion.sum(), centre, covariance)
+    return label, GaussianMixture(proportion / proportion.sum(), centre, covariance)
 
 
 # Step 4: the shared Gaussians are drawn and trained.
@@ -512,7 +542,7 @@ class SharedGaussians(nn.Module):
     sigma exp(outlier_stretch).
     """
 
-    def __init__(self, weights, equal=False):
+    def __init__(self, weights: SharedWeights, equal: bool = False):
         super().__init__()
         self.equal = equal
         for name, tensor in weights._asdict().items():
@@ -523,7 +553,7 @@ class SharedGaussians(nn.Module):
         self.outlier_shift = nn.Parameter(torch.zeros_like(self.outlier_mu))
         self.outlier_stretch = nn.Parameter(torch.zeros_like(self.outlier_mu))
 
-    def forward(self):
+    def forward(self) -> Tensor:
         """Draw w [N]."""
         weights = self.weights()
         noise = torch.randn_like(weights.centre)                       # [K, 2]
@@ -534,7 +564,7 @@ class SharedGaussians(nn.Module):
         eps = torch.randn_like(weights.label, dtype=m.dtype)
         return fill_in(weights, m, s, eps)
 
-    def weights(self):
+    def weights(self) -> SharedWeights:
         """The SharedWeights as they are now."""
         start = SharedWeights(**dict(self.named_buffers()))
         centre = start.centre + torch.einsum("kpq,kq->kp", start.factor, self.shift)
@@ -543,13 +573,13 @@ class SharedGaussians(nn.Module):
         return start._replace(centre=centre, factor=start.factor @ self.triangle(),
                               outlier_mu=outlier_mu, outlier_sigma=outlier_sigma)
 
-    def triangle(self):
+    def triangle(self) -> Tensor:
         """M [K, 2, 2]."""
         matrix = torch.diag_embed(self.stretch[:, ::2].exp())
         matrix[:, 1, 0] = self.stretch[:, 1]
         return matrix
 
-    def kl(self):
+    def kl(self) -> Tensor:
         """KL of the Gaussians from their initial values, each counted once, in nats:
 
             sum_k 1/2 [tr M M^T + |shift|^2 - 2 - ln det M M^T], and the outliers' KL
@@ -558,29 +588,29 @@ class SharedGaussians(nn.Module):
         squares = squares + self.shift.square().sum(1)
         log_determinant = self.stretch[:, 0] + self.stretch[:, 2]  # of M
         shared = 0.5 * squares - 1 - log_determinant
-        outliers = gaussian_kl(self.outlier_shift, self.outlier_stretch.exp(), 1)
-        return shared.sum() + outliers.sum()
+        unit = torch.ones_like(self.outlier_shift)
+        return shared.sum() + gaussian_kl(self.outlier_shift, self.outlier_stretch.exp(), unit)
 
 
-def fill_in(weights, m, s, eps):
-    """The weights w_i = m + s eps_i [N] for the draws m, s [K] of the components; differentiable.
+def fill_in(weights: SharedWeights, m: Tensor, s: Tensor, eps: Tensor) -> Tensor:
+    """The weights w_i = mean + deviation eps_i [N], for the draws m, s [K] of the components.
 
-    An ellipse point is a mean of the weights that its two components give it. Outliers first get
-    what component 0 gives them, and then mu + sigma eps_i of their own.
+    Three groups have (mean, deviation) of their own, as rows of one table: the members of a
+    component its (m, s), each ellipse point the blend of its two components, and each outlier its
+    (mu, sigma). Differentiable.
     """
-    # index_select: the gradient of m[label] would be sorted, which is slow for many weights.
-    label = weights.label.clamp_min(0)
-    drawn = m.index_select(0, label) + s.index_select(0, label) * eps
-    rows = weights.ellipse_point
+    own = weights.label[weights.ellipse_point]                         # [n_ell]
     second = weights.second
-    other = m.index_select(0, second) + s.index_select(0, second) * eps[rows]
-    blend = other + weights.alpha * (drawn[rows] - other)
-    drawn = drawn.index_copy(0, rows, blend)
-    own = weights.outlier_mu + weights.outlier_sigma * eps[weights.outlier]
-    return drawn.index_copy(0, weights.outlier, own)
+    mean = torch.cat([m, m[second].lerp(m[own], weights.alpha), weights.outlier_mu])
+    deviation = torch.cat([s, s[second].lerp(s[own], weights.alpha), weights.outlier_sigma])
+    rows = torch.arange(len(m), len(mean), device=m.device, dtype=weights.label.dtype)
+    apart = torch.cat([weights.ellipse_point, weights.outlier])
+    row = weights.label.index_copy(0, apart, rows)                     # [N]
+    # index_select: the gradient of mean[row] would be sorted, which is slow for many weights.
+    return mean.index_select(0, row) + deviation.index_select(0, row) * eps
 
 
-def storage(weights, rest):
+def storage(weights: SharedWeights, rest: int) -> dict[str, float]:
     """Counts and bytes of SharedWeights beside `rest` bytes that are not shared."""
     n = len(weights.label)
     outliers = len(weights.outlier)
@@ -666,11 +696,14 @@ def lenet(args, shape):
     return layers, dim
 
 
+LARGE = 64  # ResNet-18 has the stem for ImageNet where images have more pixels per side
+
+
 def resnet18(args, shape):
     """ResNet-18; images of more than 64 pixels get the stem for ImageNet."""
     width = channels(64, args)  # of the stem, doubled in every stage
     layers = {"conv1": conv(shape[0], width), "bn1": nn.BatchNorm2d(width), "relu": nn.ReLU()}
-    if shape[-1] > 64:
+    if shape[-1] > LARGE:
         layers["conv1"] = conv(shape[0], width, kernel=7, stride=2)
         layers["maxpool"] = nn.MaxPool2d(3, 2, 1)
     c_in = width
@@ -709,12 +742,43 @@ NETWORKS = {"lenet": lenet, "resnet18": resnet18, "wide_resnet": wide_resnet}
 def make_network(args, num_classes, shape):
     """The network --model for images of `shape` (C, H, W), on its device."""
     if is_published(args):
-        state, _ = read_stage(args.weights)
-        net = published_network(state, args.weights, args, num_classes, shape)
+        stage = read_stage(args.weights)
+        check_image_size(stage.layout, shape, args.weights)
+        net = published_network(stage.state, args.weights, args, num_classes, shape)
+        load_state(net, stage.state, args.weights)
     else:
-        backbone, head = data.backbone_and_head(args, NETWORKS, num_classes, shape)
-        net = nn.Sequential(OrderedDict(backbone=backbone, fc=head))
+        backbone, head = common.backbone_and_head(args, NETWORKS, num_classes, shape)
+        net = nn.Sequential(OrderedDict(backbone=backbone, head=head))
     return net.to(args.device, memory_format=torch.channels_last)
+
+
+# The networks of the published code, in its files of the first two stages and of the last one.
+
+
+class Layout(NamedTuple):
+    """A published network, which is told from the others by one of its batch norms."""
+
+    batch_norm: str         # its weight, a vector; the length determines --width
+    channels: int           # that length at --width 1
+    model: str              # --model
+    is_large: bool | None   # whether it is for images of more than LARGE pixels
+    statistics: tuple       # mean and standard deviation of the images in training
+    last_statistics: tuple  # the same in the predictions of the last stage
+
+
+CIFAR100 = ((0.50707516, 0.48654887, 0.44091784), (0.26733429, 0.25643846, 0.27615047))
+CIFAR = ((0.49137, 0.48235, 0.44667), (0.24706, 0.24353, 0.26157))
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+LAYOUTS = (
+    Layout("conv1.1.weight", 64, "resnet18", False, CIFAR100, CIFAR100),
+    Layout("layer1.0.bn1.weight", 64, "resnet18", True, IMAGENET, IMAGENET),
+    Layout("block1.layer.0.bn2.weight", 160, "wide_resnet", None, CIFAR, CIFAR100),
+)
+# Published names and ours: those of the ResNet-18 for CIFAR differ.
+OUR_NAMES = {"conv1.0.": "conv1.", "conv1.1.": "bn1.", "residual_function.0.": "conv1.",
+             "residual_function.1.": "bn1.", "residual_function.3.": "conv2.",
+             "residual_function.4.": "bn2.", "shortcut.": "downsample.", "conv2_x": "layer1",
+             "conv3_x": "layer2", "conv4_x": "layer3", "conv5_x": "layer4"}
 
 
 def is_published(args):
@@ -722,109 +786,112 @@ def is_published(args):
     return args.weights is not None and not args.model.startswith("torchvision/")
 
 
-CIFAR100 = ((0.50707516, 0.48654887, 0.44091784), (0.26733429, 0.25643846, 0.27615047))
-CIFAR = ((0.49137, 0.48235, 0.44667), (0.24706, 0.24353, 0.26157))
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-# Of each published network: a tensor, --model, the tensor's length at --width 1, and mean and
-# standard deviation of the images in training. All of them have an fc.bias.
-PUBLISHED = {"conv1.1.weight": ("resnet18", 64, CIFAR100),
-             "layer1.0.bn1.weight": ("resnet18", 64, IMAGENET),
-             "block1.layer.0.bn2.weight": ("wide_resnet", 160, CIFAR)}
-# The layers of the published ResNet-18 for CIFAR have names of their own.
-CIFAR_NAMES = {".conv1.": ".residual_function.0.", ".bn1.": ".residual_function.1.",
-               ".conv2.": ".residual_function.3.", ".bn2.": ".residual_function.4.",
-               "downsample": "shortcut", "conv1.": "conv1.0.", "bn1.": "conv1.1.",
-               "layer1": "conv2_x", "layer2": "conv3_x", "layer3": "conv4_x", "layer4": "conv5_x"}
+def find_layout(state, path):
+    """The Layout of a published state dict, and its --width."""
+    for layout in LAYOUTS:
+        names = (layout.batch_norm, "fc.bias")
+        if all(getattr(state.get(name), "ndim", 0) == 1 for name in names):
+            return layout, len(state[layout.batch_norm]) / layout.channels
+    names = ", ".join(layout.batch_norm for layout in LAYOUTS)
+    raise UserError(f"{path}: no published network, fc.bias is missing or all of {names}")
 
 
-def published_model(state, path):
-    """(--model, --width, (mean, std) in training) of a published state dict."""
-    for name, (model, full_width, statistics) in PUBLISHED.items():
-        if all(getattr(state.get(part), "ndim", 0) == 1 for part in (name, "fc.bias")):
-            return model, len(state[name]) / full_width, statistics
-    raise UserError(f"{path}: no published network, fc.bias is missing or all of "
-                    f"{', '.join(PUBLISHED)}")
+def with_our_names(state):
+    """A published state dict with the names of our networks."""
+    renamed = {}
+    for name, tensor in state.items():
+        if name.startswith("fc."):
+            renamed[name.replace("fc.", "head.")] = tensor
+            continue
+        for published_name, our_name in OUR_NAMES.items():
+            name = name.replace(published_name, our_name)
+        renamed[f"backbone.{name}"] = tensor
+    return renamed
 
 
-def published_network(state, path, args, num_classes, shape, has_weights=True):
-    """The network of a published state dict, which determines width, depth and classes.
+class PublishedStage(NamedTuple):
+    """A file of the published stage 0 or 1, with our names."""
 
-    has_weights: whether those of convolutions and linear layers are in the state dict, too.
+    state: dict  # the state dict, with mu as weights
+    rho: dict    # {weight: tensor}; empty in stage 0
+    layout: Layout
+    width: float
+
+
+def read_stage(path):
+    """The PublishedStage in a file of the published code."""
+    state = {}
+    rho = {}
+    for name, tensor in common.read_state_dict(path).items():
+        if name.endswith("weight_sigma"):
+            rho[name.removesuffix("_sigma")] = tensor
+        elif not name.endswith(("prior_mu", "prior_bias_mu", "bias_sigma")):
+            state[name.removesuffix("_mu")] = tensor
+    layout, width = find_layout(state, path)
+    return PublishedStage(with_our_names(state), with_our_names(rho), layout, width)
+
+
+def check_image_size(layout, shape, path):
+    """Refuse a published file whose network has another stem than ours for these images."""
+    if layout.is_large is not None and layout.is_large != (shape[-1] > LARGE):
+        side = "more than" if layout.is_large else "at most"
+        raise UserError(f"{path} is for images of {side} {LARGE} pixels per side; these have "
+                        f"{shape[-1]}, use another --dataset or --image-size")
+
+
+def published_network(state, path, args, num_classes, shape):
+    """A network of --model and --width, but of the depth, biases and outputs of a state dict.
+
+    Names and shapes of what is not random (biases and norms) are enough. The state dict is not
+    loaded.
     """
-    model, width, _ = published_model(state, path)
-    outputs = len(state["fc.bias"])
+    outputs = len(state["head.bias"])
     if outputs < num_classes:
         raise UserError(f"{path} has {outputs} classes, but the data have {num_classes}")
-    args = common.with_options(args, width=width)
-    if model == "wide_resnet":
-        blocks = {name.split(".")[2] for name in state if name.startswith("block1.")}
+    if args.model == "wide_resnet":
+        blocks = {name.split(".")[3] for name in state if name.startswith("backbone.block1.")}
         layers, dim = wide_resnet(args, shape, depth=6 * len(blocks) + 4)
     else:
         layers, dim = resnet18(args, shape)
     backbone = nn.Sequential(OrderedDict(layers))
-    net = nn.Sequential(OrderedDict(backbone=backbone, fc=nn.Linear(dim, outputs)))
-    has_biases = "conv1.bias" in state or "conv1.0.bias" in state  # in all convolutions
-    for layer in net.modules():
-        if isinstance(layer, nn.Conv2d) and has_biases:
-            layer.bias = nn.Parameter(torch.zeros(layer.out_channels))
-
-    expected = {}  # {name there: tensor here}
-    for name, tensor in net.state_dict().items():
-        there = name.removeprefix("backbone.")
-        if "conv1.1.weight" in state:
-            for ours, theirs in CIFAR_NAMES.items():
-                there = there.replace(ours, theirs)
-        if has_weights or name not in weight_shapes(net):
-            expected[there] = tensor
-    shapes = {(name, tensor.shape) for name, tensor in expected.items()}
-    shapes_there = {(name, tensor.shape) for name, tensor in state.items()}
-    wrong = sorted({name for name, _ in shapes ^ shapes_there})
-    if wrong:
-        raise UserError(f"{path}: missing, left over or of another shape than in a published "
-                        f"{model}: {', '.join(wrong[:4])}")
-    for name, tensor in expected.items():
-        tensor.copy_(state[name])
+    net = nn.Sequential(OrderedDict(backbone=backbone, head=nn.Linear(dim, outputs)))
+    if "backbone.conv1.bias" in state:  # then all convolutions have one
+        for layer in net.modules():
+            if isinstance(layer, nn.Conv2d):
+                layer.bias = nn.Parameter(torch.zeros(layer.out_channels))
     return net
 
 
-def read_stage(path):
-    """The state dict in a file of the published stage 0 or 1, and in stage 1 that with rho."""
-    rest = {}
-    mu = {}
-    rho = {}
-    for name, tensor in data.read_state_dict(path).items():
-        if name.endswith("weight_sigma"):
-            rho[name.removesuffix("_sigma")] = tensor
-        elif name.endswith("weight_mu"):
-            mu[name.removesuffix("_mu")] = tensor
-        elif not name.endswith(("prior_mu", "prior_bias_mu", "bias_sigma")):
-            rest[name.removesuffix("_mu")] = tensor
-    if not rho:
-        return rest, {}
-    return rest | mu, rest | rho
+def load_state(net, state, path):
+    """Load the state dict of a file; a UserError if names, shapes or values cannot be right."""
+    for name, tensor in state.items():
+        if not common.all_finite(tensor):
+            raise UserError(f"{path}: a value of {name} is not finite")
+        if name.endswith("running_var") and (tensor < 0).any():
+            raise UserError(f"{path}: a value of {name} is negative")
+    try:
+        net.load_state_dict(state)
+    except RuntimeError as error:
+        raise UserError(f"{path} does not fit: {common.one_line(error)}") from None
 
 
-def published_sigma(args, train_set):
-    """The sigma [N] in a file --weights of the published stage 1; None of other files."""
-    with_rho = is_published(args) and read_stage(args.weights)[1]
-    if not with_rho:
+def published_sigma(net, args):
+    """The sigma [N] of a file --weights of the published stage 1; None of other files."""
+    if not is_published(args):
         return None
-    net = published_network(with_rho, args.weights, args, train_set.num_classes, train_set.shape)
-    rho = MeanField(net).mu.detach()  # the weights of `net` as a vector, which are rho here
+    rho = read_stage(args.weights).rho
+    if not rho:
+        return None
+    shapes = weight_shapes(net)
+    wrong = [name for name in shapes if name not in rho or rho[name].shape != shapes[name]]
+    if wrong:
+        raise UserError(f"{args.weights}: the sigma of {wrong[0]} is missing, or has another shape")
+    rho = torch.cat([rho[name].flatten() for name in shapes])
     # published code: this can be negative, which is the same Gaussian as that of its magnitude
     return (0.0003 + rho.exp()).log().abs().clamp_min(1e-8)
 
 
 # ---- Training -----------------------------------------------------------------------------------
-
-
-class Stage(NamedTuple):
-    """A stage of training."""
-
-    name: str         # of the network that it trains
-    number: int       # seeds the draws
-    epochs: int
-    kl_weight: float
 
 
 def lr_factor(progress, warm_up):
@@ -852,49 +919,63 @@ def make_optimiser(module, args):
     return torch.optim.Adam(groups)
 
 
-def train(module, stage, seed, train_set, args, run, made_from):
-    """Minimise mean cross entropy + kl_weight KL / n, from the last completed epoch on."""
-    name = f"seed{seed}-{stage.name}"
+# The numbers of the steps: random numbers depend on the seed and on these.
+DETERMINISTIC = 0
+MEAN_FIELD = 1
+COMPRESSION = 2
+FINAL = 3
+PREDICTED_LABELS = 5
+
+
+def train(module, stage, name, seed, epochs, train_set, args, run, kl_weight=0.0, inputs=None):
+    """Minimise the mean cross entropy + kl_weight KL / n, for one of the three training stages.
+
+    module: the deterministic network, or a RandomNetwork, whose posterior has the KL. name: of the
+    checkpoint, from which training resumes; inputs: what it depends on beside options and data.
+    """
     optimiser = make_optimiser(module, args)
     full_rates = [group["lr"] for group in optimiser.param_groups]
-    augment = "reflect_crop_flip" if args.augment else "none"
     loader = data.Loader(train_set, args.batch_size, args.device, seed=seed, shuffle=True,
                          limit_steps=args.limit_steps, workers=args.workers, channels_last=True,
-                         augment=augment)
-    model = common.data_parallel(module, args.device)  # DDP, with batch norm over all processes
-    history = run.resume(name, stage.epochs, made_from, net=module, optimiser=optimiser)
-    for epoch in range(len(history), stage.epochs):
+                         augment="reflect_crop_flip" if args.augment else "none")
+    # With several processes this is DistributedDataParallel, with batch norm over all of them.
+    model = common.data_parallel(module, args.device)
+    history = run.resume(name, epochs, inputs, net=module, optimiser=optimiser)
+    for epoch in range(len(history), epochs):
         start = time.perf_counter()
         # Batch statistics would hide how a draw shifts the activations: later stages fix them.
-        model.train(stage.name == "deterministic")
+        model.train(stage == DETERMINISTIC)
         totals = torch.zeros(4, device=args.device)  # loss, KL, correct predictions, examples
         for step, batch in enumerate(common.progress(loader, epoch)):
             # Every step is seeded: all processes draw the same weights, and so does a resumed run.
-            common.seed_all(seed, stage.number, epoch, step)
-            factor = lr_factor((epoch + (step + 0.5) / len(loader)) / stage.epochs, args.warm_up)
+            common.seed_all(seed, stage, epoch, step)
+            factor = lr_factor((epoch + (step + 0.5) / len(loader)) / epochs, args.warm_up)
             for group, full_rate in zip(optimiser.param_groups, full_rates):
                 group["lr"] = full_rate * factor
             with common.autocast(args):
-                logits = model(batch.images)
+                logits = model(batch.images)  # a RandomNetwork draws its weights
             total = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
             loss = total / batch.global_size
             kl = torch.zeros_like(loss)
-            if stage.kl_weight > 0:
+            if kl_weight > 0:
                 kl = module.posterior.kl() / len(train_set)
-            optimiser.zero_grad()
+
             # DDP averages over processes: each has its part of the loss, and the whole KL.
-            (loss * common.world_size() + stage.kl_weight * kl).backward()
+            objective = loss * common.world_size() + kl_weight * kl
+            optimiser.zero_grad()
+            objective.backward()
             optimiser.step()
+
             totals[0] += loss.detach()
             totals[1] += kl.detach() / common.world_size()
             totals[2] += (logits.argmax(1) == batch.labels).sum()
             totals[3] += len(logits)
         loss, kl, correct, examples = common.all_reduce(totals).tolist()
         history.append({"epoch": epoch + 1, "loss": loss / len(loader),
-                        "kl_per_example": kl / len(loader), "accuracy": correct / examples,
+                        "kl_per_example": kl / len(loader), "train_accuracy": correct / examples,
                         "lr": optimiser.param_groups[-1]["lr"],
                         "seconds": time.perf_counter() - start})
-        run.save(name, history, made_from, net=module, optimiser=optimiser)
+        run.save(name, history, net=module, optimiser=optimiser)
 
 
 def gradient_magnitude(field, seed, train_set, args):
@@ -905,7 +986,7 @@ def gradient_magnitude(field, seed, train_set, args):
     mu = field.posterior.mu
     total = torch.zeros_like(mu)
     for step, batch in enumerate(common.progress(loader, epoch=0)):
-        common.seed_all(seed, 2, step)
+        common.seed_all(seed, COMPRESSION, step)
         with common.autocast(args):
             logits = field(batch.images)
         loss = F.cross_entropy(logits.float(), batch.labels, reduction="sum") / batch.global_size
@@ -914,11 +995,27 @@ def gradient_magnitude(field, seed, train_set, args):
     return total / len(loader)
 
 
+def initial_gaussians(count, args):
+    """The number of Gaussians before merging: --k0, or fewer where a preset's are too many.
+
+    count: the number N of weights. More than N / 21 Gaussians cannot all have enough members.
+    """
+    most = count // (CompressionOptions().min_cluster + 1)
+    if args.k0 <= most:
+        return args.k0
+    if "k0" in args.explicit:
+        raise UserError(f"--k0 {args.k0}: the network has only {count} weights to compress, "
+                        f"enough for at most {most} Gaussians")
+    fewer = max(2, count // 64)
+    common.print_once(f"--k0 is {fewer}, not {args.k0}: only {count} weights are compressed")
+    return fewer
+
+
 def compress_weights(posterior, gradient, seed, args):
     """Steps 2 and 3: plain dictionaries of the SharedWeights, and numbers about them."""
-    options = CompressionOptions(k0=args.k0, tau_w=args.tau_w, grad_frac=args.grad_frac,
-                                 tau_d=args.tau_d)
-    generator = torch.Generator().manual_seed(common.derive_seed(seed, 2))
+    options = CompressionOptions(k0=initial_gaussians(len(gradient), args), tau_w=args.tau_w,
+                                 grad_frac=args.grad_frac, tau_d=args.tau_d)
+    generator = torch.Generator().manual_seed(common.derive_seed(seed, COMPRESSION))
     mu = posterior.mu.detach().cpu()
     sigma = posterior.sigma.detach().cpu()
     try:
@@ -928,21 +1025,23 @@ def compress_weights(posterior, gradient, seed, args):
     return {"clustered": clustered._asdict(), "merged": merged._asdict(), "numbers": numbers}
 
 
-def compress_once(field, seed, train_set, args, run, made_from):
+def compress_once(field, seed, train_set, args, run):
     """Steps 2 and 3: the SharedWeights "clustered" and "merged", computed or read."""
     def compute():
         gradient = gradient_magnitude(field, seed, train_set, args)
         return common.on_main(compress_weights, field.posterior, gradient, seed, args)
 
-    made_from = made_from | {"mean-field weights": common.digest(field)}
-    state = run.load_or_compute(f"seed{seed}-mixture", made_from, compute)
+    inputs = {"mean-field network": common.fingerprint(field)}
+    state = run.cached(f"seed{seed}-mixture", inputs, compute)
     return {name: SharedWeights(**state[name]) for name in ("clustered", "merged")}
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
 
+LARGER_MEANS = {"total": "ood", "epistemic": "ood"}  # large values of a score
 
-class Prediction(NamedTuple):
+
+class Predictions(NamedTuple):
     """What the draws of the weights say of N examples, float64, on the CPU."""
 
     log_probs: Tensor  # [N, K]  log of the mean of probabilities
@@ -954,37 +1053,35 @@ class Prediction(NamedTuple):
 
 @torch.no_grad()
 def predict(module, dataset, seed, args):
-    """The Prediction for a whole set in eval mode; None on all processes but the main one."""
+    """The Predictions for a whole set in eval mode; None on all processes but the main one."""
     module.eval()
     samples = 1
     if isinstance(module, RandomNetwork):
         samples = args.mc
-    loader = data.Loader(dataset, max(512, args.batch_size), args.device, workers=args.workers,
-                         channels_last=True)
-    generator = torch.Generator().manual_seed(common.derive_seed(seed, 5))
+    generator = torch.Generator().manual_seed(common.derive_seed(seed, PREDICTED_LABELS))
     uniform = torch.rand(samples, len(dataset), generator=generator)   # [S, N]
     start = time.perf_counter()
     batches = []
-    for batch in loader.epoch():
+    for batch in data.evaluation_loader(dataset, args).epoch():
         index = batch.index.cpu()
-        drawn = []
+        draws = []
         # Every batch gets the same draws, so that a set is read once, and neither the size of the
         # batches nor the number of processes matters.
         for sample in range(samples):
             common.seed_all(seed, 1000 + sample)
             with common.autocast(args):
                 logits = module(batch.images)
-            drawn.append(logits)
-        means = mean_prediction(torch.stack(drawn).cpu().double(), uniform[:, index])
+            draws.append(logits)
+        means = mean_prediction(torch.stack(draws).cpu().double(), uniform[:, index])
         batches.append({"index": index, **means})
     columns = common.gather_rows(batches)
     if not columns:
         return None
-    return Prediction(**columns, ms=1000 * (time.perf_counter() - start) / len(dataset))
+    return Predictions(**columns, ms=1000 * (time.perf_counter() - start) / len(dataset))
 
 
 def mean_prediction(logits, uniform):
-    """The tensors of a Prediction, from S draws with logits [S, N, K], and uniform [S, N]."""
+    """The tensors of Predictions, from S draws with logits [S, N, K], and uniform [S, N]."""
     log_probs = logits.log_softmax(2)
     mean = log_probs.logsumexp(0) - math.log(len(logits))              # [N, K]
     probs = log_probs.exp()
@@ -995,75 +1092,68 @@ def mean_prediction(logits, uniform):
             "mode": below.sum(2).mode(0).values}
 
 
-def uncertainties(prediction):
+def uncertainties(predictions):
     """Total uncertainty [N], the entropy of the mean, and its epistemic part, in nats."""
-    total = common.entropy(prediction.log_probs.exp())
-    return {"total": total, "epistemic": (total - prediction.aleatoric).clamp_min(0)}
+    total = common.entropy(predictions.log_probs.exp())
+    return {"total": total, "epistemic": (total - predictions.aleatoric).clamp_min(0)}
 
 
-def label_metrics(log_probs, labels):
-    """Accuracy, likelihood and calibration of one prediction for each example [N, K]."""
-    probs = log_probs.exp()
-    return {"accuracy": common.accuracy(probs, labels), "nll": common.nll(log_probs, labels),
-            "brier": common.brier(probs, labels), "ece15": common.ece(probs, labels),
-            "ece10": common.ece(probs, labels, bins=10)}
-
-
-def prediction_metrics(prediction, labels):
+def label_metrics(predictions, labels):
     """Metrics of the mean probabilities; and of the mean logits and the mode, as published."""
-    metrics = label_metrics(prediction.log_probs, labels)
-    for name, value in label_metrics(prediction.logits.log_softmax(1), labels).items():
-        metrics[f"{name}_logits"] = value
-    metrics["accuracy_mode"] = (prediction.mode == labels).double().mean().item()
+    metrics = {}
+    log_probs_of_logits = predictions.logits.log_softmax(1)
+    for ending, log_probs in (("", predictions.log_probs), ("_logits", log_probs_of_logits)):
+        of_mean = common.prediction_metrics(log_probs, labels)
+        of_mean["ece10"] = common.ece(log_probs.exp(), labels, bins=10)
+        for name, value in of_mean.items():
+            metrics[f"{name}{ending}"] = value
+    metrics["accuracy_mode"] = (predictions.mode == labels).double().mean().item()
     return metrics
 
 
-def evaluate(method, module, sets, size, seed, args):
+def evaluate(method, module, splits, size, seed, args):
     """The rows of one network; size: the columns about storage."""
-    test = predict(module, sets.test, seed, args)
+    test = predict(module, splits.test, seed, args)
     ood = {}
-    for name, dataset in sets.ood.items():
+    for name, dataset in splits.ood.items():
         ood[name] = predict(module, dataset, seed, args)
-    return common.on_main(make_rows, method, sets.test, test, ood, size, seed, args)
+    return common.on_main(result_rows, method, splits, test, ood, size, seed, args)
 
 
-def make_rows(method, test_set, test, ood, size, seed, args):
-    """A row for the test set, and one for each OOD set."""
+def result_rows(method, splits, test, ood, size, seed, args):
+    """A row for the test set, and one for each OOD set, from their Predictions."""
     if not common.all_finite([test, ood]):
         cause = "its file is damaged"
         if not args.load:
             cause = "training diverged; use lower learning rates"
         raise UserError(f"the outputs of the {method} network are not finite: {cause}")
-    row = {"method": method, "seed": seed, "set": test_set.name, "n": len(test_set)}
-    metrics = prediction_metrics(test, test_set.labels)
-    rows = [row | metrics | {"ms": test.ms} | size]
+    row = {"method": method, "seed": seed, "set": splits.test.name, "n": len(splits.test)}
+    ms = splits.backbone_ms + test.ms
+    rows = [row | label_metrics(test, splits.test.labels) | {"ms": ms} | size]
     inside = uncertainties(test)
     if method == "deterministic" or args.mc == 1:
         del inside["epistemic"], rows[0]["accuracy_mode"]
-    for against, prediction in ood.items():
-        outside = uncertainties(prediction)
-        comparison = row | {"against": against}
-        for name in inside:
-            found = common.ood_metrics(inside[name], outside[name], larger_means="ood")
-            for metric, value in found.items():
-                comparison[f"{metric}_{name}"] = value  # for example auroc_total
-        rows.append(comparison)
+    for against, predictions in ood.items():
+        outside = uncertainties(predictions)
+        rows.append(row | {"against": against}
+                    | common.detection_metrics(inside, outside, LARGER_MEANS))
     return rows
 
 
-def write_predictions(predictions, sets, args, run):
-    """--predict: predictions.csv, from {method: Prediction} for the set."""
-    log_probs = {method: found.log_probs[None] for method, found in predictions.items()}
+def write_predictions(predictions, splits, args, run):
+    """--predict: predictions.csv, from {method: Predictions} for the set."""
+    log_probs = {}
+    for method, of_method in predictions.items():
+        log_probs[method] = of_method.log_probs[None]                  # [1, N, K]
     final = predictions["final"]
-    classes = sets.train.classes
+    classes = splits.train.classes
     if final.log_probs.shape[1] > len(classes):
         classes = ()  # of a published network with more outputs; their numbers are the names
-    columns = common.prediction_columns(sets.predict, log_probs, classes)
-    # The parts of the uncertainty come from all draws, of which a Prediction has the means.
+    # The parts of the uncertainty come from all draws, of which Predictions have the means.
+    parts = {}
     if args.mc > 1:
-        columns["aleatoric"] = final.aleatoric
-        columns["epistemic"] = uncertainties(final)["epistemic"]
-    run.write_csv("predictions.csv", columns)
+        parts = {"aleatoric": final.aleatoric, "epistemic": uncertainties(final)["epistemic"]}
+    common.write_predictions(run, splits.predict, log_probs, classes, extra=parts)
 
 
 # ---- Plots --------------------------------------------------------------------------------------
@@ -1103,9 +1193,23 @@ def draw_plane(axis, points, rows, weights):
 
 # ---- Compressed networks ------------------------------------------------------------------------
 
-FORMAT = "unsure-gbnn2d-6"
-# What --load takes from the file, unless it is given: a file of --weights may have moved.
-STORED_OPTIONS = ("model", "width", "draw", "freeze", "weights", "image_size")
+FORMAT = "unsure-gbnn2d-7"
+
+
+class CompressedFile(NamedTuple):
+    """What --load takes from a file of this script, or of the published last stage."""
+
+    options: dict           # {option: value} that the file decides
+    weights: SharedWeights
+    rest: dict              # {name: tensor} of the network that is not drawn
+    statistics: tuple       # mean and standard deviation of the inputs
+    # Of a published file:
+    layout: Layout | None = None
+    counts: dict = {}       # its outliers and ellipse points, which SharedWeights count otherwise
+    # Of a file of this script:
+    classes: list = []
+    shape: list = []        # (C, H, W)
+    backbone: str | None = None  # the fingerprint of a frozen backbone, if features are the inputs
 
 
 def rest_of(module):
@@ -1118,8 +1222,11 @@ def rest_bytes(module):
     return sum(tensor.nbytes for tensor in rest_of(module).values())
 
 
-def write_compressed(file_name, shared, train_set, args, run):
-    """Write the shared weights as they are now, the rest, and class names; returns the bytes."""
+def write_compressed(file_name, shared, splits, args, run):
+    """Write the shared weights as they are now, and all else that --load needs; returns the bytes.
+
+    A frozen backbone is not written: its fingerprint shows whether --load has the same one.
+    """
     weights = {}
     for name, tensor in shared.posterior.weights()._asdict().items():
         if name in ("label", "second"):
@@ -1127,116 +1234,214 @@ def write_compressed(file_name, shared, train_set, args, run):
         elif not tensor.is_floating_point():
             tensor = tensor.int()
         weights[name] = tensor.detach().cpu()
-    options = {option: getattr(args, option) for option in STORED_OPTIONS}
+    train_set = splits.train
     content = common.to_bytes({
-        "format": FORMAT, "dataset": args.dataset, "classes": list(train_set.classes),
-        "shape": list(train_set.shape), "weights": weights, "rest": rest_of(shared),
-        "options": options})
+        "format": FORMAT, "options": common.options(args, "training"), "weights": weights,
+        "rest": rest_of(shared), "statistics": [list(train_set.mean), list(train_set.std)],
+        "classes": list(train_set.classes), "shape": list(train_set.shape),
+        "frozen backbone": splits.fingerprints.get("frozen backbone")})
     run.write(file_name, content)
     return len(content)
 
 
-def decompress(state, train_set, args):
-    """The network of a compressed file; raises errors of several types where parts do not fit."""
-    if [state["classes"], state["shape"]] != [list(train_set.classes), list(train_set.shape)]:
-        raise ValueError("it was made for other classes or another image size, those of --dataset "
-                         f"{state['dataset']}")
+def read_file(args):
+    """The CompressedFile --load; a UserError of one line if it is damaged."""
+    state = common.load_tensors(args.load)
+    try:
+        if state.get("format") == FORMAT:
+            return read_own_file(state)
+        return read_published_file(state, args)
+    except UserError:
+        raise
+    except Exception as error:  # parts are missing, or have other types or sizes
+        raise UserError(f"--load {args.load} is damaged: {common.one_line(error)}") from None
+
+
+def read_own_file(state):
+    """A file of `write_compressed`."""
     weights = {}
     for name, tensor in state["weights"].items():
         if not tensor.is_floating_point():
             tensor = tensor.long()
         weights[name] = tensor
-    args = common.with_options(args, eval=True)  # torchvision's weights are not loaded first
-    net = make_network(args, train_set.num_classes, train_set.shape)
-    shared = network_of(net, SharedWeights(**weights), args)
-    net.load_state_dict(state["rest"] | shared.split(shared.posterior()))
-    return shared
+    weights = SharedWeights(**weights)
+    check_shared_weights(weights)
+    mean, std = state["statistics"]
+    return CompressedFile(dict(state["options"]), weights, state["rest"], (tuple(mean), tuple(std)),
+                          classes=state["classes"], shape=state["shape"],
+                          backbone=state["frozen backbone"])
 
 
-def network_of(net, weights, args):
-    """The RandomNetwork of SharedWeights from a file; raises an error where they do not fit."""
-    count = sum(shape.numel() for shape in weight_shapes(net).values())
-    if len(weights.label) != count:
-        raise ValueError(f"it has {len(weights.label)} weights, {args.model} for these images "
-                         f"{count}")
-    outlier = weights.outlier.sort().values
-    if not torch.equal((weights.label < 0).nonzero()[:, 0], outlier):
-        raise ValueError("other outliers than weights without a component")
-    posterior = SharedGaussians(weights, args.draw == "equal")
-    posterior()  # on a CPU, where an index that is too large does not kill the process
-    return RandomNetwork(net, posterior)
-
-
+# The training options that --load uses; those of a published file are unknown.
+USED_BY_LOAD = ("dataset", "preset", "model", "weights", "freeze", "width", "image_size", "seed",
+                "batch_size", "amp", "draw")
 PUBLISHED_PARTS = ("state_dict_no_weight", "params_guide", "params_dict_indices")
 # Two names of other published scripts.
 OTHER_NAMES = {"centers": "centers_guide", "outliers_posterior_simga": "outliers_posterior_sigma"}
 
 
-def read_published(state, train_set, args):
-    """The network of a file of the published last stage; raises errors like `decompress`."""
-    rest = state["state_dict_no_weight"]
-    indices = state["params_dict_indices"]
-    net = published_network(rest, args.load, args, train_set.num_classes, train_set.shape,
-                            has_weights=False)
-    outputs = len(rest["fc.bias"])
-    if outputs > train_set.num_classes:
-        common.print_on_main(f"note: the network has {outputs} outputs, the data have "
-                             f"{train_set.num_classes} classes")
-    guide = {OTHER_NAMES.get(name, name): value for name, value in state["params_guide"].items()}
-    check_published(guide | indices, net)
-    mu = guide["outliers_posterior_loc"]
-    sigma = guide["outliers_posterior_sigma"]
-    centre = guide["centers_guide"]
-    outlier = indices["outliers_indices"]
-    rows = torch.tensor(indices["ellipse_outdices"], dtype=torch.long)  # [E]
-    if args.model == "wide_resnet":
-        # WRN's script replaces ellipse points by constants: here, outliers with sigma 0.
-        kept = ~torch.isin(outlier, rows)
-        outlier = torch.cat([outlier[kept], rows])
-        mu = torch.cat([mu[kept], published_blend(centre, indices)])
-        sigma = torch.cat([sigma[kept], torch.zeros(len(rows))])
-        rows = rows[:0]
-    # ResNet's scripts overwrite these constants: alpha = 1 has no effect either.
-    label = indices["filtered_labels"].int().index_fill(0, outlier, -1)
-    weights = SharedWeights(label, outlier, mu, sigma, rows, torch.zeros_like(rows),
-                            torch.ones(len(rows)), centre, guide["scale_tril_posterior"])
-    return network_of(net, weights, args)
+def read_published_file(state, args):
+    """A file 2DGBNNs.pth of the published last stage."""
+    missing = [part for part in PUBLISHED_PARTS if part not in state]
+    if missing:
+        raise UserError(f"--load {args.load}: no compressed network of this version; for one of "
+                        f"the published code, {', '.join(missing)} is missing")
+    layout, width = find_layout(state["state_dict_no_weight"], args.load)
+    parts = dict(state["params_dict_indices"])
+    for name, value in state["params_guide"].items():
+        parts[OTHER_NAMES.get(name, name)] = value
+    check_published_parts(parts)
+    unknown = set(common.options(args, "training")) - set(USED_BY_LOAD)
+    options = dict.fromkeys(unknown) | dict(model=layout.model, width=width, draw="equal")
+    if layout.model == "wide_resnet":
+        weights = read_wrn_file(parts)
+        options["mc"] = 30
+    else:
+        weights = read_resnet_file(parts)
+    check_shared_weights(weights)
+    counts = {"outliers": len(parts["outliers_indices"]),
+              "ellipse_points": len(parts["ellipse_outdices"])}
+    return CompressedFile(options, weights, with_our_names(state["state_dict_no_weight"]),
+                          layout.last_statistics, layout, counts)
 
 
-def check_published(parts, net):
-    """Refuse parts of a published file that are missing, or have other shapes or values."""
-    n = sum(shape.numel() for shape in weight_shapes(net).values())
-    k = len(parts.get("centers_guide", ()))
-    o = len(parts.get("outliers_indices", ()))
-    shapes = {"centers_guide": (k, 2), "scale_tril_posterior": (k, 2, 2),
-              "outliers_posterior_loc": (o,), "outliers_posterior_sigma": (o,),
-              "outliers_indices": (o,), "filtered_labels": (n,)}
-    missing = [name for name in list(shapes) + ["ellipse_outdices"] if name not in parts]
+def read_resnet_file(parts):
+    """The SharedWeights of a published ResNet-18.
+
+    Its scripts set ellipse points to constants, then overwrite these by the draw of the own
+    component: alpha is 1.
+    """
+    outlier = parts["outliers_indices"]
+    rows = torch.tensor(parts["ellipse_outdices"], dtype=torch.long)   # [E]
+    rows = rows[~torch.isin(rows, outlier)]
+    label = parts["filtered_labels"].int().index_fill(0, outlier, -1)
+    return SharedWeights(label, outlier, parts["outliers_posterior_loc"],
+                         parts["outliers_posterior_sigma"], rows, torch.zeros_like(rows),
+                         torch.ones(len(rows)), parts["centers_guide"],
+                         parts["scale_tril_posterior"])
+
+
+def read_wrn_file(parts):
+    """The SharedWeights of a published WRN, whose ellipse points are outliers with sigma 0 here.
+
+    Its script sets them to constants: with alpha = softmax of the two values, alpha_1 c_1 +
+    alpha_2 c_2, but without the second term unless both values are above e^12.
+    """
+    rows = torch.tensor(parts["ellipse_outdices"], dtype=torch.long)   # [E]
+    component = ellipse_pairs(parts, "ellipse_outdices_dict").long()   # [E, 2]
+    value = ellipse_pairs(parts, "ellipse_outdices_value_dict")        # [E, 2]
+    centre = parts["centers_guide"]
+    if ((component < 0) | (component >= len(centre))).any():
+        raise ValueError("ellipse_outdices_dict has a component that is not in "
+                         f"0..{len(centre) - 1}")
+    terms = value.softmax(1) * centre[component, 0]                    # [E, 2]
+    terms[:, 1] *= (value > math.exp(12)).all(1)
+    outlier = parts["outliers_indices"]
+    kept = ~torch.isin(outlier, rows)
+    outlier = torch.cat([outlier[kept], rows])
+    mu = torch.cat([parts["outliers_posterior_loc"][kept], terms.sum(1).float()])
+    sigma = torch.cat([parts["outliers_posterior_sigma"][kept], torch.zeros(len(rows))])
+    label = parts["filtered_labels"].int().index_fill(0, outlier, -1)
+    return SharedWeights(label, outlier, mu, sigma, rows[:0], rows[:0], torch.ones(0), centre,
+                         parts["scale_tril_posterior"])
+
+
+def ellipse_pairs(parts, name):
+    """The two numbers [E, 2], float64, that a dictionary of a published file has for each point."""
+    points = parts["ellipse_outdices"]
+    try:
+        pairs = torch.tensor([parts[name][point] for point in points], dtype=torch.float64)
+        return pairs.view(len(points), 2)
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} does not have two numbers for each of ellipse_outdices") from None
+
+
+def check_published_parts(parts):
+    """Refuse parts of a published file that are missing, or have other shapes or indices."""
+    names = ("centers_guide", "scale_tril_posterior", "outliers_posterior_loc",
+             "outliers_posterior_sigma", "outliers_indices", "filtered_labels", "ellipse_outdices")
+    missing = [name for name in names if name not in parts]
     if missing:
         raise ValueError(f"{', '.join(missing)} is missing")
-    for name, shape in shapes.items():
-        found = tuple(getattr(parts[name], "shape", ()))
-        if found != shape:
-            raise ValueError(f"{name} has the shape {found}, expected {shape}")
-    if not common.all_finite(parts):
-        raise ValueError("a value is not finite")
-    if (parts["outliers_posterior_sigma"] < 0).any():
-        raise ValueError("a value of outliers_posterior_sigma is negative")
-    largest = int(parts["filtered_labels"].max())
-    if largest >= k:
-        raise ValueError(f"filtered_labels has {largest}, expected at most {k - 1}")
+    count = len(parts["outliers_indices"])
+    for name in ("outliers_posterior_loc", "outliers_posterior_sigma"):
+        if parts[name].shape != (count,):
+            raise ValueError(f"{name} has the shape {tuple(parts[name].shape)}, not {(count,)}")
+    n = len(parts["filtered_labels"])
+    for name in ("outliers_indices", "ellipse_outdices"):
+        index = torch.as_tensor(parts[name])
+        if ((index < 0) | (index >= n)).any():
+            raise ValueError(f"{name} has an index that is not in 0..{n - 1}")
 
 
-def published_blend(centre, indices):
-    """alpha_1 c_1 + alpha_2 c_2 [E] of ellipse points, the second where both values > e^12."""
-    rows = indices["ellipse_outdices"]
-    k = [indices["ellipse_outdices_dict"][row] for row in rows]
-    k = torch.tensor(k, dtype=torch.long).view(-1, 2)                  # [E, 2]
-    values = [indices["ellipse_outdices_value_dict"][row] for row in rows]
-    values = torch.tensor(values, dtype=torch.float64).view(-1, 2)     # [E, 2]
-    parts = values.softmax(1) * centre[k, 0]                           # [E, 2]
-    parts[:, 1] *= (values > torch.tensor(12.0).exp()).all(1)
-    return parts.sum(1).float()
+def check_shared_weights(weights):
+    """Refuse SharedWeights of a file whose shapes or values cannot be right."""
+    n = len(weights.label)
+    outliers = len(weights.outlier)
+    points = len(weights.ellipse_point)
+    k = len(weights.centre)
+    shapes = SharedWeights((n,), (outliers,), (outliers,), (outliers,), (points,), (points,),
+                           (points,), (k, 2), (k, 2, 2))
+    for name, tensor, shape in zip(weights._fields, weights, shapes):
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, expected {shape}")
+        if not common.all_finite(tensor):
+            raise ValueError(f"a value of {name} is not finite")
+    if (weights.outlier_sigma < 0).any():
+        raise ValueError("the sigma of an outlier is negative")
+    for name, first, last in (("label", -1, k - 1), ("second", 0, k - 1), ("outlier", 0, n - 1),
+                              ("ellipse_point", 0, n - 1)):
+        index = getattr(weights, name)
+        if ((index < first) | (index > last)).any():
+            raise ValueError(f"{name} has a number that is not in {first}..{last}")
+    if not torch.equal((weights.label < 0).nonzero()[:, 0], weights.outlier.sort().values):
+        raise ValueError("other outliers than weights without a component")
+    if (weights.label[weights.ellipse_point] < 0).any():
+        raise ValueError("an ellipse point has no component")
+
+
+def with_statistics(splits, statistics):
+    """The Splits with inputs that are normalised by the (mean, std) of a file."""
+    mean, std = statistics
+
+    def changed(dataset):
+        return None if dataset is None else replace(dataset, mean=mean, std=std)
+
+    ood = {name: changed(dataset) for name, dataset in splits.ood.items()}
+    return splits._replace(train=changed(splits.train), test=changed(splits.test), ood=ood,
+                           predict=changed(splits.predict))
+
+
+def load_network(file, splits, args):
+    """The RandomNetwork of a CompressedFile, for these sets; a UserError if they do not fit."""
+    shape = splits.train.shape
+    num_classes = splits.train.num_classes
+    if file.layout is not None:
+        check_image_size(file.layout, shape, args.load)
+    elif (file.classes, file.shape) != (list(splits.train.classes), list(shape)):
+        raise UserError(f"--load {args.load} was made for other classes or another image size, "
+                        f"those of --dataset {file.options['dataset']}")
+    if file.backbone != splits.fingerprints.get("frozen backbone"):
+        raise UserError(f"--load {args.load} was trained on the features of another backbone: "
+                        "give the --weights (and, if they are random, the --seed) of its training")
+    if file.layout is not None or is_published(args):
+        net = published_network(file.rest, args.load, args, num_classes, shape)
+        outputs = net.head.out_features
+        if outputs > num_classes:
+            common.print_on_main(f"the network has {outputs} outputs, the data have {num_classes} "
+                                 "classes")
+    else:
+        # No weights are read (eval, and more than 0 epochs), because the file has them.
+        net = make_network(common.with_options(args, eval=True, epochs=1), num_classes, shape)
+    count = sum(size.numel() for size in weight_shapes(net).values())
+    if len(file.weights.label) != count:
+        raise UserError(f"--load {args.load} has {len(file.weights.label)} weights, {args.model} "
+                        f"for these images {count}")
+    net = net.to(args.device, memory_format=torch.channels_last)
+    shared = RandomNetwork(net, SharedGaussians(file.weights, args.draw == "equal"))
+    with torch.no_grad():
+        load_state(net, file.rest | shared.split(shared.posterior()), args.load)
+    return shared
 
 
 # ---- Options ------------------------------------------------------------------------------------
@@ -1260,17 +1465,13 @@ PRESETS = {
     # Your own images: a small network that trains on two CPU cores in minutes.
     "folder": dict(SMALL, width=0.25, epochs=20, batch_size=32, lr=0.05, lr_rho=5e-2, augment=True,
                    mc=20, ood=[]),
-    # Your own network: a few careful epochs, or its last layer alone.
-    "pretrained": dict(SMALL, width=1.0, epochs=5, stoch_epochs=2, final_epochs=2, batch_size=32,
-                       lr=0.01, k0=6000, augment=True, mc=10),
-    "frozen": dict(epochs=30, stoch_epochs=20, final_epochs=20, lr_rho=5e-2, lr_final=0.03,
-                   weight_decay=0.05, tau_w=1.0, k0=64, mc=20, augment=False),
+    # The following are added to the preset of the data set if the option is used. A pretrained
+    # network gets a few careful epochs, or with --freeze a new last layer.
+    "--model torchvision/NAME": dict(SMALL, width=1.0, epochs=5, stoch_epochs=2, final_epochs=2,
+                                     batch_size=32, lr=0.01, k0=6000, augment=True, mc=10),
+    "--freeze": dict(epochs=30, stoch_epochs=20, final_epochs=20, lr_rho=5e-2, lr_final=0.03,
+                     weight_decay=0.05, tau_w=1.0, k0=64, mc=20, augment=False),
 }
-# These only change what is computed from trained networks, so they do not identify a run.
-EVALUATION_OPTIONS = ("mc", "ood", "load")
-USED_BY_LOAD = ("load", "dataset", "preset", "image_size", "weights", "seed", "batch_size", "amp",
-                "mc", "ood", "predict", "data_dir", "out_dir", "name", "device", "workers",
-                "fresh", "plot")
 
 
 def w2_threshold(text):
@@ -1286,91 +1487,112 @@ def network_name(text):
 
 
 def parse_args(argv=None):
+    """The options; each is added to the group of its role (see ROLES in common.py)."""
     parser = common.Parser("gbnn2d", __doc__, PRESETS, NETWORKS, dataset="glyphs",
-                           model="resnet18", epochs=200, batch_size=128, lr=0.1)
-    add = parser.add_argument_group("gbnn2d.py").add_argument
-    add("-net", dest="model", type=network_name, metavar="NAME",
+                           model="resnet18", epochs=200, batch_size=128, lr=0.1, ood=["svhn"])
+    default = CompressionOptions()
+    training = parser.training.add_argument
+    training("-net", dest="model", type=network_name, metavar="NAME",
         help="--model, as in the published code: wrn is wide_resnet")
-    add("-dataset", dest="dataset", metavar="NAME", help="--dataset, as in the published code")
-    add("--stoch-epochs", type=at_least(0), default=20,
+    training("-dataset", dest="dataset", metavar="NAME",
+        help="--dataset, as in the published code")
+    training("--stoch-epochs", type=at_least(0), default=20,
         help="number of epochs of the mean-field (stochastic) stage (published: up to 200)")
-    add("--final-epochs", type=at_least(0), default=20,
+    training("--final-epochs", type=at_least(0), default=20,
         help="number of epochs of the last stage (published: up to 200)")
-    add("--lr-mu", type=at_least(0, float), default=1e-5, help="learning rate of mu in the "
-        "mean-field stage, and of norms and biases in both stages (published: 1e-5)")
-    add("--lr-rho", type=at_least(0, float), default=1e-3,
+    training("--lr-mu", type=at_least(0, float), default=1e-5,
+        help="learning rate of mu in the mean-field stage, and of norms and biases in both stages "
+        "(published: 1e-5)")
+    training("--lr-rho", type=at_least(0, float), default=1e-3,
         help="learning rate of rho, with sigma = softplus(rho) (published: 1e-3)")
-    add("--lr-final", type=at_least(0, float), default=0.1,
+    training("--lr-final", type=at_least(0, float), default=0.1,
         help="learning rate of Gaussians and outliers in the last stage; 0.1 moves one by about "
         "a tenth of its standard deviation per step")
-    add("--weight-decay", type=at_least(0, float), default=5e-4,
+    training("--weight-decay", type=at_least(0, float), default=5e-4,
         help="weight decay of the deterministic network (published: 5e-4)")
-    add("--warm-up", type=between(0, 0.9), default=0.0, help="share of the steps of each stage in "
-        "which the learning rate rises; then it falls as a cosine (published: 0)")
-    add("--augment", action=argparse.BooleanOptionalAction, default=False,
-        help="use random crops and flips (published: for CIFAR)")
-    add("--stoch-kl", type=at_least(0, float), default=0.1,
+    training("--warm-up", type=between(0, 0.9), default=0.0,
+        help="share of the steps of each stage in which the learning rate rises; then it falls as "
+        "a cosine (published: 0)")
+    training("--stoch-kl", type=at_least(0, float), default=0.1,
         help="weight of the KL term of the mean-field stage; with 1 the posterior collapses onto "
         "the prior (published: 0)")
-    add("--beta", type=at_least(0, float), default=0.1,
+    training("--beta", type=at_least(0, float), default=0.1,
         help="weight of the KL term of the last stage, which is KL / n (published: KL / 256)")
-    add("--tau-w", type=at_least(1e-9, float), default=0.2,
+    training("--tau-w", type=at_least(1e-9, float), default=default.tau_w,
         help="weights with a larger |mu| are outliers (paper: 0.2)")
-    add("--grad-frac", type=between(0, 0.9), default=0.01, help="share of the weights that are "
-        "outliers by their gradients (paper: 0.01; the counts that it publishes fit 0.001)")
-    add("--k0", type=between(0, 10_000, int), default=6000,
+    training("--grad-frac", type=between(0, 0.9), default=default.grad_frac,
+        help="share of the weights that are outliers by their gradients (paper: 0.01; the counts "
+        "that it publishes fit 0.001)")
+    training("--k0", type=between(0, 10_000, int), default=default.k0,
         help="number of Gaussians before merging; 0: one per 500 weights, at most 2048 "
         "(published: 6000 for WRN-28-10, 256 for ResNet-18)")
-    add("--tau-d", type=w2_threshold, default=3.873e-4, metavar="DISTANCE",
+    training("--tau-d", type=w2_threshold, default=default.tau_d, metavar="DISTANCE",
         help="Wasserstein-2 distance, not squared, below which Gaussians merge; 'auto' is a "
         "quarter of the median sigma of all weights but outliers (published: 3.873e-4)")
-    add("--draw", choices=["hier", "equal"], default="hier",
+    training("--draw", choices=["hier", "equal"], default="hier",
         help="(m, s) is drawn once for each Gaussian; hier (hierarchical): each weight gets its "
         "own noise, w = m + s eps; equal: all its weights are equal, w = m (published)")
-    add("--mc", type=at_least(1), default=30,
+
+    evaluation = parser.evaluation.add_argument
+    evaluation("--mc", type=at_least(1), default=30,
         help="number of draws of the weights in a prediction (published: 30 to 60)")
-    add("--ood", nargs="*", metavar="NAME", default=["svhn"],
-        help="out-of-distribution sets; folder:PATH is a folder of images, nonsense are patterns "
-        "and noise")
-    add("--load", metavar="FILE", help="evaluate a compressed network on its data set: a file "
+    evaluation("--load", metavar="FILE",
+        help="evaluate a compressed network, on its data set unless --dataset is given: a file "
         "seedN-compressed.pt of a run directory, or 2DGBNNs.pth of the published code")
-    args = parser.parse(argv)
-    if is_published(args) and not args.load:
-        skip_stages(args)
+    args = parser.parse(argv, run_name, options_of_file)
     check_options(args)
     return args
 
 
-def skip_stages(args):
-    """--weights with a file of the published stages 0 or 1: the later stages are left."""
-    state, with_rho = read_stage(args.weights)
-    model, args.width, _ = published_model(state, args.weights)
-    if model != args.model:
+def options_of_file(args):
+    """{option: value} that a file of --load, or of --weights by the published code, decides."""
+    if args.load:
+        file = read_file(args)
+        if file.layout is not None and "dataset" not in args.explicit:
+            raise UserError(f"--load {args.load}: this published file does not name its data set; "
+                            "add --dataset")
+        return file.options
+    if not is_published(args):
+        return {}
+    # Training starts after the stage that the file holds.
+    stage = read_stage(args.weights)
+    model = stage.layout.model
+    if "model" in args.explicit and args.model != model:
         raise UserError(f"--weights {args.weights} are those of --model {model}")
-    if "epochs" not in args.given:
-        args.epochs = 0
-    if with_rho:
-        common.refuse(args, ["epochs"], "with the weights of a mean-field network")
-        if "stoch_epochs" not in args.given:
-            args.stoch_epochs = 0
+    options = dict(model=model, width=stage.width, epochs=0)
+    if stage.rho:
+        if "epochs" in args.explicit:
+            raise UserError("--epochs has no effect with the weights of a mean-field network; "
+                            "remove this option")
+        options["stoch_epochs"] = 0
+    return options
+
+
+def run_name(args):
+    """The name of the run directory; that of --load has a part of the file's SHA-256."""
+    if args.load:
+        digest = hashlib.sha256(Path(args.load).read_bytes()).hexdigest()[:8]
+        return common.join_name("loaded", Path(args.load).stem, digest,
+                                common.set_name(args.dataset), f"seed{args.seed}")
+    return common.run_name(args)
 
 
 def check_options(args):
     """Refuse options that would have no effect."""
-    pretrained = args.model.startswith("torchvision/")
-    no_effect = [
+    is_stage = is_published(args) and not args.load
+    if is_stage:
+        # The shared rule, that only networks of torchvision have --weights, does not hold here.
+        args = common.with_options(args, explicit=args.explicit - {"weights"})
+    of_training = set(common.options(args, "training"))
+    used = {"dataset", "preset", "weights", "image_size", "seed", "batch_size", "amp"}
+    common.refuse(args, [
         (True, ["compile"], "on networks whose weights are drawn"),
-        (args.load, args.given - set(USED_BY_LOAD), "with --load"),
-        (not pretrained, ["freeze"], "without --model torchvision/NAME"),
-        (args.freeze, ["augment"], "with --freeze"),
-        (pretrained or args.weights, ["width"], "on a network that has been trained"),
+        (args.load, of_training - used | {"runs", "eval"}, "with --load"),
+        (is_stage, ["width"], "on a network that has been trained"),
         (args.epochs == 0, ["lr", "weight_decay"], "with --epochs 0"),
         (args.stoch_epochs == 0, ["stoch_kl", "lr_rho"], "with --stoch-epochs 0"),
         (args.final_epochs == 0, ["beta", "lr_final"], "with --final-epochs 0"),
-    ]
-    for applies, names, reason in no_effect:
-        if applies:
-            common.refuse(args, names, reason)
+    ])
 
 
 # ---- Main ---------------------------------------------------------------------------------------
@@ -1384,150 +1606,91 @@ PUBLISHED_COLUMNS = ["outliers", "ellipse_points", "gaussians", "accuracy_mode",
                      "nll_logits", "ece15_logits", "ece10_logits"] + COLUMNS[:5]
 
 
-def load_sets(args, statistics=None, train_part="train"):
+def load_splits(args):
     """All sets of a run; all training images are for training."""
+    splits = data.load_splits(args, args.seed, val_fraction=0)
     if is_published(args):
-        state, _ = read_stage(args.weights)
-        _, _, statistics = published_model(state, args.weights)
-    preparation = data.preparation_of(args.model, args.weights, args.image_size)
-    sets = data.load_sets(args.dataset, args.data_dir, val_fraction=0, image_size=args.image_size,
-                          preparation=preparation, limit_train=args.limit_train,
-                          statistics=statistics, ood=args.ood, ood_required="ood" in args.given,
-                          predict=args.predict, train_part=train_part)
-    if args.freeze:
-        sets = data.frozen_features(sets, args)
-    return sets
+        splits = with_statistics(splits, read_stage(args.weights).layout.statistics)
+    return splits
 
 
 def check_network(train_set, args):
-    """Refuse, before training, a network or a --k0 that is impossible; lower that of a preset."""
+    """Refuse, before training, a network that fails on a batch, or too large a --k0."""
     net = make_network(args, train_set.num_classes, train_set.shape)
-    published_sigma(args, train_set)
-    # The last batch of an epoch is the smallest; two images show errors of shape.
-    smallest = len(train_set) % args.batch_size or args.batch_size
-    images = torch.zeros(min(smallest, 2), *train_set.shape).to(next(net.parameters()))
-    net.train(args.epochs > 0)
+    published_sigma(net, args)
+    common.try_batch(net.train(args.epochs > 0), train_set, args)
     try:
-        net(images)
         shapes = weight_shapes(net)
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"--model {args.model} fails on {smallest} images {train_set.shape}: "
-                        f"{common.one_line(error)}; use another --model, --image-size or "
-                        "--batch-size") from None
-    count = sum(shape.numel() for shape in shapes.values())
-    most = count // (CompressionOptions().min_cluster + 1)
-    if args.k0 > most and "k0" in args.given:
-        raise UserError(f"--k0 {args.k0}: the network has only {count} weights to compress, "
-                        f"enough for at most {most} Gaussians")
-    if args.k0 > most:
-        args.k0 = max(2, count // 64)
-        common.print_on_main(f"note: --k0 {args.k0}, as there are only {count} weights to compress")
+    except ValueError as error:
+        raise UserError(f"--model {args.model}: {error}") from None
+    initial_gaussians(sum(shape.numel() for shape in shapes.values()), args)
 
 
-def run_name(args):
-    """The name of the run directory."""
-    width = f"w{args.width:g}" if args.width != 1 else None
-    frozen = "frozen" if args.freeze else None
-    return common.join_name(data.set_name(args.dataset), args.model, width, frozen,
-                            f"seed{args.seed}")
-
-
-def run_seed(seed, sets, args, run):
+def run_seed(seed, splits, args, run):
     """All steps for one seed; returns the rows."""
+    train_set = splits.train
     # Step 1: a deterministic network, then a mean-field posterior. Norms and biases train on.
     common.seed_all(seed)
-    origin = data.origin(sets.train, args)
-    net = make_network(args, sets.train.num_classes, sets.train.shape)
-    train(net, Stage("deterministic", 0, args.epochs, 0.0), seed, sets.train, args, run, origin)
+    net = make_network(args, train_set.num_classes, train_set.shape)
+    train(net, DETERMINISTIC, f"seed{seed}-deterministic", seed, args.epochs, train_set, args, run)
     field = RandomNetwork(net, MeanField(net))
     n = len(field.posterior.mu)
-    rest = rest_bytes(field)
-    rows = evaluate("deterministic", net, sets, {"bytes": 4 * n + rest}, seed, args)
+    rest = rest_bytes(field) + splits.backbone_bytes
+    rows = evaluate("deterministic", net, splits, {"bytes": 4 * n + rest}, seed, args)
     predictions = {}
     if args.predict and seed == args.seed:
-        predictions["deterministic"] = predict(net, sets.predict, seed, args)
-    sigma = published_sigma(args, sets.train)
+        predictions["deterministic"] = predict(net, splits.predict, seed, args)
+    sigma = published_sigma(net, args)
     if sigma is not None:
         field.posterior.rho.data.copy_(inverse_softplus(sigma))
-    stage = Stage("mean-field", 1, args.stoch_epochs, args.stoch_kl)
-    made_from = origin | {"deterministic weights": common.digest(field)}
-    train(field, stage, seed, sets.train, args, run, made_from)
-    rows += evaluate("mean-field", field, sets, {"bytes": 8 * n + rest}, seed, args)
+    inputs = {"deterministic network": common.fingerprint(field)}
+    train(field, MEAN_FIELD, f"seed{seed}-mean-field", seed, args.stoch_epochs, train_set, args,
+          run, kl_weight=args.stoch_kl, inputs=inputs)
+    rows += evaluate("mean-field", field, splits, {"bytes": 8 * n + rest}, seed, args)
 
     # Steps 2 and 3: a mixture over all weights, whose close components merge.
-    planes = compress_once(field, seed, sets.train, args, run, origin)
+    planes = compress_once(field, seed, train_set, args, run)
     for name, weights in planes.items():
         shared = RandomNetwork(net, SharedGaussians(weights, args.draw == "equal"))
         size = storage(weights, rest)
-        rows += evaluate(name, shared, sets, size, seed, args)
+        rows += evaluate(name, shared, splits, size, seed, args)
 
     # Step 4: the shared Gaussians are trained.
-    stage = Stage("final", 3, args.final_epochs, args.beta)
-    made_from = origin | {"shared Gaussians": common.digest(shared)}
-    train(shared, stage, seed, sets.train, args, run, made_from)
+    inputs = {"shared Gaussians": common.fingerprint(shared)}
+    train(shared, FINAL, f"seed{seed}-final", seed, args.final_epochs, train_set, args, run,
+          kl_weight=args.beta, inputs=inputs)
     name = f"seed{seed}-compressed.pt"
-    size["file_bytes"] = common.on_main(write_compressed, name, shared, sets.train, args, run)
-    rows += evaluate("final", shared, sets, size, seed, args)
+    size["file_bytes"] = common.on_main(write_compressed, name, shared, splits, args, run)
+    rows += evaluate("final", shared, splits, size, seed, args)
     if predictions:
-        predictions = {"final": predict(shared, sets.predict, seed, args)} | predictions
-        common.on_main(write_predictions, predictions, sets, args, run)
+        predictions = {"final": predict(shared, splits.predict, seed, args)} | predictions
+        common.on_main(write_predictions, predictions, splits, args, run)
     if seed == args.seed and args.plot:
         common.on_main(plot_plane, field.posterior, planes, size, run)
     return rows
 
 
-def sets_of_file(state, is_ours, args):
-    """The sets for the network of a file, whose options `args` gets."""
-    missing = [part for part in PUBLISHED_PARTS if part not in state]
-    if missing and not is_ours:
-        raise UserError(f"--load {args.load}: no compressed network of this version; for one of "
-                        f"the published code, {', '.join(missing)} is missing")
-    content = state.get("options" if is_ours else "state_dict_no_weight")
-    if not isinstance(content, dict):
-        raise UserError(f"--load {args.load} is damaged: its options or its network are missing")
-    if is_ours:
-        for name in STORED_OPTIONS:
-            if name in content and name not in args.given:
-                setattr(args, name, content[name])
-        return load_sets(args)
-    common.refuse(args, ["weights"], "with a published file")
-    args.model, args.width, statistics = published_model(content, args.load)
-    args.draw = "equal"
-    if args.model == "wide_resnet":
-        # published code: its test has other statistics than its training, and 30 draws
-        statistics = CIFAR100
-        if "mc" not in args.given:
-            args.mc = 30
-    return load_sets(args, statistics, "test")  # the training images are not read
-
-
 def run_loaded(args):
     """--load: evaluate a compressed network of this script, or one of the published code."""
-    state = common.load_tensors(args.load)
-    is_ours = state.get("format") == FORMAT
-    sets = sets_of_file(state, is_ours, args)
-    read = decompress if is_ours else read_published
-    try:
-        shared = read(state, sets.train, args)
-    except UserError:
-        raise
-    except Exception as error:  # parts are missing, or have other types or sizes
-        raise UserError(f"--load {args.load} does not fit: {common.one_line(error)}") from None
-    size = storage(shared.posterior.weights(), rest_bytes(shared))
+    file = read_file(args)
+    splits = data.load_splits(args, args.seed, val_fraction=0, reads_train=False)
+    splits = with_statistics(splits, file.statistics)
+    shared = load_network(file, splits, args)
+    size = storage(shared.posterior.weights(), rest_bytes(shared) + splits.backbone_bytes)
     size["file_bytes"] = common.on_main(Path(args.load).stat).st_size
-    if not is_ours:
-        indices = state["params_dict_indices"]
-        size["outliers"] = len(indices["outliers_indices"])
-        size["ellipse_points"] = len(indices["ellipse_outdices"])
-    name = common.join_name("loaded", Path(args.load).stem, common.digest(shared)[:8],
-                            f"seed{args.seed}")
-    run = common.Run(args, "gbnn2d", name, EVALUATION_OPTIONS)
-    method = "loaded" if is_ours else "published"
-    rows = evaluate(method, shared, sets, size, args.seed, args)
+    size |= file.counts
+    method = "loaded"
+    columns = COLUMNS
+    if file.layout is not None:
+        method = "published"
+        columns = PUBLISHED_COLUMNS
+    elif args.dataset != file.options["dataset"]:
+        common.print_on_main(f"this network was trained on {file.options['dataset']}")
+    run = common.Run(args, splits.fingerprints, splits.summary())
+    rows = evaluate(method, shared, splits, size, args.seed, args)
     if args.predict:
-        predictions = {"final": predict(shared, sets.predict, args.seed, args)}
-        common.on_main(write_predictions, predictions, sets, args, run)
-    columns = COLUMNS if is_ours else PUBLISHED_COLUMNS
+        predictions = {"final": predict(shared, splits.predict, args.seed, args)}
+        common.on_main(write_predictions, predictions, splits, args, run)
     return run.report(rows, columns)
 
 
@@ -1538,12 +1701,12 @@ def main(argv=None):
         return run_loaded(args)
 
     # The run directory is made after all checks: a command that is refused leaves nothing.
-    sets = load_sets(args)
-    check_network(sets.train, args)
-    run = common.Run(args, "gbnn2d", run_name(args), EVALUATION_OPTIONS)
+    splits = load_splits(args)
+    check_network(splits.train, args)
+    run = common.Run(args, splits.fingerprints, splits.summary())
     rows = []
     for seed in range(args.seed, args.seed + args.runs):
-        rows += run_seed(seed, sets, args, run)
+        rows += run_seed(seed, splits, args, run)
     return run.report(rows, COLUMNS)
 
 

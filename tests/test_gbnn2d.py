@@ -7,7 +7,9 @@ import json
 import math
 import warnings
 from collections import OrderedDict
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -100,7 +102,7 @@ def test_the_second_component_of_an_ellipse_point_can_be_far_away():
     u, v = torch.meshgrid(torch.arange(3.0), torch.arange(3.0), indexing="ij")
     centre = torch.cat([torch.stack([u.flatten(), v.flatten()], 1), torch.tensor([[6.0, 6.0]])])
     variance = torch.tensor([1e-3] * 9 + [9.0]).double()
-    mixture = gbnn2d.Mixture(torch.full((10,), 0.1).double(), centre.double(),
+    mixture = gbnn2d.GaussianMixture(torch.full((10,), 0.1).double(), centre.double(),
                              variance[:, None, None] * torch.eye(2).double())
     x = torch.tensor([[1.0, 1.09], [1.0, 1.5]]).double()  # at the rim of number 4, and beyond it
     assert 9 not in gbnn2d.nearest(x, mixture.centre, 8)
@@ -402,7 +404,7 @@ def test_a_step_of_training_by_hand(tmp_path):
     """Its gradient; Adam's first step is as long as the rate, here after the warm-up."""
     train_set = tiny_set(32)
     args = parse("-b", "40", "--warm-up", "0.2", "--lr-mu", "1e-3", "--lr-rho", "1e-2",
-                 "--out-dir", str(tmp_path))
+                 "--out-dir", str(tmp_path), "--name", "run")
     field = mean_field(tiny_net()).eval()
     rates = {"posterior.mu": 1e-3, "posterior.rho": 1e-2, "net.3.bias": 1e-3}
     before = {name: field.get_parameter(name).detach().clone() for name in rates}
@@ -411,9 +413,9 @@ def test_a_step_of_training_by_hand(tmp_path):
     kl = field.posterior.kl() / 32
     loss = F.cross_entropy(field(batch.images), batch.labels) + 0.3 * kl
     wanted = torch.autograd.grad(loss, [field.get_parameter(name) for name in rates])
-    run = common.Run(args, "gbnn2d", "run")
-    stage = gbnn2d.Stage("mean-field", 1, 1, 0.3)
-    gbnn2d.train(field, stage, 1, train_set, args, run, {})
+    run = common.Run(args, {})
+    gbnn2d.train(field, gbnn2d.MEAN_FIELD, "seed1-mean-field", 1, 1, train_set, args, run,
+                 kl_weight=0.3)
     share = 0.5 * (1 + math.cos(math.pi * (0.5 - 0.2) / 0.8))
     for (name, rate), gradient in zip(rates.items(), wanted):
         now = field.get_parameter(name)
@@ -461,7 +463,7 @@ def test_a_prediction_and_its_metrics_by_hand():
                           (p.aleatoric, aleatoric), (scores["total"], total),
                           (scores["epistemic"], total - aleatoric)):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
-    metrics = gbnn2d.prediction_metrics(p, labels)
+    metrics = gbnn2d.label_metrics(p, labels)
     for ending, mean in (("", probs.mean(0)), ("_logits", logits.mean(0).softmax(1))):
         assert metrics[f"nll{ending}"] == pytest.approx(log_loss(labels, mean), rel=1e-4)
         for bins in (10, 15):
@@ -479,8 +481,8 @@ def test_the_mode_of_sampled_labels_is_the_published_accuracy():
     uniform = torch.tensor([[0.1, 0.9], [0.7, 0.9], [0.71, 0.2], [0.999, 0.1]])
     mode = gbnn2d.mean_prediction(logits[:4], uniform)["mode"]  # 0, 0, 0, 2 and 2, 2, 0, 0
     assert mode.tolist() == [0, 0]
-    prediction = gbnn2d.Prediction(logits[0].log_softmax(1), logits[0], mode, mode, 0.0)
-    assert gbnn2d.prediction_metrics(prediction, torch.tensor([0, 0]))["accuracy_mode"] == 1
+    prediction = gbnn2d.Predictions(logits[0].log_softmax(1), logits[0], mode, mode, 0.0)
+    assert gbnn2d.label_metrics(prediction, torch.tensor([0, 0]))["accuracy_mode"] == 1
 
 
 # ---- Published checkpoints ----------------------------------------------------------------------
@@ -597,10 +599,11 @@ def test_a_published_file_gives_the_published_weights_and_logits(layout, side, t
     guide = state["params_guide"]
     train_set = data.ImageSet("own", torch.zeros(4, 3, side, side, dtype=torch.uint8),
                               torch.arange(4), 4, (0.5,) * 3, (0.3,) * 3)
+    splits = data.Splits(train_set, None, train_set, {}, None, {})
     args = parse("--load", str(path), "--dataset", "cifar10")
-    args.draw = "equal"
-    args.model = "wide_resnet" if layout == "wrn" else "resnet18"
-    random = gbnn2d.read_published(state, train_set, args).eval()
+    assert args.model == ("wide_resnet" if layout == "wrn" else "resnet18")
+    assert args.draw == "equal" and args.epochs is None
+    random = gbnn2d.load_network(gbnn2d.read_file(args), splits, args).eval()
     weights = gbnn2d.SharedWeights(*[part.detach() for part in random.posterior.weights()])
     eps = torch.randn(len(weights.label))
     m = weights.centre[:, 0] + (weights.factor @ torch.randn(12, 2, 1))[:, 0, 0]
@@ -621,8 +624,14 @@ def test_a_published_file_gives_the_published_weights_and_logits(layout, side, t
     # The other spellings of two keys.
     older = {"centers_guide": "centers", "outliers_posterior_sigma": "outliers_posterior_simga"}
     guide = {older.get(name, name): value for name, value in guide.items()}
-    again = gbnn2d.read_published({**state, "params_guide": guide}, train_set, args)
-    assert torch.equal(again.posterior.weights().outlier_sigma, weights.outlier_sigma)
+    torch.save({**state, "params_guide": guide}, path)
+    again = gbnn2d.read_file(args)
+    assert torch.equal(again.weights.outlier_sigma, weights.outlier_sigma)
+    # The stem of ResNet-18 depends on the size of the images.
+    other = replace(train_set, images=torch.zeros(4, 3, 104 - side, 104 - side))
+    if layout != "wrn":
+        said = refusal(gbnn2d.load_network, again, splits._replace(train=other), args)
+        assert f"64 pixels per side; these have {104 - side}" in said
 
 
 def test_a_published_file_is_evaluated_as_published(tmp_path, monkeypatch):
@@ -645,12 +654,12 @@ def test_a_published_file_is_evaluated_as_published(tmp_path, monkeypatch):
     assert row["method"] == "published" and row["file_bytes"] == path.stat().st_size
     assert {"accuracy_mode", "accuracy_logits", "nll_logits", "ece10_logits", "nll"} <= row.keys()
     table = next((tmp_path / "gbnn2d").glob("*/predictions.csv")).read_text().splitlines()
-    assert table[0] == "file,label,predicted,confidence,total,aleatoric,epistemic"
+    assert table[0] == "file,label,predicted,confidence,total,aleatoric,epistemic,temperature"
     # The training images are not read; and of WRN's files, some have no ellipse points.
     parts = []
-    load_sets = data.load_sets
-    monkeypatch.setattr(data, "load_sets", lambda *args, **options: (
-        parts.append(options["train_part"]) or load_sets(*args, **options)))
+    load = data.load
+    monkeypatch.setattr(data, "load", lambda name, split, *args, **options: (
+        parts.append(split) or load(name, split, *args, **options)))
     state, _ = published_file("wrn", path)
     state["params_dict_indices"]["ellipse_outdices"] = []
     torch.save(state, path)
@@ -659,24 +668,36 @@ def test_a_published_file_is_evaluated_as_published(tmp_path, monkeypatch):
     assert row["ellipse_points"] == 0 and parts == ["test"]
     text = refusal(gbnn2d.main, ["--load", str(path), "--weights", "x", "--dataset", folder, *CPU])
     assert "--weights has no effect" in text
+    assert "add --dataset" in refusal(gbnn2d.main, ["--load", str(path), *CPU])
 
 
-@pytest.mark.parametrize("part, name, value, said", [
-    ("params_guide", None, None, "params_guide is missing"),
-    ("params_guide", "centers_guide", None, "centers_guide is missing"),
+GUIDE, INDICES, REST = "params_guide", "params_dict_indices", "state_dict_no_weight"
+
+
+@pytest.mark.parametrize("layout, part, name, value, said", [
+    ("cifar", GUIDE, None, None, "params_guide is missing"),
+    ("cifar", GUIDE, "centers_guide", None, "centers_guide is missing"),
     # Of these, PyTorch would make numbers by broadcasting.
-    ("params_guide", "outliers_posterior_sigma", torch.ones(1), "sigma has the shape (1,)"),
-    ("params_guide", "scale_tril_posterior", torch.ones(1, 2, 2), "expected (12, 2, 2)"),
-    ("params_guide", "outliers_posterior_sigma", -torch.ones(30), "is negative"),
-    ("state_dict_no_weight", ..., torch.ones(3), "damaged"),
-    ("params_guide", "outliers_posterior_loc", torch.full((30,), math.nan), "not finite"),
-    ("params_dict_indices", "filtered_labels", torch.full((9,), 2), "has the shape (9,)"),
-    ("params_dict_indices", "outliers_indices", torch.arange(30), "outliers"),
-    ("state_dict_no_weight", "conv2_x.0.residual_function.3.bias", None, "function.3.bias"),
-    ("state_dict_no_weight", "fc.bias", torch.zeros(3), "3 classes"),
-    ("state_dict_no_weight", "more.bias", torch.zeros(3), "more.bias")])
-def test_a_published_file_that_does_not_fit_is_refused(part, name, value, said, tmp_path):
-    state, _ = published_file("cifar", tmp_path / "file.pth")
+    ("cifar", GUIDE, "outliers_posterior_sigma", torch.ones(1), "sigma has the shape (1,)"),
+    ("cifar", GUIDE, "scale_tril_posterior", torch.ones(1, 2, 2), "expected (12, 2, 2)"),
+    ("cifar", GUIDE, "outliers_posterior_sigma", -torch.ones(30), "is negative"),
+    ("cifar", REST, ..., torch.ones(3), "damaged"),
+    ("cifar", GUIDE, "outliers_posterior_loc", torch.full((30,), math.nan), "not finite"),
+    ("cifar", INDICES, "filtered_labels", torch.full((9,), 2), "not in 0..8"),
+    ("cifar", INDICES, "outliers_indices", torch.arange(30), "outliers"),
+    ("wrn", INDICES, "ellipse_outdices_dict", {}, "two numbers for each of ellipse_outdices"),
+    ("wrn", INDICES, "ellipse_outdices_value_dict", {1: 2}, "two numbers for each"),
+    ("wrn", INDICES, "ellipse_outdices", [10_000_000], "ellipse_outdices has an index that is not"),
+    ("wrn", GUIDE, "centers_guide", torch.ones(2, 2), "a component that is not in 0..1"),
+    ("cifar", GUIDE, "centers_guide", torch.ones(2, 2), "expected (2, 2, 2)"),
+    ("cifar", REST, "conv2_x.0.residual_function.3.bias", None, "layer1.0.conv2.bias"),
+    ("cifar", REST, "fc.bias", torch.zeros(3), "3 classes"),
+    ("cifar", REST, "fc.bias", torch.full((4,), math.nan), "head.bias is not finite"),
+    ("wrn", REST, "bn1.running_var", -torch.ones(8), "bn1.running_var is negative"),
+    ("cifar", REST, "more.bias", torch.zeros(3), "more.bias")])
+def test_a_published_file_that_does_not_fit_is_refused(layout, part, name, value, said, tmp_path):
+    """Before its weights are drawn, and without a directory."""
+    state, _ = published_file(layout, tmp_path / "file.pth")
     if name is ...:
         state[part] = value
     elif value is not None:
@@ -719,15 +740,22 @@ def test_published_stages_start_ours(tmp_path):
         path = str(tmp_path / f"stage{stage}.pth")
         args = gbnn2d.parse_args([*argv, "--weights", path])
         assert (args.epochs, args.stoch_epochs == 0) == (0, stage == 1)
-        assert gbnn2d.load_sets(args).train.std == pytest.approx((0.24706, 0.24353, 0.26157))
+        assert gbnn2d.load_splits(args).train.std == pytest.approx((0.24706, 0.24353, 0.26157))
         net = gbnn2d.make_network(args, 4, (3, 32, 32)).eval()
         torch.testing.assert_close(net(x), published(x))
         rows = run([*argv, "--weights", path, "--name", f"stage{stage}"])
         assert list(by_method(rows)) == METHODS
         skipped = ("deterministic", "mean-field")[stage]
-        assert not (tmp_path / f"gbnn2d/stage{stage}/seed1-{skipped}.pt").exists()
+        folder = tmp_path / f"gbnn2d/stage{stage}"
+        assert not (folder / f"seed1-{skipped}.pt").exists()
+    # The compressed file needs the published one no more.
+    Path(path).rename(tmp_path / "moved.pth")
+    [again] = run(["--load", folder / "seed1-compressed.pt", "--mc", 1, "--ood", "--out-dir",
+                   tmp_path, *CPU])
+    assert again["nll"] == pytest.approx(by_method(rows)["final"]["nll"], rel=1e-5)
+    (tmp_path / "moved.pth").rename(path)
     field = mean_field(net)
-    found = gbnn2d.published_sigma(args, gbnn2d.load_sets(args).train)
+    found = gbnn2d.published_sigma(net, args)
     rho = torch.cat([state[f"{name}_sigma"].flatten() for name in gbnn2d.weight_shapes(plain)])
     sigma = torch.log(0.0003 + rho.exp())
     assert (sigma < 0).any()  # a Gaussian all the same
@@ -737,7 +765,7 @@ def test_published_stages_start_ours(tmp_path):
     del state["fc.weight_sigma"]  # refused before a network is trained or a directory made
     torch.save({"net": state}, tmp_path / "part.pth")
     text = refusal(gbnn2d.main, [*argv, "--weights", str(tmp_path / "part.pth"), "--name", "part"])
-    assert "fc.weight" in text and not (tmp_path / "gbnn2d" / "part").exists()
+    assert "head.weight" in text and not (tmp_path / "gbnn2d" / "part").exists()
     argv += ["--weights", path]
     assert "--epochs has no effect" in refusal(gbnn2d.main, [*argv, "--epochs", "1"])
     assert "--model wide_resnet" in refusal(gbnn2d.main, [*argv, "--model", "resnet18"])
@@ -816,7 +844,7 @@ def test_the_story_leaves_its_rows_and_files(story):
 
 
 def load(path, folder, *more):
-    own = ["--load", path, "--dataset", "glyphs", "--mc", 4, "--out-dir", folder]
+    own = ["--load", path, "--mc", 4, "--out-dir", folder]
     return run([*own, *CPU, *more])
 
 
@@ -831,7 +859,8 @@ def test_eval_and_load_repeat_the_story(story, tmp_path):
     assert loaded["nll"] == pytest.approx(final["nll"], abs=1e-6)
     [first] = (tmp_path / "gbnn2d").iterdir()
     results = json.loads((first / "results.json").read_text())
-    assert (results["config"]["model"], results["config"]["width"]) == ("lenet", 1)  # the file's
+    config = {"model": "lenet", "width": 1, "k0": 40, "limit_steps": 20}  # the file's
+    assert config.items() <= results["config"].items()
     assert (first / "predictions.csv").exists()
     state = torch.load(path, weights_only=True)
     state["rest"]["backbone.0.bias"] += 1
@@ -849,8 +878,8 @@ def test_what_is_no_compressed_file_of_the_story_is_refused(story, tmp_path):
     for changed, said in (
             ({"format": "other"}, "params_guide"), ({"weights": {}}, "label"),
             ({"rest": {}}, "backbone.0.bias"), ({"classes": ["a"]}, "those of --dataset glyphs"),
-            ({"weights": weights | {"label": weights["label"][:-1]}}, "it has 44189 weights"),
-            ({"weights": weights | {"label": weights["label"] + 40}}, "without a component")):
+            ({"weights": weights | {"label": weights["label"][:-1]}}, "44189 weights"),
+            ({"weights": weights | {"label": weights["label"] + 40}}, "label has a number")):
         torch.save(whole | changed, path)
         text = refusal(load, path, tmp_path)
         assert "other.pt" in text and said in text
@@ -949,12 +978,12 @@ def test_a_replaced_image_is_noticed(tmp_path):
                    "--image-size", "28", "-b", "12", "--ood", "--limit-steps", "1", "--mc", "1")
     run(argv)
     Image.new("RGB", (28, 28)).save(tmp_path / "own/train/a/0.png")
-    assert "was made from other training images" in refusal(gbnn2d.main, argv)
+    assert "another training data" in refusal(gbnn2d.main, argv)
 
 
 def test_pretrained_networks(tmp_path, capsys, monkeypatch):
     """A state dict with other classes is fine-tuned whole; with --freeze, its head alone is."""
-    monkeypatch.setitem(gbnn2d.PRESETS["frozen"], "k0", 200)  # more than 4,096 weights allow
+    monkeypatch.setitem(gbnn2d.PRESETS["--freeze"], "k0", 200)  # more than 4,096 weights allow
     net = torchvision.models.shufflenet_v2_x0_5(weights=None, num_classes=6)
     path = tmp_path / "net.pt"
     torch.save(net.state_dict(), path)
@@ -972,16 +1001,16 @@ def test_pretrained_networks(tmp_path, capsys, monkeypatch):
         again = run([*argv, "-b", "8", "--k0", "64", "--name", "whole", "--eval"])
     assert by_method(again)["final"]["nll"] == pytest.approx(rows["final"]["nll"])
     (tmp_path / "moved.pt").rename(path)
-    data._print_once.cache_clear()
+    common.print_once.cache_clear()
     rows = by_method(run([*argv, "--freeze", "--name", "head"]))
     assert list(rows) == METHODS and rows["final"]["weights"] == 4 * 1024
-    assert rows["deterministic"]["bytes"] == 4 * (4 * 1024 + 4)
-    said = capsys.readouterr().out
-    assert "ms and bytes are that head's" in said and "note: --k0 64, as there are only" in said
+    backbone = sum(tensor.nbytes for name, tensor in net.state_dict().items() if "fc" not in name)
+    assert rows["deterministic"]["bytes"] == 4 * (4 * 1024 + 4) + backbone
+    assert "--k0 is 64, not 200" in capsys.readouterr().out
     assert "--k0 200" in refusal(gbnn2d.main, [*argv, "--freeze", "--k0", "200", "--name", "other"])
     for name in ("whole", "head"):
         path = tmp_path / "gbnn2d" / name / "seed1-compressed.pt"
-        [row] = run(["--load", path, *argv[:2], "--mc", 2, "--out-dir", tmp_path, "--ood", *CPU])
+        [row] = run(["--load", path, "--mc", 2, "--out-dir", tmp_path, "--ood", *CPU])
         assert row["file_bytes"] == path.stat().st_size
     assert row["nll"] == pytest.approx(rows["final"]["nll"], rel=1e-4)
     assert "--augment has no effect" in refusal(gbnn2d.main, [*argv, "--freeze", "--augment"])
