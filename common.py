@@ -1067,7 +1067,11 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     It may lie under one of STATE_DICT_KEYS. In the checkpoint of an ensemble, it is that of the
     first network. A UserError if the file has something else, or a weight that is not finite.
     """
-    state = load_tensors(path)
+    return state_dict_in(load_tensors(path), path)
+
+
+def state_dict_in(state: dict, path: str | Path) -> dict[str, Tensor]:
+    """The state dict in `state`, the content of the file `path`; see `read_state_dict`."""
     for key in STATE_DICT_KEYS:
         if isinstance(state.get(key), dict):
             state = state[key]
