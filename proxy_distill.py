@@ -1151,7 +1151,7 @@ def check_options(args):
         (args.ensemble_paths, ["members", "member_epochs"], "with --ensemble-paths"),
         (not is_trained(args), ["member_epochs"] + of_training, "without a network to train"),
         (not args.mimo, ["mimo_epochs"], "without --mimo"),
-        (not args.losses, of_students, "without --losses"),
+        (not args.losses and not args.eval, of_students, "without --losses"),
         (args.losses == ["forward_kl"], ["model_offset"], "on the loss forward_kl"),
         (not {"proxy", "rkl_proxy"} & set(args.losses), ["target_offset"],
          "without the losses proxy and rkl_proxy"),

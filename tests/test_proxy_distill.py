@@ -840,7 +840,14 @@ def test_options_of_students_train_no_member_again(small, tmp_path):
     assert "was made with lr 0.5 (not 7.0)" in refusal(pd.main, small("run --lr 7"))
 
 
-FILES = ["--losses", "--members", "--member-epochs", "--epochs"]
+FILES = ["--losses", "--members", "--member-epochs", "--epochs", "--lr", "--opt"]
+
+
+def without_training(argv, *more):
+    """Arguments without the options of training, which have no effect on files, and with others."""
+    argv = given(argv, *more, without=FILES)
+    argv.remove("--no-augment")
+    return argv
 
 
 def test_files_say_what_they_are(small, tmp_path, capsys):
@@ -852,7 +859,7 @@ def test_files_say_what_they_are(small, tmp_path, capsys):
     bare = tmp_path / "bare.pt"
     torch.save(weights(student), bare)
     before = snapshot(root)
-    files = given(small("files"), without=FILES)
+    files = without_training(small("files"))
     for argv, said in (
             (["--student-path", member], "a member, not a student; members are given with --ens"),
             (["--ensemble-paths", member, bare, member, "--losses"], "hold the same network"),
@@ -889,9 +896,7 @@ def test_other_files_have_a_run_directory_of_their_own(small, tmp_path):
     said = refusal(pd.main, given(run, "--ensemble-paths", *paths))
     assert "another networks in files" in said
     # Evaluated alone, there is nothing that --lr could change.
-    alone = given(run, "--name", "alone", "--ensemble-paths", *paths,
-                  without=[*FILES, "--lr", "--opt"])
-    alone.remove("--no-augment")
+    alone = without_training(run, "--name", "alone", "--ensemble-paths", *paths)
     found = pd.main([*alone, "--losses"])
     assert {row["method"] for row in found} == {"single network", "ensemble",
                                                 "proxy of the ensemble"}
@@ -900,15 +905,12 @@ def test_other_files_have_a_run_directory_of_their_own(small, tmp_path):
 
 def test_heads_on_features_are_for_the_images_that_standardised_them(small, tmp_path):
     """--freeze: with other training images, the same head would get other features."""
-    argv = given(small(f"run {TORCHVISION} --freeze --members 2 --losses --member-epochs 1 "
-                       "--limit-train 30"), without=["--width", "--epochs", "--noise"])
+    argv = given(small(), *TORCHVISION.split(), "--freeze", "--limit-train", 30,
+                 without=[*FILES, "--width", "--noise"])
     argv.remove("--no-augment")
-    argv = given(argv, without=["--losses"])
-    argv.remove("rkl_proxy") if "rkl_proxy" in argv else None
-    pd.main([*argv, "--losses"])
-    members = list((tmp_path / "proxy_distill/run").glob("member*.pt"))
-    files = given(argv, "--name", "files", "--losses", "--ensemble-paths", *members,
-                  without=["--members", "--member-epochs", "--lr", "--opt"])
+    pd.main([*argv, "--members", "2", "--member-epochs", "1", "--losses"])
+    members = (tmp_path / "proxy_distill/run").glob("member*.pt")
+    files = given(argv, "--name", "files", "--losses", "--ensemble-paths", *members)
     assert len(pd.main(files)) > 3
     other = given(files, "--name", "other", without=["--limit-train"])
     assert "other images" in refusal(pd.main, other)
@@ -938,6 +940,15 @@ def test_networks_of_torchvision(small, images, tmp_path, more):
     student, = root.glob("student*.pt")
     again = weights(tmp_path / "proxy_distill/again" / student.name)
     assert all(torch.equal(again[key], value) for key, value in weights(student).items())
+
+
+def test_copies_of_one_network_are_no_ensemble():
+    """Without training, all members would be the pretrained network."""
+    argv = ["--model", "torchvision/resnet18", "--device", "cpu", "--member-epochs", "0"]
+    assert "would be the same network" in refusal(pd.parse_args, argv)
+    assert "would be the same network" in refusal(pd.parse_args, [*argv, "--losses"])
+    assert pd.parse_args([*argv, "--losses", "--members", "1"]).members == 1
+    assert pd.parse_args([*argv, "--weights", "none"]).members == 3
 
 
 def test_options(small):
@@ -1026,9 +1037,8 @@ def test_published_networks_need_no_training_images(images, tmp_path):
     ("--model torchvision/resnet18 --weights none", "--width has no effect"),
     ("--published-evaluation", "of --dataset imagenet"),
     ("--image-size 4", "it needs 8 x 8"), ("--student-path no.tar.gz --losses", "no effect"),
-    ("files --losses --ensemble-paths ensemble.tar.gz b.pt", "unpack it"),
+    ("files --losses --ensemble-paths a.tar.gz b.pt", "unpack it"),
     ("files --student-path {file} --lr 3", "--lr has no effect without a network to train"),
-    ("--model torchvision/resnet18 --members 2 --member-epochs 0", "would be the same network"),
     ("files --ensemble-paths {file} {file} --runs 2", "--runs"),
     ("files --ensemble-paths {file}", "at least 2"),
     ("files --ensemble-paths {file} {file}", "is damaged"),
@@ -1044,7 +1054,7 @@ def test_misuse_is_one_line(small, tmp_path, argv, said):
     words = argv.format(file=file).split()
     options = small() + words
     if words[0] == "files":
-        options = given(small(), *words[1:], without=FILES)
+        options = without_training(small(), *words[1:])
     assert said in refusal(pd.main, options)
     assert not (tmp_path / "proxy_distill").exists()
 
