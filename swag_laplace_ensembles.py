@@ -1,7 +1,7 @@
 """Local posteriors in deep ensembles: SWAG, last-layer Laplace, and its refinement by a flow.
 
 Jordahn, Jensen, Schmidt, Andersen, "On Local Posterior Structure in Deep Ensembles", AISTATS 2025,
-arXiv:2503.13296. Does an ensemble of posteriors predict better than one of points? M networks
+arXiv:2503.13296. Does an ensemble of posteriors predict better than a deep ensemble? M networks
 theta_m (MAP) are trained, and each gets local posteriors q. Ensembles of K of them average S
 samples, S // K of each:  p(y | x) = (1 / S) sum_s p(y | x, theta_s).
 
@@ -16,30 +16,35 @@ samples, S // K of each:  p(y | x) = (1 / S) sum_s p(y | x, theta_s).
 Usage:
   python swag_laplace_ensembles.py                        # dirty_glyphs, offline, two CPU cores
   torchrun --nproc_per_node 8 swag_laplace_ensembles.py --dataset cifar10   # the paper's WRN-16-4
-  python swag_laplace_ensembles.py --dataset cifar10 --map-paths FILE.pt ...  # published networks
+  python swag_laplace_ensembles.py --map-paths FILE.pt ...                  # published networks
   python swag_laplace_ensembles.py --members 1 --seed 3 --name apart  # one member, on any machine;
       its files apart/seed3-* go into the directory of a study, which then trains the others
 
 Expected (more in tests/RESULTS.md): LPD minus that of DE of the same members, mean of --seed 1, 6
   and 11, K = 1 and 5: SWA +.023, +.006; SWAG +.057, -.004; LLLA +.033, -.014; LA-NF +.047, -.017.
 
-Differences from the published code ("there"):
-  - SWAG samples what is trained; there, also FRN's frozen epsilon, which it moves by 70 times its
-    size. It recomputes the statistics of batch norm for every sample; there, they stay.
-  - The first S // K samples of a member serve all its ensembles; there, each draws anew. Equal
-    ensembles count once, and K = 1 gives each member once.
-  - The 21 precisions of LLLA share noise and an eigendecomposition, whose root of the covariance
-    is symmetric (there, fresh noise, Cholesky's root); the 15 of LA-NF share noise and batches
-    (there, fresh). A sample of LA-NF is one network for the whole set (there, for each batch).
-  - One sample of MC dropout has dropout, too. No early stopping, which only affects WRN-28-10.
-  - AUPR (in) and FPR at 95 % TPR take the test set as positive (there, the OOD set); areas are
-    sums of steps (there, trapezoids), bins of the ECE are closed on the right (there, left).
-  - Word pieces are made from the training sentences, unless --vocab gives BERT's. Without labels
-    in SST-2's test.tsv (GLUE), dev.tsv is the test set, and 2,000 rows of train.tsv validate.
-  - Images that are copies with other labels stay together when validation images are taken.
-  - Not here: IVON; SGD's iterates as samples; marginal likelihood, probit, bridge and GLM
-    predictions of LLLA; planar flows; a squared error in MAP's loss; corrupted images, Yahoo
-    finance, Alchemy; MCE and 20 scores of regression. As there, validation data choose all.
+Where the method is: SWAG: `swag_moments`, `swag_samples`, `fit_swag`; LLLA: `full_spectrum`,
+`precision_scores`, `laplace_samples`, `fit_llla`; LA-NF: `apply_flow`, `negative_elbo`,
+`fit_la_nf`; MC dropout: `fit_mcdo`; ensembles: `member_combinations`, `combine_members`.
+
+Differences from the published code:
+  - SWAG's variances. Published: mean of squares minus squared mean in float32, which moves logits
+    by up to 0.4 %. Here: the mean of squared deviations.
+  - FRN. Published: SWAG also samples the frozen epsilon, which moves by 70 times its size. Here:
+    only what is trained.
+  - Batch norm. Published: its statistics stay those of theta_m. Here: they are computed again on
+    the training set for every sample of SWAG.
+  - Samples. Published: each ensemble draws anew, and noise is fresh for each prior precision.
+    Here: the first S // K samples of a member serve all its ensembles, and precisions share noise
+    (those of LA-NF also batches). Equal ensembles count once, and K = 1 gives each member once.
+  - LLLA. Published: Cholesky's root of the covariance. Here: the symmetric root.
+  - MC dropout. Published: one sample has no dropout. Here: it has. Early stopping, which only
+    affects WRN-28-10, is left out.
+  - AUPR (in) and FPR at 95 % TPR. Published: the OOD set is positive. Here: the test set.
+  - SST-2. Published: BERT's word pieces. Here: those of the training sentences, unless --vocab
+    gives BERT's. Without labels in test.tsv (GLUE), dev.tsv is the test set.
+  - Not here: IVON, SGD's iterates as samples, other predictions of LLLA than by sampling, planar
+    flows, corrupted images, Yahoo finance, Alchemy. As published, validation data choose all.
 """
 
 import argparse
@@ -47,12 +52,14 @@ import contextlib
 import copy
 import itertools
 import math
+import os
 import random
 import re
 import time
+import zipfile
 from collections import OrderedDict
-from dataclasses import replace
-from functools import cache, cached_property, partial
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +81,7 @@ from common import UserError, at_least, between
 # are the mean and the variance of a molecule's.
 
 
-def swag_moments(iterates):
+def swag_moments(iterates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """SWAG's mean [P], variances d [P] and deviations D [R, P] of R iterates [R, P].
 
     d = max(mean_r D_r^2, 1e-8), and D_r = w_r - mean, with the final mean as in the paper (in the
@@ -91,7 +98,8 @@ def swag_moments(iterates):
     return mean, variance.clamp_min_(1e-8), deviations
 
 
-def swag_samples(mean, variance, deviations, noise, low_rank_noise):
+def swag_samples(mean: Tensor, variance: Tensor, deviations: Tensor, noise: Tensor,
+                 low_rank_noise: Tensor) -> Tensor:
     """Samples [S, P] = mean + (sqrt(d) z_1 + D^T z_2 / sqrt(R - 1)) / sqrt(2).
 
     The noises z_1 [S, P] and z_2 [S, R] are standard normal and independent. The covariance is
@@ -117,30 +125,30 @@ class LastLayer(NamedTuple):
     scale: Tensor | None = None     # the unit of the network's energies, in eV
 
 
-def sum_by(index, values, count):
+def sum_by(index: Tensor, values: Tensor, count: int) -> Tensor:
     """Sum the rows of `values` that have the same `index` in 0..count-1: [count, ...]."""
     return values.new_zeros(count, *values.shape[1:]).index_add_(0, index, values)
 
 
-def flat_head(head):
+def flat_head(head: nn.Linear) -> Tensor:
     """theta [P] of a linear layer; for a posterior, detach it."""
     return torch.cat([head.weight.flatten(), head.bias])
 
 
-def head_outputs(theta, last):
+def head_outputs(theta: Tensor, last: LastLayer) -> Tensor:
     """The outputs [S, N, C] of S last layers theta [S, P], in one matrix product."""
-    s = len(theta)
-    d = last.x.shape[1]
-    c = theta.shape[1] // (d + 1)
-    weight = theta[:, :-c].reshape(s * c, d)
-    bias = theta[:, -c:].flatten()
-    z = F.linear(last.x, weight, bias).view(-1, s, c).transpose(0, 1)          # [S, N or A, C]
+    samples = len(theta)
+    dim = last.x.shape[1]
+    classes = theta.shape[1] // (dim + 1)
+    weight = theta[:, :-classes].reshape(samples * classes, dim)
+    bias = theta[:, -classes:].flatten()
+    z = F.linear(last.x, weight, bias).view(-1, samples, classes).transpose(0, 1)
     if last.energies:
         return energy_outputs(z, last)
     return z.log_softmax(-1)
 
 
-def energy_outputs(z, last):
+def energy_outputs(z: Tensor, last: LastLayer) -> Tensor:
     """Mean and variance [S, N, 2] of energies of molecules, from z [S, A, 2] of their atoms."""
     variance = (F.softplus(z[..., 1]) + 1e-8).square()
     atoms = torch.stack([z[..., 0], variance], -1)                             # [S, A, 2]
@@ -150,7 +158,7 @@ def energy_outputs(z, last):
     return torch.stack([mean, last.scale.square() * sums[..., 1]], -1)
 
 
-def log_density(outputs, labels, energies=False):
+def log_likelihood(outputs: Tensor, labels: Tensor, energies: bool = False) -> Tensor:
     """log p(y_n | theta_s) [S, N] in nats: categorical; of energies, Gaussian."""
     if not energies:
         index = labels.expand(len(outputs), -1)[..., None]                     # [S, N, 1]
@@ -160,17 +168,18 @@ def log_density(outputs, labels, energies=False):
     return -0.5 * (distance + variance.log() + math.log(2 * math.pi))
 
 
-def log_predictive_density(outputs, labels, energies=False):
+def log_predictive_density(outputs: Tensor, labels: Tensor, energies: bool = False) -> float:
     """LPD = mean_n log (1/S) sum_s p(y_n | theta_s), in nats: the log of a mean.
 
     outputs [S, N, C]; labels [N].
     """
-    log_p = log_density(outputs, labels, energies).double()                    # [S, N]
+    log_p = log_likelihood(outputs, labels, energies).double()                 # [S, N]
     mixture = log_p.logsumexp(0) - math.log(len(log_p))
     return mixture.mean().item()
 
 
-def data_loss(outputs, labels, energies=False, factor=1.0):
+def summed_loss(outputs: Tensor, labels: Tensor, energies: bool = False,
+                factor: float = 1.0) -> Tensor:
     """The loss of training, a sum over the batch: the cross entropy of logits [B, C].
 
     Of energies with mean m and variance v [B, 2]: factor (log v + (y - m)^2 / v) / 2.
@@ -189,16 +198,16 @@ class Spectrum(NamedTuple):
     basis: Tensor | None  # Q [P, P]; None if H is diagonal
 
 
-def eigh(h):
-    """Eigenvalues and eigenvectors of a symmetric matrix."""
+def symmetric_spectrum(h: Tensor) -> Spectrum:
+    """The Spectrum of a symmetric matrix."""
     try:
-        return torch.linalg.eigh(h)
+        return Spectrum(*torch.linalg.eigh(h))
     except RuntimeError:  # the solvers of GPUs fail for about 25,000 columns
         values, vectors = torch.linalg.eigh(h.cpu())
-        return values.to(h.device), vectors.to(h.device)
+        return Spectrum(values.to(h.device), vectors.to(h.device))
 
 
-def diagonal_spectrum(theta, last):
+def diagonal_spectrum(theta: Tensor, last: LastLayer) -> Spectrum:
     """The diagonal of the generalised Gauss-Newton matrix H, see `full_spectrum`."""
     probs = head_outputs(theta[None], last)[0].exp()                           # [N, C]
     variance = probs * (1 - probs)
@@ -206,83 +215,54 @@ def diagonal_spectrum(theta, last):
     return Spectrum(torch.cat([of_weight.flatten(), variance.sum(0)]), None)
 
 
-def full_spectrum(theta, last):
+def full_spectrum(theta: Tensor, last: LastLayer) -> Spectrum:
     """The generalised Gauss-Newton matrix H of the cross entropy, a sum over examples, no mean.
 
-        H = sum_n L_n (x) x~_n x~_n^T,   L_n = diag p_n - p_n p_n^T,   x~ = (x, 1)
-          = (V (x) I) H' (V (x) I)^T,    H' = sum_n V^T L_n V (x) x~_n x~_n^T
+        H = sum_n (diag p_n - p_n p_n^T) (x) x~_n x~_n^T,   x~ = (x, 1)
 
-    (x) is the Kronecker product. The columns of V [C, C - 1] are an orthonormal basis of the
-    contrasts between classes, the rest of R^C beside (1, ..., 1): adding the same to all logits
-    changes no probability, so L_n (1, ..., 1) = 0. H therefore has the eigenvalues of the smaller
-    H', and D + 1 times 0. These are exact zeros here: the posterior is widest there, and rounding
-    would decide its width.
+    (x) is the Kronecker product. No Jacobian is formed: the block of the classes a and b is the
+    Gram matrix of the features, in which example n has the weight p_a ([a = b] - p_b). Sums and
+    eigenvalues are float64. Adding the same to all logits changes no probability, so H has D + 1
+    eigenvalues 0 (negative ones are rounding errors). The posterior has the width of the prior
+    there, which is harmless.
     """
     probs = head_outputs(theta[None], last)[0].exp()                           # [N, C]
-    c = probs.shape[1]
-    d1 = last.x.shape[1] + 1
-    # An orthonormal basis of R^C: first the shift (1, ..., 1) / sqrt(C), then V.
-    start = torch.eye(c, dtype=torch.float64, device=probs.device)
-    start[:, 0] = 1
-    basis = torch.linalg.qr(start).Q                                           # [C, C]
-    shift = basis[:, :1]
-    contrasts = basis[:, 1:]
-    h = contrast_ggn(last.x, probs, contrasts.to(probs))
-    values, vectors = eigh(h.flatten(0, 1).flatten(1))
-    vectors = vectors.to(last.x).view(c - 1, d1, -1)
-    vectors = torch.einsum("ca,adm->cdm", contrasts.to(last.x), vectors)
-    null = shift.to(last.x)[:, :, None] * torch.eye(d1).to(last.x)
-    table = torch.cat([vectors, null], 2)                      # [C, D + 1, P]
-    # In theta's order: the weight row by row, then the bias.
-    basis = torch.cat([table[:, :-1].flatten(0, 1), table[:, -1]])
-    values = torch.cat([values.clamp_min(0), values.new_zeros(d1)])
-    return Spectrum(values, basis)
-
-
-def contrast_ggn(x, probs, contrasts, stripe=64):
-    """H' of `full_spectrum` in float64, [C - 1, D + 1, C - 1, D + 1], for its V [C, C - 1].
-
-    No Jacobian is formed: the block of two contrasts a and b is the Gram matrix of the features,
-    in which example n has the weight v_a^T (diag p_n - p_n p_n^T) v_b.
-    """
-    x = torch.cat([x, x.new_ones(len(x), 1)], 1)               # [N, D + 1], with ones for the bias
-    k = contrasts.shape[1]
-    d1 = x.shape[1]
-    h = torch.zeros(k, d1, k, d1, dtype=torch.float64, device=x.device)
+    classes = probs.shape[1]
+    x = torch.cat([last.x, last.x.new_ones(len(last.x), 1)], 1)                # [N, D + 1]
+    dim = x.shape[1]
+    blocks = torch.zeros(classes, dim, classes, dim, dtype=torch.float64, device=x.device)
     rows = 8192 if x.is_cuda else 1024  # which stay in a CPU's cache
-    for x1, p in zip(x.split(rows), probs.split(rows)):                        # [n, D + 1], [n, C]
-        means = p @ contrasts                                                  # [n, C - 1]
-        for a in range(k):
-            for b in range(a, k):
-                weight = p @ (contrasts[:, a] * contrasts[:, b]) - means[:, a] * means[:, b]
-                weighted = weight[:, None] * x1                                # [n, D + 1]
-                # Gram matrices are symmetric: in stripes, about their upper half is enough.
-                for i in range(0, d1, stripe):
-                    h[a, i:i + stripe, b, i:] += x1[:, i:i + stripe].T @ weighted[:, i:]
-    for a in range(k):
-        for b in range(a, k):
-            block = h[a, :, b].triu()
-            block = block + block.triu(1).T
-            h[a, :, b] = block
-            h[b, :, a] = block
-    return h
+    for x_rows, p in zip(x.split(rows), probs.split(rows)):
+        for a in range(classes):
+            for b in range(a, classes):
+                weight = p[:, a] * (float(a == b) - p[:, b])                   # [n]
+                blocks[a, :, b] += (weight[:, None] * x_rows).T @ x_rows
+    for a in range(classes):
+        for b in range(a):
+            blocks[a, :, b] = blocks[b, :, a]
+    # In theta's order: the weights of all classes, then their biases.
+    index = torch.arange(classes * dim, device=x.device).view(classes, dim)
+    order = torch.cat([index[:, :-1].flatten(), index[:, -1]])
+    h = blocks.view(classes * dim, classes * dim)[order][:, order]
+    values, vectors = symmetric_spectrum(h)
+    return Spectrum(values.clamp_min(0), vectors)
 
 
-def energy_spectrum(theta, last):
-    """The Hessian in theta of `data_loss` for energies, whose eigenvalues may be negative.
+def energy_spectrum(theta: Tensor, last: LastLayer) -> Spectrum:
+    """The Hessian in theta of `summed_loss` for energies, whose eigenvalues may be negative.
 
     Exact, in float64, by P backward passes: theta is short.
     """
     last = last._replace(x=last.x.double())
 
     def loss(theta):
-        return data_loss(head_outputs(theta[None], last)[0], last.labels, energies=True)
+        return summed_loss(head_outputs(theta[None], last)[0], last.labels, energies=True)
 
-    hessian = torch.autograd.functional.hessian(loss, theta.double())          # [P, P]
-    return Spectrum(*eigh(hessian))
+    return symmetric_spectrum(torch.autograd.functional.hessian(loss, theta.double()))
 
 
-def laplace_samples(theta, spectrum, prior_precision, noise):
+def laplace_samples(theta: Tensor, spectrum: Spectrum, prior_precision: float | Tensor,
+                    noise: Tensor) -> Tensor:
     """Samples [..., S, P] of N(theta, (H + delta I)^-1), for standard normal noise [S, P].
 
     delta is the prior precision, a number or [G, 1, 1]. The samples are
@@ -302,7 +282,8 @@ LAPLACE_GRID = tuple(10 ** (-4 + 0.4 * i) for i in range(21))
 FLOW_GRID = (1, 5, 10, 20, 30, 40, 50, 70, 90, 100, 125, 150, 175, 200, 500)
 
 
-def precision_scores(theta, spectrum, last, noise):
+def precision_scores(theta: Tensor, spectrum: Spectrum, last: LastLayer,
+                     noise: Tensor) -> list[float]:
     """The LPD of each prior precision of LAPLACE_GRID, with the same noise; NaN: no posterior."""
     precisions = torch.tensor(LAPLACE_GRID, dtype=torch.float64, device=theta.device)
     scores = []
@@ -312,17 +293,17 @@ def precision_scores(theta, spectrum, last, noise):
     return scores
 
 
-def initial_flows(count, layers, p, generator):
+def initial_flows(count: int, layers: int, dim: int, generator: torch.Generator) -> list[Tensor]:
     """Centres [G, T, P], and a and b [G, T], of G equal flows: uniform in +- 1 / sqrt(P)."""
-    bound = p**-0.5
+    bound = dim**-0.5
     flows = []
-    for shape in ((layers, p), (layers,), (layers,)):
+    for shape in ((layers, dim), (layers,), (layers,)):
         start = torch.empty(shape).uniform_(-bound, bound, generator=generator)
         flows.append(start.expand(count, *shape).clone())
     return flows
 
 
-def apply_flow(flow, theta):
+def apply_flow(flow: list[Tensor], theta: Tensor) -> tuple[Tensor, Tensor]:
     """Send theta [..., P] through T radial flows: theta_T and log |det d theta_T / d theta| [...].
 
         y = x + beta h (x - x_0),   h = 1 / (alpha + |x - x_0|)
@@ -333,20 +314,21 @@ def apply_flow(flow, theta):
     centres, a, b = flow
     alphas = F.softplus(a)
     betas = F.softplus(b) - alphas
-    p = theta.shape[-1]
+    dim = theta.shape[-1]
     log_det = 0.0
     for centre, alpha, beta in zip(centres.unbind(-2), alphas.unbind(-1), betas.unbind(-1)):
         offset = theta - centre
         r = offset.norm(dim=-1)
         h = 1 / (alpha + r)
-        across = (p - 1) * torch.log1p(beta * h)
+        across = (dim - 1) * torch.log1p(beta * h)
         along = torch.log1p(beta * h - beta * h.square() * r)
         log_det = log_det + (across + along)
         theta = theta + (beta * h)[..., None] * offset
     return theta, log_det
 
 
-def negative_elbo(flow, theta, spectrum, base_precision, prior_precision, noise, last, n):
+def negative_elbo(flow: list[Tensor], theta: Tensor, spectrum: Spectrum, base_precision: float,
+                  prior_precision: Tensor, noise: Tensor, last: LastLayer, n: int) -> Tensor:
     """The negative ELBO [G] of G flows at once, in nats, from one sample t of each.
 
         log q(t) - log N(t; 0, I / prior_precision) - (N / B) sum_b log p(y_b | t)
@@ -356,20 +338,20 @@ def negative_elbo(flow, theta, spectrum, base_precision, prior_precision, noise,
     the flow [G, T, ...]; noise [1, P] for all or [G, P]; `last` holds the B examples of the batch;
     n is N.
     """
-    p = noise.shape[1]
+    dim = noise.shape[1]
     log_2pi = math.log(2 * math.pi)
     base = laplace_samples(theta, spectrum, base_precision, noise)
     t, log_det_flow = apply_flow(flow, base)                                   # [G, P], [G]
     log_det_precision = (spectrum.values + base_precision).log().sum().to(t)
-    log_base = 0.5 * (log_det_precision - noise.square().sum(-1) - p * log_2pi)
+    log_base = 0.5 * (log_det_precision - noise.square().sum(-1) - dim * log_2pi)
     log_q = log_base - log_det_flow
-    squared_distance = prior_precision * t.square().sum(-1)
-    log_prior = 0.5 * (p * (prior_precision.log() - log_2pi) - squared_distance)
-    log_likelihood = log_density(head_outputs(t, last), last.labels, last.energies).sum(1)
-    return log_q - log_prior - n / len(last.labels) * log_likelihood
+    weighted_norm = prior_precision * t.square().sum(-1)
+    log_prior = 0.5 * (dim * (prior_precision.log() - log_2pi) - weighted_norm)
+    log_p = log_likelihood(head_outputs(t, last), last.labels, last.energies).sum(1)
+    return log_q - log_prior - n / len(last.labels) * log_p
 
 
-def member_combinations(members, k):
+def member_combinations(members: int, k: int) -> list[list[int]]:
     """The published ensembles of k of M members, as sorted member numbers from 1.
 
     Ensemble i = 1, ..., 30 is Python's random.sample of 1..M with the seed of Cantor's pairing,
@@ -377,41 +359,37 @@ def member_combinations(members, k):
     """
     if k == 1:
         return [[member] for member in range(1, members + 1)]
-    found = []
+    combinations = []
     for i in range(1, 31):
         seed = (k + i) * (k + i + 1) // 2 + i
         chosen = sorted(random.Random(seed).sample(range(1, members + 1), k))
-        if chosen not in found:
-            found.append(chosen)
-    return found
-
-
-class Mixture(NamedTuple):
-    """The mean prediction of some samples."""
-
-    log_probs: Tensor  # [..., C]  log of the mean probability
-    entropy: Tensor    # [...]     mean entropy of a sample, in nats
-    samples: int
+        if chosen not in combinations:
+            combinations.append(chosen)
+    return combinations
 
 
 class RunningMixture:
-    """The Mixture of the samples so far, none of which is kept."""
+    """The mean prediction of the samples so far, none of which is kept."""
 
     def __init__(self):
         self.count = 0
         self.log_sum = torch.tensor(-math.inf)
         self.entropy_sum = 0.0
 
-    def add(self, log_probs):
+    def add(self, log_probs: Tensor) -> None:
         """One more sample [..., C]."""
         log_probs = log_probs.double()
         self.count += 1
         self.log_sum = torch.logaddexp(self.log_sum, log_probs)
         self.entropy_sum = self.entropy_sum + torch.special.entr(log_probs.exp()).sum(-1)
 
-    def mixture(self):
-        mean = self.log_sum - math.log(self.count)
-        return Mixture(mean, self.entropy_sum / self.count, self.count)
+    def log_probs(self) -> Tensor:
+        """The log of the mean probability [..., C]."""
+        return self.log_sum - math.log(self.count)
+
+    def entropy(self) -> Tensor:
+        """The mean entropy of a sample [...], in nats."""
+        return self.entropy_sum / self.count
 
 
 # ---- Model --------------------------------------------------------------------------------------
@@ -426,15 +404,15 @@ def widen(x):
 
 
 class Network(nn.Module):
-    """A feature extractor and a linear head, which is in float32 even under autocast."""
+    """A backbone, which makes features, and a linear head, in float32 even under autocast."""
 
-    def __init__(self, extractor, head):
+    def __init__(self, backbone, head):
         super().__init__()
-        self.extractor = extractor
+        self.backbone = backbone
         self.head = head
 
     def forward(self, inputs):
-        features = widen(self.extractor(inputs))
+        features = widen(self.backbone(inputs))
         with torch.autocast(features.device.type, enabled=False):
             return self.head(features), features
 
@@ -541,15 +519,15 @@ class Bert(nn.Module):
 def bert(args, train_set, layers):
     """BERT with random weights: 256 wide, 8 heads, 2048 hidden units (paper)."""
     dim = 8 * max(1, round(32 * args.width))
-    extractor = Bert(len(train_set.vocab), dim, layers, args.dropout)
+    backbone = Bert(len(train_set.vocab), dim, layers, args.dropout)
     # published code: weights N(0, 0.02^2), biases 0, but for the head, which PyTorch initialises
-    for name, parameter in extractor.named_parameters():
+    for name, parameter in backbone.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
         elif parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.02)
-    nn.init.zeros_(extractor.words.weight[:1])
-    return Network(extractor, nn.Linear(dim, train_set.num_classes))
+    nn.init.zeros_(backbone.words.weight[:1])
+    return Network(backbone, nn.Linear(dim, train_set.num_classes))
 
 
 class PaiNNLayer(nn.Module):
@@ -652,8 +630,8 @@ def energy_statistics(molecules):
     known = sum_by(index, molecules.references[molecules.numbers], len(molecules))
     std, mean = torch.std_mean((molecules.labels - known) / molecules.sizes)
     if not std > 0:
-        raise UserError(f"{molecules.name}: all training molecules have the same target per atom; "
-                        "there is nothing to learn, choose another --target")
+        raise UserError(f"{molecules.name}: all training molecules have the same energy per atom; "
+                        "a network can learn nothing from them")
     return mean.item(), std.item()
 
 
@@ -687,14 +665,15 @@ def make_network(args, train_set):
             raise UserError(f"--model {args.model}: choose one of {', '.join(SEQUENCE_NETWORKS)}")
         net = SEQUENCE_NETWORKS[args.model](args, train_set)
     else:
-        net = Network(*data.backbone_and_head(args, NETWORKS, train_set.num_classes,
-                                              train_set.shape))
+        net = Network(*common.backbone_and_head(args, NETWORKS, train_set.num_classes,
+                                                train_set.shape))
     return net.to(args.device, memory_format=torch.channels_last)
 
 
-# ---- Published checkpoints ----------------------------------------------------------------------
+
+# ---- Published networks -------------------------------------------------------------------------
 # The authors' files (data.dtu.dk, project 236885) hold {"cfg", "state_dict"}; the configuration is
-# made of objects of OmegaConf.
+# made of objects of OmegaConf. Files are mapped into memory, because they may have 5 GB.
 
 
 class ConfigNode:
@@ -704,11 +683,14 @@ class ConfigNode:
         self.state = state
 
     def value(self, *names):
-        """The value that the names lead to."""
+        """The value that the names lead to; None if the configuration does not have it."""
         node = self
         for name in names:
-            node = node.state["_content"][name]
-        return node.state["_val"]
+            content = node.state["_content"]
+            if not isinstance(content, dict) or name not in content:
+                return None
+            node = content[name]
+        return node.state.get("_val")
 
 
 def empty_dict(*_):
@@ -723,93 +705,140 @@ ALLOWED += [(empty_dict, "collections.defaultdict"), dict, list, int, Any]
 # Classes of the authors' code, and what these posteriors are called here.
 PUBLISHED_CLASSES = {"MAP": "map", "SWA": "swa", "SWAG": "swag", "LastLayerLaplace": "llla",
                      "PosteriorRefinedLastLayerLaplace": "la_nf"}
+NOT_READ = {"MonteCarloDropout": "MC dropout", "IVONFromScratch": "IVON"}
 
 
 class Published(NamedTuple):
     """A published network or posterior."""
 
     path: str
-    title: str      # map, swa, swag, llla, la_nf10
+    name: str           # of the posterior: map, swa, swag, llla, la_nf10
     seed: int
-    state: dict
-    identity: list  # name, size and time of the last change of the file
+    state: dict         # {name: tensor}
+    config: ConfigNode
 
 
 def read_published(path):
-    """The Published of a file. Its tensors are read where they are needed: it may have 5 GB."""
+    """The Published of a file."""
+    if not Path(path).is_file():
+        raise UserError(f"{path}: not found, or not a file")
     try:
         with torch.serialization.safe_globals(ALLOWED):
             file = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        status = Path(path).stat()
-        target = file["cfg"].value("inference", "init", "_target_")
-        title = PUBLISHED_CLASSES[target.split(".")[-1]]
-        if title == "la_nf":
-            title += str(file["state_dict"]["num_transforms"])
-        return Published(path, title, file["cfg"].value("seed"), file["state_dict"],
-                         [Path(path).name, status.st_size, status.st_mtime_ns])
-    except Exception as error:  # of many types
-        raise UserError(f"{path} is not a published network, SWA, SWAG, LLLA or LA-NF "
-                        f"({type(error).__name__}: {common.one_line(error)})") from None
+        config = file["cfg"]
+        kind = config.value("inference", "init", "_target_").split(".")[-1]
+        state = file["state_dict"]
+        name = PUBLISHED_CLASSES.get(kind)
+        if name == "la_nf":
+            name += str(state["num_transforms"])
+        seed = int(config.value("seed"))
+    except Exception as error:  # of many types; PyTorch's own text has escape codes
+        unsafe = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+        reason = f"it holds an object of {unsafe[1]}" if unsafe else type(error).__name__
+        raise UserError(f"{path} is damaged, or is not a published network, SWA, SWAG, LLLA or "
+                        f"LA-NF ({reason})") from None
+    if name is None:
+        raise UserError(f"{path} holds {NOT_READ.get(kind, kind)}, which is not read here; give "
+                        "files of MAP, SWA, SWAG, LLLA and LA-NF")
+    return Published(str(path), name, seed, state, config)
 
 
-# Parts of the published names, and what they are called here; they are replaced in this order.
-PUBLISHED_NAMES = {
-    "head.fc": "head", "backbone.block": "extractor.block", ".layer.": ".",
-    "backbone.conv_1": "extractor.conv_1", "backbone.norm_1": "extractor.norm_1",
-    # BERT
-    "backbone.model.": "extractor.", "encoder": "layers", "embeddings.": "", "word_": "words.",
-    "position_": "positions.", "token_type_": "types.", "pooler.dense": "pooler.0",
-    "attention.self.query.": "self_attn.in_proj_", "attention.self.key.": "self_attn.in_proj_",
-    "attention.self.value.": "self_attn.in_proj_", "attention.output.dense": "self_attn.out_proj",
-    "attention.output.LayerNorm": "norm1", "intermediate.dense": "linear1",
-    "output.dense": "linear2", "output.LayerNorm": "norm2", "LayerNorm": "norm",
-    # PaiNN
-    "backbone.0.atom_embedding": "embedding", "backbone.0.message_blocks": "layers",
-    "backbone.0.update_blocks": "layers", "scalar_vector_network": "update",
-    "scalar_network": "message", "rbf_network.0": "filter", "U.0": "u", "V.0": "v",
-    "backbone.1.partial_readout_network": "readout", "head.head.readout_network": "head",
-    "head.head.mean": "statistics", "head.head.std": "statistics",
-    "head.head.atom_refs": "references",
+def verify_checksums(path):
+    """Refuse a damaged file: its records are read one by one. Returns their checksums."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+            checksums = [[record.filename, record.CRC] for record in archive.infolist()]
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} is damaged ({common.one_line(error)}); download it again"
+                        ) from None
+    if damaged:
+        raise UserError(f"{path} is damaged: the checksum of {damaged} is wrong; download it again")
+    return checksums
+
+
+def configured_options(file):
+    """{"dataset": ..., "model": ...}, as far as the configuration of a published file says them."""
+    options = {}
+    dataset = file.config.value("data", "name")
+    if isinstance(dataset, str) and dataset.lower() in PRESETS:
+        options["dataset"] = dataset.lower()
+    depth, widening, norm, dim, layers = (
+        file.config.value("model", "backbone", name)
+        for name in ("depth", "widen_factor", "norm_type", "hidden_size", "n_layers"))
+    if depth and widening:
+        ending = "_bn" if norm == "bn" else ""
+        options["model"] = f"wrn_{depth}_{widening}{ending}"
+    elif dim and layers:
+        options["model"] = f"bert_{dim}_{layers}"
+    elif options.get("dataset") in data.MOLECULES:
+        options["model"] = "painn"
+    if options.get("model") not in NETWORKS | SEQUENCE_NETWORKS:
+        options.pop("model", None)
+    return options
+
+
+# What names of parameters here become in published files, as regular expressions, in this order.
+WRN_NAMES = {r"^(backbone\.block_\d)\.": r"\1.layer.", r"^head\.": "head.fc."}
+BERT_NAMES = {
+    r"^head\.": "head.fc.", r"^backbone\.": "backbone.model.", r"model\.pooler\.0": "model.pooler.dense",
+    r"model\.words": "model.embeddings.word_embeddings", r"model\.norm": "model.embeddings.LayerNorm",
+    r"model\.positions": "model.embeddings.position_embeddings",
+    r"model\.types": "model.embeddings.token_type_embeddings", r"model\.layers": "model.encoder.layer",
+    r"self_attn\.out_proj": "attention.output.dense", r"norm1": "attention.output.LayerNorm",
+    r"linear1": "intermediate.dense", r"linear2": "output.dense", r"norm2": "output.LayerNorm",
+}
+PAINN_NAMES = {
+    r"^embedding": "backbone.0.atom_embedding", r"^readout": "backbone.1.partial_readout_network",
+    r"^head": "head.head.readout_network",
+    r"^layers\.(\d+)\.message": r"backbone.0.message_blocks.\1.scalar_network",
+    r"^layers\.(\d+)\.filter": r"backbone.0.message_blocks.\1.rbf_network.0",
+    r"^layers\.(\d+)\.(update|u|v)\.": r"backbone.0.update_blocks.\1.\2.",
+    r"\.update\.": ".scalar_vector_network.", r"\.u\.": ".U.0.", r"\.v\.": ".V.0.",
 }
 # FRN's constant epsilon, and what is a function of the rest; what is not trained.
 UNUSED = re.compile(r"\.eps$|radial_basis|prediction_finalizer")
 BUFFERS = re.compile(r"\.running_|\.num_batches|radial_basis|head\.head\.[^r]")
 
 
-def published_tensors(file):
-    """{published name: tensor} of the network in a file of MAP, SWA or SWAG."""
-    names = [name for name in file.state if name != "iterates"]
-    return {name.removeprefix("model."): file.state[name] for name in names}
+def published_name(name, table):
+    for pattern, replacement in table.items():
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
-def state_here(net, tensors):
-    """Tensors by their published names as a state dict of `net`, without what is UNUSED."""
-    parts = {}  # {name here: tensors}
-    for name, tensor in tensors.items():
-        if UNUSED.search(name):
-            continue
-        for theirs, ours in PUBLISHED_NAMES.items():
-            name = name.replace(theirs, ours)
-        tensor = tensor.flatten()
-        if name == "references":
-            tensor = F.pad(tensor, (0, 1))  # of 100 elements; here, of 101
-        parts.setdefault(name, []).append(tensor)
-    # Query, key and value are one matrix here; mean and std are one tensor.
-    state = {name: torch.cat(tensors) for name, tensors in parts.items()}
-    for name, like in net.state_dict().items():
-        if name in state:
-            state[name] = state[name].view(like.shape)
-    return state
+def take_of_wrn(name, tensors):
+    """Take the tensor of a name of our WRN out of {published name: tensor}."""
+    tensor = tensors.pop(published_name(name, WRN_NAMES))
+    if name.endswith((".gamma", ".beta", ".tau")):
+        return tensor.squeeze(0)  # [1, C, 1, 1]
+    return tensor
 
 
-def load_published(net, file):
-    """Give `net` the weights of a published network; returns it."""
-    try:
-        net.load_state_dict(state_here(net, published_tensors(file)))
-    except RuntimeError as error:
-        raise UserError(f"{file.path} does not fit --model, --dataset or --vocab: "
-                        f"{common.one_line(error)}") from None
-    return net.eval()
+def take_of_bert(name, tensors):
+    """The same for BERT, in which query, key and value are one matrix here."""
+    if "in_proj_" not in name:
+        return tensors.pop(published_name(name, BERT_NAMES))
+    published = published_name(name, BERT_NAMES)
+    names = [published.replace("self_attn.in_proj_", f"attention.self.{kind}.")
+             for kind in ("query", "key", "value")]
+    return torch.cat([tensors.pop(name) for name in names])
+
+
+def take_of_painn(name, tensors):
+    """The same for PaiNN, whose references have an element more here."""
+    if name == "statistics":
+        return torch.stack([tensors.pop("head.head.mean"), tensors.pop("head.head.std")])
+    if name == "references":
+        return F.pad(tensors.pop("head.head.atom_refs").squeeze(1), (0, 1))
+    return tensors.pop(published_name(name, PAINN_NAMES))
+
+
+def take_of(net):
+    """The function of these three that belongs to a network."""
+    if isinstance(net, PaiNN):
+        return take_of_painn
+    return take_of_bert if isinstance(net.backbone, Bert) else take_of_wrn
 
 
 @contextlib.contextmanager
@@ -820,39 +849,115 @@ def reading(file):
     except torch.OutOfMemoryError:
         raise
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{file.path} lacks a part of a published {file.title}, or belongs to "
-                        f"another network ({type(error).__name__}: {common.one_line(error)})"
-                        ) from None
+        raise UserError(f"{file.path} lacks a part of a published {file.name}, or does not fit "
+                        f"--model, --dataset or --vocab ({common.one_line(error)})") from None
+
+
+def checked(name, tensor, *shape):
+    """A tensor of a published file, if it has this shape and finite real numbers."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has the shape {list(tensor.shape)}, not {list(shape)}")
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name} holds integers")
+    if not tensor.isfinite().all():
+        raise ValueError(f"{name}: a value is not finite")
+    return tensor
+
+
+def published_tensors(file):
+    """{published name: tensor} of the network in a file of MAP, SWA or SWAG."""
+    names = [name for name in file.state if name != "iterates"]
+    return {name.removeprefix("model."): file.state[name] for name in names}
+
+
+def published_state(net, file):
+    """The state dict of `net` in a file of MAP, SWA or SWAG."""
+    with reading(file):
+        tensors = published_tensors(file)
+        take = take_of(net)
+        state = {}
+        for name, here in net.state_dict().items():
+            state[name] = take(name, tensors)
+            if here.is_floating_point():
+                checked(name, state[name], *here.shape)
+        left = [name for name in tensors if not UNUSED.search(name)]
+        if left:
+            raise ValueError(f"{left[0]} is left over")
+    return state
+
+
+def load_published(net, file):
+    """Give `net` the weights of a published network; returns it."""
+    net.load_state_dict(published_state(net, file))
+    return net.eval()
 
 
 def published_iterates(net, file):
     """SWAG's iterates [R, P] in the order of the parameters of `net`, without FRN's epsilons."""
-    load_published(copy.deepcopy(net), file)  # refuses a file that does not fit
-    # The places of all parameters in an iterate, which follow each other as in the file.
-    places = {}
-    count = 0
-    for name, tensor in published_tensors(file).items():
-        if not BUFFERS.search(name):
-            places[name] = torch.arange(count, count + tensor.numel())
-            count += tensor.numel()
+    published_state(net, file)  # refuses a file that does not fit
     with reading(file):
+        # The places of all parameters in an iterate, which follow each other as in the file.
+        places = {}
+        count = 0
+        for name, tensor in published_tensors(file).items():
+            if not BUFFERS.search(name):
+                place = torch.arange(count, count + tensor.numel())
+                places[name] = place.view(tensor.shape)
+                count += tensor.numel()
+        take = take_of(net)
+        order = torch.cat([take(name, places).flatten() for name, _ in net.named_parameters()])
         iterates = file.state["iterates"]                              # [count, R]
-        if iterates.ndim != 2 or len(iterates) != count:
-            raise ValueError(f"iterates {list(iterates.shape)} of {count} parameters")
-        here = state_here(net, places)
-        order = torch.cat([here[name].flatten() for name, _ in net.named_parameters()])    # [P]
-        return iterates[order].T.contiguous()
+        if iterates.shape[1] < 2:
+            raise ValueError(f"SWAG needs at least 2 iterates, not {iterates.shape[1]}")
+        return checked("iterates", iterates, count, iterates.shape[1])[order].T.contiguous()
 
 
-def published_flow(file, device):
+def published_laplace(theta, file):
+    """(H [P, P] or its diagonal [P], whether H may be indefinite, prior precision) of LLLA."""
+    with reading(file):
+        state = file.state.get("llla_inference", file.state)
+        mean = checked("mean", state["mean"], len(theta)).to(theta)
+        if not torch.allclose(mean, theta, rtol=1e-4, atol=1e-6):
+            raise ValueError(f"other weights than those of seed {file.seed} in --map-paths")
+        laplace = state["llla"]
+        is_hessian = "H_nll" in laplace  # of molecules, whose H includes the prior
+        h = laplace["H_nll" if is_hessian else "H"]
+        checked("H", h, *[len(theta) for _ in range(2 if h.ndim == 2 else 1)])
+        precision = float(laplace["prior_precision"])
+        if not 0 < precision < math.inf:
+            raise ValueError(f"the prior precision is {precision}")
+        return h, is_hessian, precision
+
+
+def published_flow(theta, file):
     """The flow of a file of LA-NF: centres [T, P], a and b [T]."""
-    flow = []
-    for name in ("x0", "alpha_prime", "beta_prime"):
-        tensors = []
-        for layer in range(file.state["num_transforms"]):
-            tensors.append(file.state["guide_state_dict"][f"transform.{layer}.{name}"])
-        flow.append(torch.stack(tensors).squeeze(-1).to(device))
-    return flow
+    with reading(file):
+        flow = []
+        sizes = {"x0": len(theta), "alpha_prime": 1, "beta_prime": 1}
+        for name, size in sizes.items():
+            tensors = []
+            for layer in range(file.state["num_transforms"]):
+                full_name = f"transform.{layer}.{name}"
+                tensor = file.state["guide_state_dict"][full_name]
+                tensors.append(checked(full_name, tensor, size))
+            flow.append(torch.stack(tensors).squeeze(-1).to(theta.device))
+        return flow
+
+
+def check_published(net, published):
+    """Refuse published files that do not fit `net`, or are damaged; returns {path: checksums}."""
+    checksums = {}
+    for (_, seed), file in sorted(published.items()):
+        checksums[file.path] = verify_checksums(file.path)
+        load_published(net, published["map", seed])
+        theta = flat_head(net.head).detach()
+        if file.name in ("swa", "swag"):
+            published_iterates(net, file)
+        elif file.name != "map":
+            published_laplace(theta, file)
+        if file.name.startswith("la_nf"):
+            published_flow(theta, file)
+    return checksums
 
 
 # ---- Training -----------------------------------------------------------------------------------
@@ -867,132 +972,159 @@ class Diverged(UserError):
     """A loss or a weight is not finite."""
 
 
-class Study:
+class Study(NamedTuple):
     """What every step needs: the options, the run directory, and all sets with their loaders."""
 
-    def __init__(self, args, run, sets, published):
-        self.args = args
-        self.run = run
-        self.sets = sets            # data.Sets
-        self.published = published  # {(title, seed): Published}
-        self.seeds = sorted(seed for title, seed in published if title == "map")  # of the members
-        if not args.map_paths:
-            self.seeds = list(range(args.seed, args.seed + args.members * args.runs))
-        self.energies = args.dataset in data.MOLECULES  # or classes are predicted
-        # The training set, shuffled. published code: MAP alone sees augmented images
-        shuffled = partial(make_loader, sets.train, args, args.batch_size, shuffle=True,
-                           limit_steps=args.limit_steps)
-        self.swag_loader = shuffled()
-        self.map_loader = self.swag_loader
-        if args.augment:
-            self.map_loader = shuffled(augment="crop_flip")
-        parts = {"train": sets.train, "val": sets.val, "test": sets.test}
-        for name, dataset in sets.ood.items():
-            parts[f"ood-{name}"] = dataset
-        if sets.predict is not None:
-            parts["predict"] = sets.predict
-        self.loaders = {}  # {name of a part: its loader, unshuffled}
-        batch_size = 512 if args.device.type == "cuda" else 100
-        for part, dataset in parts.items():
-            self.loaders[part] = make_loader(dataset, args, batch_size)
-        self.evaluated = [part for part in parts if part not in ("train", "val")]
-        # What networks are made from, beside the options.
-        self.origin = data.origin(sets.train, args)
-        self.origin["validation examples"] = data.digest(sets.val)
+    args: argparse.Namespace
+    run: common.Run
+    splits: data.Splits
+    seeds: list          # of the members
+    published: dict      # {(posterior, seed): Published}
+    checksums: dict      # {path of a published file: checksums of its records}
+    energies: bool       # whether energies are predicted, or classes
+    map_loader: Any      # of the training set, shuffled, augmented with --augment
+    swag_loader: Any     # the same, never augmented, as published
+    loaders: dict        # {split: loader}: train, val, test, ood-<name>, predict
+    fingerprints: dict   # {split: fingerprint} of the sets that are evaluated
 
 
-def make_loader(dataset, args, batch_size, **options):
-    """Batches of this process, on its device; batch[0] is what a network takes."""
-    if isinstance(dataset, (data.TextSet, data.MoleculeSet)):
-        return data.SequenceLoader(dataset, batch_size, args.device, **options)
-    return data.Loader(dataset, batch_size, args.device, workers=args.workers, channels_last=True,
-                       **options)
+def make_study(args, run, splits, published, checksums):
+    """The Study of these options and sets."""
+    seeds = sorted(seed for name, seed in published if name == "map")
+    if not args.map_paths:
+        seeds = list(range(args.seed, args.seed + args.members * args.runs))
+    swag_loader = make_loader(splits.train, args)
+    map_loader = swag_loader
+    if args.augment:
+        map_loader = make_loader(splits.train, args, augment="crop_flip")
+    evaluated = {"test": splits.test}
+    for name, dataset in splits.ood.items():
+        evaluated[f"ood-{name}"] = dataset
+    if splits.predict is not None:
+        evaluated["predict"] = splits.predict
+    loaders = {}
+    for split, dataset in ({"train": splits.train, "val": splits.val} | evaluated).items():
+        loaders[split] = make_evaluation_loader(dataset, args, is_train=split == "train")
+    fingerprints = {split: data.fingerprint(dataset) for split, dataset in evaluated.items()}
+    return Study(args, run, splits, seeds, published, checksums, args.dataset in data.MOLECULES,
+                 map_loader, swag_loader, loaders, fingerprints)
 
 
-class Pass(NamedTuple):
+def is_sequence(dataset):
+    return isinstance(dataset, (data.TextSet, data.MoleculeSet))
+
+
+def make_loader(dataset, args, **options):
+    """Shuffled batches for training; batch[0] is what a network takes."""
+    options |= {"shuffle": True, "limit_steps": args.limit_steps}
+    if is_sequence(dataset):
+        return data.SequenceLoader(dataset, args.batch_size, args.device, **options)
+    return data.Loader(dataset, args.batch_size, args.device, workers=args.workers,
+                       channels_last=True, **options)
+
+
+def make_evaluation_loader(dataset, args, is_train):
+    """Batches of all examples of a set.
+
+    Training images are shuffled, always alike, because the statistics of batch norm are means over
+    batches: in folders, images are sorted by class.
+    """
+    batch_size = 512 if args.device.type == "cuda" else 100
+    if is_sequence(dataset):
+        return data.SequenceLoader(dataset, batch_size, args.device)
+    return data.evaluation_loader(dataset, args, batch_size, shuffle=is_train)
+
+
+class Outputs(NamedTuple):
     """What a network makes of this process's examples of a set."""
 
-    rows: Tensor      # [b]
-    outputs: Tensor   # [b, C] log probabilities; of energies, mean and variance
-    features: Tensor  # [b, D]; of molecules [a, D]
+    rows: Tensor             # [b]
+    outputs: Tensor          # [b, C] log probabilities; of energies, mean and variance
+    features: Tensor | None  # [b, D]; of molecules [a, D]
     seconds: float
 
 
 @torch.no_grad()
-def forward(study, net, part):
-    """The Pass of a network over a set."""
+def compute_outputs(study, net, split):
+    """The Outputs of a network for a set."""
     start = time.perf_counter()
     batches = []
-    for batch in study.loaders[part].epoch():
+    for batch in study.loaders[split].epoch():
         with common.autocast(study.args):
             outputs, features = net(batch[0])
         batches.append((batch.index, outputs, features))
     rows, outputs, features = map(torch.cat, zip(*batches))
     if not study.energies:
         outputs = outputs.log_softmax(1)
-    return Pass(rows.cpu(), outputs, features, time.perf_counter() - start)
+    return Outputs(rows.cpu(), outputs, features, time.perf_counter() - start)
 
 
-def network_samples(study, networks, part):
-    """Yield (rows, outputs) of each network of an iterable, see `Pass`."""
-    for net in networks:
-        own = forward(study, net, part)
-        yield own.rows, own.outputs
+def summarise_classes(samples, counts):
+    """The mean predictions of the first n samples of a set, for each n of `counts`.
 
-
-def summarise(study, samples, counts):
-    """What samples predict for a set, in its order, from an iterable of (rows, outputs).
-
-    For classes "log_probs_<n>" [N, C] and "entropy_<n>" [N], the Mixture of the first n samples
-    for each n of `counts`; for energies "samples" [N, S, 2], mean and variance of every sample. {}
-    except on the main process.
+    samples: Outputs, one sample after another. Returns {"log_probs_<n>": [N, C], "entropy_<n>":
+    [N], the mean entropy of a sample}, {} on all but the main process, and {"seconds_<n>"}.
     """
-    predictions = {}
-    energies = []
-    running = RunningMixture()
-    for rows, outputs in samples:
-        if study.energies:
-            energies.append(outputs)
-            continue
-        running.add(outputs)
-        if running.count in counts:
-            mixture = running.mixture()
-            predictions[f"log_probs_{running.count}"] = mixture.log_probs.float()
-            predictions[f"entropy_{running.count}"] = mixture.entropy
+    columns = {}
+    seconds = {}
+    spent = 0.0
+    mixture = RunningMixture()
+    for sample in samples:
+        mixture.add(sample.outputs)
+        spent += sample.seconds
+        if mixture.count in counts:
+            columns[f"log_probs_{mixture.count}"] = mixture.log_probs().float()
+            columns[f"entropy_{mixture.count}"] = mixture.entropy()
+            seconds[f"seconds_{mixture.count}"] = spent
+    columns["index"] = sample.rows
+    return common.gather_rows([columns]), seconds
+
+
+def summarise_energies(samples, counts):
+    """The same of energies: {"samples": [N, S, 2]}, mean and variance of every sample."""
+    outputs = []
+    seconds = {}
+    spent = 0.0
+    for sample in samples:
+        outputs.append(sample.outputs)
+        spent += sample.seconds
+        if len(outputs) in counts:
+            seconds[f"seconds_{len(outputs)}"] = spent
+    columns = {"samples": torch.stack(outputs, 1), "index": sample.rows}
+    return common.gather_rows([columns]), seconds
+
+
+def validate(study, samples, count):
+    """{"val_nll", and for classes "val_accuracy"} of the mean of `count` samples."""
     if study.energies:
-        predictions["samples"] = torch.stack(energies, 1)
-    predictions["index"] = rows
-    return common.gather_rows([predictions])
-
-
-def validation_lpd(study, networks, samples=1):
-    """The log predictive density of sampled networks on the validation set."""
-    predictions = summarise(study, network_samples(study, networks, "val"), [samples])
-    return common.on_main(lpd_of, study, predictions, samples)
-
-
-def lpd_of(study, predictions, samples):
-    """The log predictive density of what `samples` samples predict for the validation set."""
-    if study.energies:
-        outputs = predictions["samples"].transpose(0, 1)               # [S, N, 2]
+        columns, _ = summarise_energies(samples, [count])
     else:
-        outputs = predictions[f"log_probs_{samples}"][None]            # [1, N, C]
-    return log_predictive_density(outputs, study.sets.val.labels, study.energies)
+        columns, _ = summarise_classes(samples, [count])
+    return common.on_main(validation_metrics, study, columns, count)
+
+
+def validation_metrics(study, columns, count):
+    labels = study.splits.val.labels
+    if study.energies:
+        outputs = columns["samples"].transpose(0, 1)                   # [S, N, 2]
+        return {"val_nll": -log_predictive_density(outputs, labels, energies=True)}
+    log_probs = columns[f"log_probs_{count}"]                          # [N, C]
+    accuracy = (log_probs.argmax(1) == labels).double().mean().item()
+    return {"val_accuracy": accuracy, "val_nll": -log_predictive_density(log_probs[None], labels)}
 
 
 def train_epoch(study, model, optimiser, loader, seed, epoch, factor=1.0):
-    """Minimise `data_loss` for an epoch; returns its mean."""
+    """Minimise `summed_loss` for an epoch; returns {"loss", and for classes "train_accuracy"}."""
     args = study.args
     # The order and the augmentation of examples, and masks of dropout, depend on (seed, epoch).
     loader.seed = seed
     common.seed_all(seed, STREAMS["epoch"], epoch, common.rank())
     model.train()
-    total = torch.zeros((), device=args.device)
-    examples = 0
+    totals = torch.zeros(3, dtype=torch.float64, device=args.device)  # loss, correct, examples
     for batch in common.progress(loader, epoch):
         with common.autocast(args):
             outputs, _ = model(batch[0])
-        loss = data_loss(outputs, batch.labels, study.energies, factor)
+        loss = summed_loss(outputs, batch.labels, study.energies, factor)
 
         # DDP averages gradients over processes: this is the mean over the global batch.
         mean_loss = loss * common.world_size() / batch.global_size
@@ -1000,20 +1132,25 @@ def train_epoch(study, model, optimiser, loader, seed, epoch, factor=1.0):
         mean_loss.backward()
         optimiser.step()
 
-        total += loss.detach()
-        examples += batch.global_size
-    mean = common.all_reduce(total).item() / examples
-    if not (math.isfinite(mean) and common.all_finite(model.state_dict())):
+        totals[0] += loss.detach()
+        if not study.energies:
+            totals[1] += (outputs.argmax(1) == batch.labels).sum()
+        totals[2] += len(outputs)
+    loss, correct, examples = common.all_reduce(totals).tolist()
+    row = {"loss": loss / examples}
+    if not (math.isfinite(loss) and common.all_finite(model.state_dict())):
         raise Diverged(f"seed {seed}: the loss or a weight is not finite in epoch {epoch + 1}; "
                        "lower the learning rate")
-    return mean
+    if not study.energies:
+        row["train_accuracy"] = correct / examples
+    return row
 
 
 def train_map(study, seed, dropout):
     """Train theta_m; returns the network with the weights of the best epoch by validation."""
     args = common.with_options(study.args, dropout=dropout)
     common.seed_all(seed)
-    net = make_network(args, study.sets.train)
+    net = make_network(args, study.splits.train)
     best = copy.deepcopy(net)
     if args.opt == "adamw":
         optimiser = torch.optim.AdamW(net.parameters(), args.lr, weight_decay=args.weight_decay)
@@ -1022,87 +1159,88 @@ def train_map(study, seed, dropout):
                                     weight_decay=args.weight_decay)
     model = common.data_parallel(net, args.device, args.compile)
     name = f"seed{seed}-map"
-    if dropout > 0:
+    if dropout != study.args.dropout:
         name += f"-dropout{dropout:g}"
-    history = study.run.resume(name, args.epochs, study.origin, net=net, optimiser=optimiser,
-                               best=best)
+    history = study.run.resume(name, args.epochs, net=net, optimiser=optimiser, best=best)
     for epoch in range(len(history), args.epochs):
         start = time.perf_counter()
         # published code: the learning rate is constant within an epoch
         lr = 0.5 * args.lr * (1 + math.cos(math.pi * epoch / args.epochs))
         optimiser.param_groups[0]["lr"] = lr
-        loss = train_epoch(study, model, optimiser, study.map_loader, seed, epoch, MAP_LOSS_FACTOR)
-        val_lpd = validation_lpd(study, [net.eval()])
-        if val_lpd > max([row["val_lpd"] for row in history], default=-math.inf):
+        row = {"epoch": epoch + 1}
+        row |= train_epoch(study, model, optimiser, study.map_loader, seed, epoch, MAP_LOSS_FACTOR)
+        row |= validate(study, [compute_outputs(study, net.eval(), "val")], 1)
+        if row["val_nll"] < min([old["val_nll"] for old in history], default=math.inf):
             best.load_state_dict(net.state_dict())
-        history.append({"epoch": epoch + 1, "loss": loss, "val_lpd": val_lpd, "lr": lr,
-                        "seconds": time.perf_counter() - start})
-        study.run.save(name, history, study.origin, net=net, optimiser=optimiser, best=best)
+        history.append(row | {"lr": lr, "seconds": time.perf_counter() - start})
+        study.run.save(name, history, net=net, optimiser=optimiser, best=best)
     return best.eval()
 
 
 # ---- Posteriors ---------------------------------------------------------------------------------
-# A member of the study is a network theta_m, and the posteriors around it, each a small class:
-#
-#   posterior.samples(part, count)   yields (rows, outputs) of `count` samples, see `Pass`
-#   posterior.made_from              what its samples are a function of, beside theta_m
-#
-# Files of all members lie side by side; <set> is test, ood-<name> or predict:
-#
-#   file                   made by           made from
-#   seed3-map              train_map         the options, the training and the validation set
-#   seed3-swag-lr0.01      train_sgd         seed3-map; after epoch r it also writes ...-lr0.01-r
-#   seed3-swag-lpds-0.01   score_sgd_rate    the iterates seed3-swag-lr0.01-1, -2, ...
-#   seed3-llla             fit_laplace       seed3-map
-#   seed3-la_nf10          fit_flow          seed3-map, seed3-llla
-#   seed3-map-dropout0.1   train_map         as seed3-map
-#   seed3-mcdo-lpd-0.1     MCDropout         seed3-map-dropout0.1
-#   seed3-swag-<set>       keep_predictions  the posterior and the set
-#
-# All but checkpoints of training are read by `Member.keep` if they were made from the same, and
-# are made anew if not: a later option never retrains an early stage, and nothing stale is read.
+# One member is one page: `fit_member`. Beside the checkpoints of training, its files are what
+# `run.cached` stores, with all that they depend on beside the training options and data.
 
 FLOW_EPOCHS = 20  # published code
 DROPOUTS = (0.05, 0.1, 0.2)  # the rates of MC dropout, of which validation chooses one
+# In the published order.
+LABELS = {"map": "DE", "swa": "SWA", "swag": "SWAG", "llla": "LLLA", "la_nf": "LA-NF",
+          "mcdo": "MC dropout"}
+POINTS = ("map", "swa")  # one network, which no number of samples changes
+SAMPLED = [method for method in LABELS if method not in POINTS]
+
+
+class Posterior(NamedTuple):
+    """A posterior around theta_m, as `predict` needs it."""
+
+    name: str                  # in the names of files: map, swa, swag, llla, la_nf10, mcdo
+    inputs: dict               # what its samples depend on, beside theta_m and the training
+    draw: Callable             # draw(split, count) yields the Outputs of `count` samples
+    more_bytes: int = 0        # to predict, beside a network ...
+    bytes_per_sample: int = 0  # ... and for each sample
 
 
 class Member:
-    """A trained network theta_m, and what the posteriors around it share."""
+    """A trained network theta_m, and what its posteriors share."""
 
     def __init__(self, study, seed, net):
         self.study = study
-        self.args = study.args
         self.seed = seed
         self.net = net
-        self.digest = common.digest(net)
+        self.fingerprint = common.fingerprint(net)
         self.theta = flat_head(net.head).detach()  # [P]
-        self.forward = cache(partial(forward, study, net))  # the Pass over a part, made once
-        self.sgd_rates = set()  # at which SWAG's SGD is complete
+        self.passes = {}  # {split: Outputs} of theta_m
 
-    def keep(self, name, compute, **made_from):
-        """The values seed<seed>-<name>: read if they were made from the same, or else computed."""
-        made_from |= {"network": self.digest, **self.study.origin}
-        return self.study.run.load_or_compute(f"seed{self.seed}-{name}", made_from, compute)
+    def outputs(self, split):
+        """The Outputs of theta_m for a set, computed once."""
+        if split not in self.passes:
+            self.passes[split] = compute_outputs(self.study, self.net, split)
+        return self.passes[split]
+
+    def gather_last_layer(self, split):
+        """The LastLayer of a whole set, on the main process; None on the others."""
+        outputs = self.outputs(split)
+        dataset = self.study.loaders[split].dataset
+        rows = outputs.rows
+        if self.study.energies:
+            rows = data.entries_of(rows, dataset.sizes)  # there are features of each atom
+        columns = common.gather_rows([{"index": rows, "x": outputs.features}])
+        if not columns:
+            return None
+        return last_layer(self.net, columns["x"].to(self.theta.device), dataset)
 
     @cached_property
-    def gathered(self):
-        """The LastLayers of the training and the validation set, on the main process."""
-        return gather_last_layer(self, "train"), gather_last_layer(self, "val")
-
-    def fit(self, fit, *arguments):
-        """fit(member, train, val, *arguments) on the main process, with LastLayers of the sets.
-
-        All processes compute the features, and get the result.
-        """
-        return common.on_main(fit, self, *self.gathered, *arguments)
+    def last_layers(self):
+        """The LastLayers of the training and the validation set, see `gather_last_layer`."""
+        return self.gather_last_layer("train"), self.gather_last_layer("val")
 
     @cached_property
     def spectrum(self):
-        """The Spectrum of the loss at theta on the training set; within `fit`."""
-        train, _ = self.gathered
+        """The Spectrum of the loss at theta on the training set; on the main process."""
+        train, _ = self.last_layers
         if train.energies:
             return energy_spectrum(self.theta, train)
-        if self.args.structure == "full":
+        if self.study.args.structure == "full":
             return full_spectrum(self.theta, train)
         return diagonal_spectrum(self.theta, train)
 
@@ -1110,24 +1248,16 @@ class Member:
         """Standard normal noise [samples, P] for last layers, a function of the key."""
         return seeded_noise((samples, len(self.theta)), self.theta.device, *key)
 
+    def cached(self, name, inputs, compute):
+        """`run.cached` for the file seed<seed>-<name>, which also depends on theta_m."""
+        inputs = inputs | {"network": self.fingerprint}
+        return self.study.run.cached(f"seed{self.seed}-{name}", inputs, compute)
+
 
 def seeded_noise(shape, device, *key):
     """Standard normal numbers, drawn on the device: a function of the integers `key`."""
     generator = torch.Generator(device).manual_seed(common.derive_seed(*key))
     return torch.randn(*shape, generator=generator, device=device)
-
-
-def gather_last_layer(member, part):
-    """The LastLayer of a whole set, on the main process; None on the others."""
-    dataset = member.study.loaders[part].dataset
-    own = member.forward(part)
-    rows = own.rows
-    if member.study.energies:
-        rows = data.entries_of(rows, dataset.sizes)  # there are features of each atom
-    columns = common.gather_rows([{"index": rows, "x": own.features}])
-    if not columns:
-        return None
-    return last_layer(member.net, columns["x"].to(member.theta.device), dataset)
 
 
 def last_layer(net, x, dataset):
@@ -1140,24 +1270,83 @@ def last_layer(net, x, dataset):
     return LastLayer(x, labels, True, molecule, offset, net.statistics[1])
 
 
-def finite_only(lpds):
-    """The entries of {choice: validation LPD} that are finite."""
-    return {choice: lpd for choice, lpd in lpds.items() if math.isfinite(lpd)}
+def posterior_names(args):
+    """The posteriors of a study, as their files are called: with T flows, LA-NF is la_nf<T>."""
+    names = []
+    for method in args.methods:
+        if method == "la_nf":
+            names += [f"la_nf{layers}" for layers in args.flow_layers]
+        else:
+            names.append(method)
+    return names
 
 
-def choose(lpds, what):
-    """The key of the largest validation LPD, of equal ones the first."""
-    if not lpds:
+def fit_member(member):
+    """Fit all posteriors around theta_m, and predict each set by each of them."""
+    study = member.study
+    for name in posterior_names(study.args):
+        file = study.published.get((name, member.seed))
+        if name == "map":
+            posterior = Posterior("map", {}, partial(draw_map, member))
+        elif file is not None:
+            posterior = load_posterior(member, file)
+        elif name in ("swa", "swag"):
+            posterior = fit_swag(member, name)
+        elif name == "mcdo":
+            posterior = fit_mcdo(member)
+        elif name == "llla":
+            posterior = heads_posterior(member, name, fit_llla(member))
+        else:
+            posterior = heads_posterior(member, name, fit_la_nf(member, name))
+        for split in study.fingerprints:
+            predict(member, posterior, split)
+
+
+def draw_map(member, split, count):
+    yield member.outputs(split)
+
+
+def predict(member, posterior, split):
+    """Store what a posterior predicts for a set, for each number of samples that is needed.
+
+    Beside what `summarise_classes` or `summarise_energies` returns, this is "bytes_<n>".
+    """
+    study = member.study
+    counts = {1}  # of samples of a member, S // K for each S and K
+    if posterior.name not in POINTS:
+        counts = {samples // k for samples, k in itertools.product(study.args.samples,
+                                                                   study.args.ensembles)}
+    counts = sorted(counts - {0})
+
+    def compute():
+        samples = posterior.draw(split, counts[-1])
+        summarise = summarise_energies if study.energies else summarise_classes
+        columns, seconds = summarise(samples, counts)
+        network_bytes = sum(tensor.nbytes for tensor in member.net.state_dict().values())
+        sizes = {}
+        for n in counts:
+            more = posterior.more_bytes + n * posterior.bytes_per_sample
+            sizes[f"bytes_{n}"] = network_bytes + more
+        return columns | seconds | sizes
+
+    inputs = posterior.inputs | {"examples": study.fingerprints[split], "counts": counts}
+    member.cached(f"{posterior.name}-{split}", inputs, compute)
+
+
+def choose(scores, what):
+    """The key of the largest validation LPD that is finite, of equal ones the first."""
+    finite = {choice: lpd for choice, lpd in scores.items() if math.isfinite(lpd)}
+    if not finite:
         raise UserError(f"no value of {what} gives a finite validation LPD; try others")
-    return max(lpds, key=lpds.get)
+    return max(finite, key=finite.get)
 
 
-def choose_precision(member, title, lpds):
+def choose_precision(member, name, scores):
     """The prior precision of the largest validation LPD, with a note at an end of the grid."""
-    label = LABELS[title.rstrip("0123456789")]
-    precision = choose(finite_only(lpds), f"the prior precision of {label}")
-    if precision in (min(lpds), max(lpds)):
-        print(f"note: seed{member.seed}-{title}: the chosen prior precision {precision:g} is an "
+    label = LABELS[name.rstrip("0123456789")]
+    precision = choose(scores, f"the prior precision of {label}")
+    if precision in (min(scores), max(scores)):
+        print(f"note: seed{member.seed}-{name}: the chosen prior precision {precision:g} is an "
               "end of its grid; a better one may lie beyond", flush=True)
     return precision
 
@@ -1165,140 +1354,140 @@ def choose_precision(member, title, lpds):
 # Posteriors over all weights: their samples are networks.
 
 
-class NetworkPosterior:
-    """What posteriors over all weights share: `networks(count)` yields samples."""
-
-    shares_pass = False     # whether one pass of theta_m over a set serves all samples
-    more_bytes = (0, 0)     # to predict, beside a network: once, and for each sample
-
-    def __init__(self, member, **made_from):
-        self.member = member
-        self.made_from = made_from
-
-    def samples(self, part, count):
-        return network_samples(self.member.study, self.networks(count), part)
+def draw_networks(study, networks, split):
+    """Yield the Outputs of each network of an iterable."""
+    for net in networks:
+        yield compute_outputs(study, net, split)
 
 
-class MAP(NetworkPosterior):
-    """The point theta_m; its ensembles are deep ensembles, with which others are compared."""
-
-    shares_pass = True
-
-    def samples(self, part, count):
-        own = self.member.forward(part)
-        return [(own.rows, own.outputs)]
-
-
-class SWA(NetworkPosterior):
-    """The mean of SGD's iterates, a point; find_iterates() returns them, [R, P]."""
-
-    def __init__(self, member, find_iterates, **made_from):
-        super().__init__(member, **made_from)
-        self.find_iterates = find_iterates
-
-    @cached_property
-    def moments(self):
-        """SWAG's mean, variances and deviations."""
-        return swag_moments(self.find_iterates())
-
-    def networks(self, count):
-        return networks_at(self.member, self.moments[:1])
-
-
-class SWAG(SWA):
-    """The Gaussian through SGD's iterates."""
-
-    def networks(self, count):
-        return networks_at(self.member, swag_vectors(self.member.seed, self.moments, count))
-
-    @property
-    def more_bytes(self):
-        _, variance, deviations = self.moments
-        return variance.nbytes + deviations.nbytes, 0
-
-
-def choose_sgd_rate(member, title):
-    """The learning rate of SGD at which SWA or SWAG has the best validation LPD.
+def fit_swag(member, name):
+    """SWA or SWAG: run SGD at each learning rate, and choose one by the validation LPD.
 
     Both are scored at each rate, so that the other one can join the study without another SGD.
     """
-    args = member.args
-    lpds = {"swa": {}, "swag": {}}  # of the rates so far
+    args = member.study.args
+    inputs = {"swag_epochs": args.swag_epochs}
+    scores = {"swa": {}, "swag": {}}  # {method: {rate: LPD}} of the rates so far
     for number, rate in enumerate(args.swag_lrs, 1):
-        found = member.keep(f"swag-lpds-{rate:g}", partial(score_sgd_rate, member, rate),
-                            rate=rate, epochs=args.swag_epochs, val_samples=args.val_samples)
-        for method, lpd in found["lpds"].items():
-            lpds[method][rate] = lpd
+        state = member.cached(f"swag-lpds-{rate:g}", inputs | {"val_samples": args.val_samples},
+                              partial(score_rate, member, rate))
+        for method, lpd in state["lpds"].items():
+            scores[method][rate] = lpd
         if not args.eval:
-            common.on_main(delete_iterates, member, args.swag_lrs[:number], lpds)
-    return choose(lpds[title], "--swag-lrs")
+            common.on_main(delete_iterates, member, args.swag_lrs[:number], scores)
+    rate = choose(scores[name], "--swag-lrs")
+    if not args.eval and not common.on_main(iterates_path(member, rate).exists):
+        train_swag(member, rate)  # they were deleted in favour of a rate that is not compared now
+    return swag_posterior(member, name, inputs | {"rate": rate}, args.swag_epochs,
+                          partial(read_iterates, member, rate))
 
 
-def score_sgd_rate(member, rate):
+def swag_posterior(member, name, inputs, rank, read):
+    """The Posterior of SWA or SWAG; read() returns the iterates [R, P]."""
+    if name == "swa":
+        return Posterior(name, inputs, partial(draw_swa, member, read))
+    parameter_bytes = sum(parameter.nbytes for parameter in member.net.parameters())
+    more_bytes = (1 + rank) * parameter_bytes  # variances and deviations
+    return Posterior(name, inputs, partial(draw_swag, member, read), more_bytes)
+
+
+def draw_swa(member, read, split, count):
+    mean, _, _ = swag_moments(read())
+    return draw_networks(member.study, networks_at(member, [mean]), split)
+
+
+def draw_swag(member, read, split, count):
+    vectors = swag_vectors(member.seed, swag_moments(read()), count)
+    return draw_networks(member.study, networks_at(member, vectors), split)
+
+
+def score_rate(member, rate):
     """{"lpds": {method: validation LPD}} of SWA and SWAG at a learning rate, if finite."""
     study = member.study
     samples = study.args.val_samples
     try:
-        moments = swag_moments(sgd_iterates(member, rate))
+        train_swag(member, rate)
     except Diverged as error:
         common.print_on_main(f"skipped: SWAG at the rate {rate:g} ({error})")
         return {"lpds": {}}
-    swa = validation_lpd(study, networks_at(member, moments[:1]))
-    vectors = swag_vectors(member.seed, moments, samples)
-    swag = validation_lpd(study, networks_at(member, vectors), samples)
-    return {"lpds": finite_only({"swa": swa, "swag": swag})}
+    read = partial(read_iterates, member, rate)
+    swa = validate(study, draw_swa(member, read, "val", 1), 1)
+    swag = validate(study, draw_swag(member, read, "val", samples), samples)
+    lpds = {"swa": -swa["val_nll"], "swag": -swag["val_nll"]}
+    return {"lpds": {method: lpd for method, lpd in lpds.items() if math.isfinite(lpd)}}
 
 
-def sgd_iterates(member, rate):
-    """The iterates [R, P] at a learning rate; SGD runs first, if it has not."""
-    if rate not in member.sgd_rates:
-        train_sgd(member, rate)
-        member.sgd_rates.add(rate)
-    iterates = []
-    for r in range(1, member.args.swag_epochs + 1):
-        path = member.study.run.dir / f"seed{member.seed}-swag-lr{rate:g}-{r}.pt"
-        iterates.append(common.load_tensors(path)["weights"])
-    return torch.stack(iterates).to(member.args.device)
-
-
-def train_sgd(member, rate):
-    """SGD from theta_m at a constant rate; the weights after each epoch are an iterate.
-
-    As published, without augmentation.
-    """
+def train_swag(member, rate):
+    """SGD from theta_m at a constant rate; the weights after each epoch are an iterate."""
     study = member.study
     args = study.args
     net = copy.deepcopy(member.net)
     optimiser = torch.optim.SGD(net.parameters(), rate, momentum=0.9,
                                 weight_decay=args.weight_decay)
     model = common.data_parallel(net, args.device, args.compile)
-    name = f"seed{member.seed}-swag-lr{rate:g}"
-    made_from = {**study.origin, "networks": member.digest}
-    history = study.run.resume(name, args.swag_epochs, made_from, net=net, optimiser=optimiser)
+    path = iterates_path(member, rate)
+    history = study.run.resume(path.stem, args.swag_epochs, {"network": member.fingerprint},
+                               net=net, optimiser=optimiser)
     for epoch in range(len(history), args.swag_epochs):
         start = time.perf_counter()
-        loss = train_epoch(study, model, optimiser, study.swag_loader, member.seed, epoch)
+        row = {"epoch": epoch + 1}
+        row |= train_epoch(study, model, optimiser, study.swag_loader, member.seed, epoch)
         # The iterate is written before the checkpoint that counts it.
-        vector = torch.cat([p.detach().flatten() for p in net.parameters()])       # [P]
-        iterate = common.to_bytes({"weights": vector.cpu()})
-        common.on_main(study.run.write, f"{name}-{epoch + 1}.pt", iterate)
-        history.append({"epoch": epoch + 1, "loss": loss, "lr": rate,
-                        "seconds": time.perf_counter() - start})
-        study.run.save(name, history, made_from, net=net, optimiser=optimiser)
+        common.on_main(write_iterate, path, net, epoch)
+        history.append(row | {"lr": rate, "seconds": time.perf_counter() - start})
+        study.run.save(path.stem, history, net=net, optimiser=optimiser)
 
 
-def delete_iterates(member, rates, lpds):
+def iterates_path(member, rate):
+    """The file of the iterates at a rate: the weights after each epoch, one after another."""
+    return member.study.run.dir / f"seed{member.seed}-swag-lr{rate:g}.iterates"
+
+
+def write_iterate(path, net, number):
+    """Write the weights of `net` as iterate `number`, from 0."""
+    vector = torch.cat([parameter.detach().flatten().cpu() for parameter in net.parameters()])
+    try:
+        with open(path, "r+b" if path.exists() else "wb") as file:
+            file.seek(number * vector.nbytes)
+            file.write(vector.numpy().tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror}); free some space, or choose "
+                        "another place") from None
+
+
+def read_iterates(member, rate):
+    """The first R iterates [R, P] at a rate."""
+    iterates = []
+    for number in range(member.study.args.swag_epochs):
+        iterates.append(common.on_main(read_iterate, member, rate, number))
+    return torch.stack(iterates).to(member.theta.device)
+
+
+def read_iterate(member, rate, number):
+    path = iterates_path(member, rate)
+    size = sum(parameter.nbytes for parameter in member.net.parameters())
+    try:
+        with open(path, "rb") as file:
+            file.seek(number * size)
+            content = file.read(size)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); {common.FRESH}") from None
+    if len(content) < size:
+        raise UserError(f"{path} has only {number} iterates; {common.FRESH}")
+    return torch.frombuffer(bytearray(content), dtype=member.theta.dtype)
+
+
+def delete_iterates(member, rates, scores):
     """Of these rates, keep the iterates of the best of SWA and SWAG: all take 1 TB (paper)."""
-    best = [max(of_rates, key=of_rates.get) for of_rates in lpds.values() if of_rates]
+    best = [max(of_rates, key=of_rates.get) for of_rates in scores.values() if of_rates]
     for rate in rates:
-        name = f"seed{member.seed}-swag-lr{rate:g}"
-        if rate in best:
-            continue
-        # The checkpoint goes first: it must not count iterates that are gone.
-        folder = member.study.run.dir
-        (folder / f"{name}.pt").unlink(missing_ok=True)
-        for path in folder.glob(f"{name}-*.pt"):
-            path.unlink()
+        if rate not in best:
+            # The checkpoint goes first: it must not count iterates that do not exist.
+            path = iterates_path(member, rate)
+            path.with_name(f"{path.stem}.pt").unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
 
 def batch_norms(net):
@@ -1306,31 +1495,40 @@ def batch_norms(net):
     return [module for module in net.modules() if isinstance(module, kind)]
 
 
-@torch.no_grad()
 def networks_at(member, vectors):
-    """Yield the networks of vectors of weights [P].
-
-    The statistics of batch norm become the means over all batches of the training set.
-    """
-    study = member.study
+    """Yield the network of each vector of weights [P], always the same module."""
     net = copy.deepcopy(member.net).eval()
-    layers = batch_norms(net)
-    if layers:
-        common.data_parallel(net, study.args.device)  # for batch statistics of the global batch
-    sizes = [p.numel() for p in net.parameters()]
+    common.use_global_batch_norm(net)
     for vector in vectors:
-        for p, weights in zip(net.parameters(), vector.split(sizes)):
-            p.copy_(weights.view_as(p))
+        set_weights(net, vector)
+        refresh_batch_norm(member.study, net)
+        yield net
+
+
+@torch.no_grad()
+def set_weights(net, vector):
+    """Give `net` the weights [P]."""
+    parameters = list(net.parameters())
+    sizes = [parameter.numel() for parameter in parameters]
+    for parameter, weights in zip(parameters, vector.split(sizes)):
+        parameter.copy_(weights.view_as(parameter))
+
+
+@torch.no_grad()
+def refresh_batch_norm(study, net):
+    """Set the statistics of batch norm to their means over all batches of the training set."""
+    layers = batch_norms(net)
+    if not layers:
+        return
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.train()
+    for count, batch in enumerate(study.loaders["train"].epoch(), 1):
         for layer in layers:
-            layer.reset_running_stats()
-            layer.train()
-        batches = study.loaders["train"].epoch() if layers else ()
-        for count, batch in enumerate(batches, 1):
-            for layer in layers:
-                layer.momentum = 1 / count  # all batches weigh the same
-            with common.autocast(study.args):
-                net(batch[0])
-        yield net.eval()
+            layer.momentum = 1 / count  # all batches weigh the same
+        with common.autocast(study.args):
+            net(batch[0])
+    net.eval()
 
 
 def swag_vectors(seed, moments, samples):
@@ -1345,101 +1543,134 @@ def swag_vectors(seed, moments, samples):
         yield from drawn[:samples - 8 * block]
 
 
-class MCDropout(NetworkPosterior):
-    """A network that is trained and sampled with dropout, at the rate that validation chooses."""
+def fit_mcdo(member):
+    """MC dropout: train a network with dropout at each rate, and choose one by validation."""
+    study = member.study
+    scores = {}  # {rate: LPD}
+    for rate in DROPOUTS:
+        state = member.cached(f"mcdo-lpd-{rate:g}", {"val_samples": study.args.val_samples},
+                              partial(score_dropout, member, rate))
+        if "lpd" in state:
+            scores[rate] = state["lpd"]
+    rate = choose(scores, "MC dropout's rate")
+    net = train_map(study, member.seed, rate)
+    inputs = {"rate": rate, "network with dropout": common.fingerprint(net)}
+    return Posterior("mcdo", inputs, partial(draw_mcdo, member, net))
 
-    def __init__(self, member):
-        self.member = member
-        # The network that is trained with dropout at a rate: it is trained, or read, once.
-        self.train = cache(partial(train_map, member.study, member.seed))
-        lpds = {}
-        for rate in DROPOUTS:
-            found = member.keep(f"mcdo-lpd-{rate:g}", partial(self.score, rate), rate=rate,
-                                val_samples=member.args.val_samples)
-            lpds |= found["lpds"]
-        rate = choose(lpds, "MC dropout's rate")
-        self.net = self.train(rate)
-        self.made_from = {"rate": rate, "trained": common.digest(self.net)}
 
-    def score(self, rate):
-        """{"lpds": {rate: validation LPD}}, if it is finite."""
-        count = self.member.args.val_samples
-        try:
-            self.net = self.train(rate)
-        except Diverged as error:
-            common.print_on_main(f"skipped: MC dropout at the rate {rate:g} ({error})")
-            return {"lpds": {}}
-        lpd = validation_lpd(self.member.study, self.networks(count), count)
-        return {"lpds": finite_only({rate: lpd})}
+def score_dropout(member, rate):
+    """{"lpd": validation LPD} of MC dropout at a rate, if it is finite."""
+    count = member.study.args.val_samples
+    try:
+        net = train_map(member.study, member.seed, rate)
+    except Diverged as error:
+        common.print_on_main(f"skipped: MC dropout at the rate {rate:g} ({error})")
+        return {}
+    lpd = -validate(member.study, draw_mcdo(member, net, "val", count), count)["val_nll"]
+    return {"lpd": lpd} if math.isfinite(lpd) else {}
 
-    def networks(self, count):
-        self.net.train()
-        # Dropout alone is random: batch norm keeps its statistics.
-        for layer in batch_norms(self.net):
-            layer.eval()
-        for sample in range(count):
-            common.seed_all(self.member.seed, STREAMS["dropout"], sample, common.rank())
-            yield self.net
+
+def draw_mcdo(member, net, split, count):
+    return draw_networks(member.study, dropout_samples(net, member.seed, count), split)
+
+
+def dropout_samples(net, seed, count):
+    """Yield a network with dropout `count` times, with other masks."""
+    net.train()
+    # Dropout alone is random: batch norm keeps its statistics.
+    for layer in batch_norms(net):
+        layer.eval()
+    for sample in range(count):
+        common.seed_all(seed, STREAMS["dropout"], sample, common.rank())
+        yield net
 
 
 # Posteriors over the last layer: their samples are vectors, `heads` [S, P]. The main process fits
 # them to the features that all processes have computed.
 
 
-class HeadPosterior:
-    """LLLA and LA-NF: features of theta_m are computed once per set, for all samples.
+def fit_llla(member):
+    """LLLA: choose the precision of the prior, and draw S last layers.
 
-    compute() returns {"precision": of the prior, "heads"}; its result is stored as `title`.
+    Returns {"precision", "heads": [S, P]}.
     """
+    def compute():
+        return common.on_main(laplace_heads, member, *member.last_layers)
 
-    shares_pass = True
-
-    def __init__(self, member, title, compute, **made_from):
-        made_from["samples"] = member.args.samples[-1]
-        fitted = member.keep(title, compute, **made_from)
-        self.member = member
-        self.precision = fitted["precision"]
-        self.heads = fitted["heads"]
-        self.more_bytes = (0, self.heads[0].nbytes)
-        self.made_from = made_from | {"precision": self.precision}
-
-    def samples(self, part, count):
-        own = self.member.forward(part)
-        dataset = self.member.study.loaders[part].dataset.select(own.rows)
-        last = last_layer(self.member.net, own.features, dataset)
-        for heads in self.heads[:count].to(last.x).split(8):  # eight at a time fit in memory
-            for outputs in head_outputs(heads, last):
-                yield own.rows, outputs
+    return member.cached("llla", head_inputs(member.study.args), compute)
 
 
-def fit_laplace(member, train, val):
-    """LLLA: choose the precision of the prior, and draw S last layers."""
-    args = member.args
+def head_inputs(args):
+    """What posteriors over the last layer depend on."""
+    return {"structure": args.structure, "val_samples": args.val_samples,
+            "samples": args.samples[-1]}
+
+
+def laplace_heads(member, train, val):
+    """{"precision": that validation chooses, "heads": [S, P]} of LLLA; on the main process."""
+    args = member.study.args
     # The same noise for all members.
     noise = member.noise(args.val_samples, 0, STREAMS["llla_val"])
     scores = precision_scores(member.theta, member.spectrum, val, noise)
-    lpds = dict(zip(LAPLACE_GRID, scores))
-    precision = choose_precision(member, "llla", lpds)
+    precision = choose_precision(member, "llla", dict(zip(LAPLACE_GRID, scores)))
     noise = member.noise(args.samples[-1], member.seed, STREAMS["samples"])
     heads = laplace_samples(member.theta, member.spectrum, precision, noise)
     return {"precision": precision, "heads": heads.cpu()}
 
 
-def fit_flow(member, train, val, laplace, layers):
-    """LA-NF: train a flow for each precision, choose one, and send LLLA's samples through it."""
+def heads_posterior(member, name, state):
+    """The Posterior whose samples are the last layers state["heads"] [S, P]."""
+    inputs = state["inputs"] | {"precision": state["precision"]}
+    heads = state["heads"]
+    return Posterior(name, inputs, partial(draw_heads, member, heads),
+                     bytes_per_sample=heads[0].nbytes)
+
+
+def draw_heads(member, heads, split, count):
+    """Yield the Outputs of last layers; the features are computed once for all of them."""
+    outputs = member.outputs(split)
+    dataset = member.study.loaders[split].dataset.select(outputs.rows)
+    last = last_layer(member.net, outputs.features, dataset)
+    seconds = outputs.seconds  # counted once
+    for eight in heads[:count].to(last.x).split(8):  # which fit in memory
+        start = time.perf_counter()
+        log_probs = head_outputs(eight, last)
+        seconds += time.perf_counter() - start
+        for sample in log_probs:
+            yield Outputs(outputs.rows, sample, None, seconds)
+            seconds = 0.0
+
+
+def fit_la_nf(member, name):
+    """LA-NF: a flow for each precision of the prior, of which validation chooses one.
+
+    Returns {"precision", "heads": [S, P]}: the samples of LLLA, sent through the flow.
+    """
+    laplace = fit_llla(member)
+    layers = int(name.removeprefix("la_nf"))
+
+    def compute():
+        return common.on_main(flow_heads, member, *member.last_layers, laplace, layers)
+
+    return member.cached(name, head_inputs(member.study.args), compute)
+
+
+def flow_heads(member, train, val, laplace, layers):
+    """{"precision": that validation chooses, "heads": [S, P]} of LA-NF; on the main process."""
     theta = member.theta
-    flows = train_flows(member, train, laplace.precision, layers)
+    base_precision = laplace["precision"]
+    flows = train_flows(member, train, base_precision, layers)
     # The same noise for all members.
-    noise = member.noise(member.args.val_samples, 0, STREAMS["la_nf_val"])
-    base = laplace_samples(theta, member.spectrum, laplace.precision, noise)
-    lpds = {}
+    noise = member.noise(member.study.args.val_samples, 0, STREAMS["la_nf_val"])
+    base = laplace_samples(theta, member.spectrum, base_precision, noise)
+    scores = {}
     # published code: the largest of equally good precisions (LLLA: the smallest)
     for precision in reversed(FLOW_GRID):
         heads, _ = apply_flow(flows[precision], base)
         outputs = head_outputs(heads, val)
-        lpds[precision] = log_predictive_density(outputs, val.labels, val.energies)
-    precision = choose_precision(member, f"la_nf{layers}", lpds)
-    heads, _ = apply_flow(flows[precision], laplace.heads.to(theta))
+        scores[precision] = log_predictive_density(outputs, val.labels, val.energies)
+    precision = choose_precision(member, f"la_nf{layers}", scores)
+    heads, _ = apply_flow(flows[precision], laplace["heads"].to(theta))
     return {"precision": precision, "heads": heads.cpu()}
 
 
@@ -1448,8 +1679,7 @@ def train_flows(member, train, base_precision, layers):
 
     Returns {prior precision: (centres [T, P], a and b [T])}.
     """
-    study = member.study
-    args = study.args
+    args = member.study.args
     theta = member.theta
     n = len(train.labels)
     start_seed = common.derive_seed(member.seed, STREAMS["flow_start"])
@@ -1467,9 +1697,9 @@ def train_flows(member, train, base_precision, layers):
         noise = torch.randn(steps, len(theta), generator=generator).to(theta)      # [steps, P]
         total = torch.zeros((), device=theta.device)
         for step in range(steps):
-            share = (epoch + step / steps) / FLOW_EPOCHS
-            optimiser.param_groups[0]["lr"] = 0.5e-3 * (1 + math.cos(math.pi * share))
-            batch = take(study, train, batches[step])
+            progress = (epoch + step / steps) / FLOW_EPOCHS
+            optimiser.param_groups[0]["lr"] = 0.5e-3 * (1 + math.cos(math.pi * progress))
+            batch = select_examples(train, batches[step], member.study.splits.train)
             losses = negative_elbo(flows, theta, member.spectrum, base_precision, precisions,
                                    noise[step:step + 1], batch, n)                 # [G]
             optimiser.zero_grad()
@@ -1481,122 +1711,53 @@ def train_flows(member, train, base_precision, layers):
                             f"{epoch + 1}; use fewer --flow-layers")
     print(f"seed{member.seed}-la_nf{layers}  mean negative ELBO of the last epoch "
           f"{total.item() / steps:.6g}", flush=True)
-    trained = {}
-    for number, precision in enumerate(FLOW_GRID):
-        trained[precision] = [tensor[number].detach() for tensor in flows]
-    return trained
+    trained = [tensor.detach() for tensor in flows]                                # [G, T, ...]
+    return dict(zip(FLOW_GRID, zip(*trained)))
 
 
-def take(study, last, rows):
-    """The LastLayer of the training examples `rows` [B], which are on the CPU."""
+def select_examples(last, rows, dataset):
+    """The LastLayer of the examples `rows` [B] of a set, which are on the CPU."""
     device = last.x.device
     examples = rows.to(device, non_blocking=True)
-    if not study.energies:
+    if not last.energies:
         return LastLayer(last.x[examples], last.labels[examples])
     # Indices are made on the CPU, so that nothing waits for the device.
-    sizes = study.sets.train.sizes
-    atoms = data.entries_of(rows, sizes).to(device, non_blocking=True)
-    molecule = torch.arange(len(rows)).repeat_interleave(sizes[rows])
+    atoms = data.entries_of(rows, dataset.sizes).to(device, non_blocking=True)
+    molecule = torch.arange(len(rows)).repeat_interleave(dataset.sizes[rows])
     molecule = molecule.to(device, non_blocking=True)
     return LastLayer(last.x[atoms], last.labels[examples], True, molecule, last.offset[examples],
                      last.scale)
 
 
-def draw_published(member, file):
-    """The last layers of a published LLLA or LA-NF; on the main process."""
-    with reading(file):
-        state = file.state.get("llla_inference", file.state)
-        if not torch.allclose(state["mean"].to(member.theta), member.theta, rtol=1e-4, atol=1e-6):
-            raise ValueError(f"other weights than those of seed {file.seed} in --map-paths")
-        laplace = state["llla"]
-        h = laplace.get("H_nll", laplace["H"])  # of molecules, H includes the prior
-        values = h.double().to(member.theta.device)
-        basis = None
-        if h.ndim == 2:
-            values, basis = eigh(values)
-        if "H_nll" not in laplace:
-            values = values.clamp_min(0)  # below is rounding
-        noise = member.noise(member.args.samples[-1], member.seed, STREAMS["samples"])
-        precision = float(laplace["prior_precision"])
-        heads = laplace_samples(member.theta, Spectrum(values, basis), precision, noise)
-        if file.title != "llla":
-            heads, _ = apply_flow(published_flow(file, heads.device), heads)
-        return {"precision": precision, "heads": heads.cpu()}
-
-
-# In the published order.
-LABELS = {"map": "DE", "swa": "SWA", "swag": "SWAG", "llla": "LLLA", "la_nf": "LA-NF",
-          "mcdo": "MC dropout"}
-POINTS = ("map", "swa")  # one network, which no number of samples changes
-
-
-def list_titles(args):
-    """The posteriors of a study, as their files are called: with T flows, LA-NF is la_nf<T>."""
-    titles = []
-    for method in args.methods:
-        if method == "la_nf":
-            titles += [f"la_nf{layers}" for layers in args.flow_layers]
-        else:
-            titles.append(method)
-    return titles
-
-
-def find_posterior(member, title):
-    """A posterior around theta_m: a published one, or one that is fitted, now or earlier."""
-    args = member.args
-    file = member.study.published.get((title, member.seed))
-    if title == "map":
-        return MAP(member)
-    if title == "mcdo":
-        return MCDropout(member)
-    if title in ("swa", "swag"):
-        kind = SWA if title == "swa" else SWAG
-        if file is not None:
-            return kind(member, partial(published_iterates, member.net, file), file=file.identity)
-        rate = choose_sgd_rate(member, title)
-        find = partial(sgd_iterates, member, rate)
-        return kind(member, find, rate=rate, epochs=args.swag_epochs)
-    if file is not None:
-        draw = partial(common.on_main, draw_published, member, file)
-        return HeadPosterior(member, title, draw, file=file.identity)
-    fitted = {"structure": args.structure, "val_samples": args.val_samples}
-    if title == "llla":
-        return HeadPosterior(member, title, partial(member.fit, fit_laplace), **fitted)
-    laplace = find_posterior(member, "llla")
-    layers = int(title.removeprefix("la_nf"))
-    fit = partial(member.fit, fit_flow, laplace, layers)
-    return HeadPosterior(member, title, fit, base=laplace.made_from, **fitted)
-
-
-def keep_predictions(member, posterior, title, part):
-    """Store what a posterior predicts for a set, in its order, or find it stored.
-
-    Beside what `summarise` returns, this is "cost" [2, 2]: seconds and bytes, of what is computed
-    once and of each sample.
-    """
-    study = member.study
-    counts = {1}  # of samples of a member, S // K for each S and K
-    if title not in POINTS:
-        counts = {s // k for s, k in itertools.product(study.args.samples, study.args.ensembles)}
-    counts = sorted(counts - {0})
+def load_posterior(member, file):
+    """The Posterior of a published file."""
+    inputs = {"published": member.study.checksums[file.path]}
+    if file.name in ("swa", "swag"):
+        rank = file.state["iterates"].shape[1]
+        return swag_posterior(member, file.name, inputs, rank,
+                              partial(published_iterates, member.net, file))
+    inputs["samples"] = member.study.args.samples[-1]
 
     def compute():
-        if not common.on_main(lambda: study.run.writable):
-            raise UserError(f"{study.run.dir} is read-only, and lacks predictions; evaluate a "
-                            "copy of it")
-        once = 0.0
-        if posterior.shares_pass:
-            once = member.forward(part).seconds
-        start = time.perf_counter()
-        predictions = summarise(study, posterior.samples(part, counts[-1]), counts)
-        seconds = (once, (time.perf_counter() - start) / counts[-1])
-        more, of_sample = posterior.more_bytes
-        network = sum(tensor.nbytes for tensor in member.net.state_dict().values())
-        cost = torch.tensor([seconds, (network + more, of_sample)], dtype=torch.float64)
-        return {**predictions, "cost": cost}
+        return common.on_main(published_heads, member, file)
 
-    digest = data.digest(study.loaders[part].dataset)
-    member.keep(f"{title}-{part}", compute, examples=digest, counts=counts, **posterior.made_from)
+    return heads_posterior(member, file.name, member.cached(file.name, inputs, compute))
+
+
+def published_heads(member, file):
+    """{"precision", "heads": [S, P]} of a published LLLA or LA-NF; on the main process."""
+    h, is_hessian, precision = published_laplace(member.theta, file)
+    h = h.double().to(member.theta.device)
+    spectrum = Spectrum(h, None)
+    if h.ndim == 2:
+        spectrum = symmetric_spectrum(h)
+    if not is_hessian:
+        spectrum = spectrum._replace(values=spectrum.values.clamp_min(0))  # below is rounding
+    noise = member.noise(member.study.args.samples[-1], member.seed, STREAMS["samples"])
+    heads = laplace_samples(member.theta, spectrum, precision, noise)
+    if file.name != "llla":
+        heads, _ = apply_flow(published_flow(member.theta, file), heads)
+    return {"precision": precision, "heads": heads.cpu()}
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
@@ -1607,51 +1768,55 @@ def keep_predictions(member, posterior, title, part):
 class Ensemble(NamedTuple):
     """Members that are averaged, with equally many samples of each."""
 
-    label: str    # the name of their posterior in tables
-    seeds: tuple  # of the members
-    samples: int  # S, in all
-    share: int    # S // K, of each member
+    label: str               # the name of their posterior in tables
+    seeds: tuple             # of the members
+    samples: int             # S, in all
+    samples_per_member: int  # S // K
 
 
-def list_ensembles(study, title):
+def list_ensembles(study, name):
     """The Ensembles of a posterior: the published members for each size K and S, for each run."""
     args = study.args
-    found = []
+    ensembles = []
     for k in args.ensembles:
         if k > args.members:
             continue
-        sizes = [k] if title in POINTS else [s for s in args.samples if s >= k]
+        sizes = [k] if name in POINTS else [s for s in args.samples if s >= k]
         for samples in sizes:
-            label = label_of(args, title, samples)
+            label = label_of(args, name, samples)
             for run in range(args.runs):
-                own = study.seeds[run * args.members:(run + 1) * args.members]
-                for chosen in member_combinations(args.members, k):
-                    seeds = tuple(own[member - 1] for member in chosen)
-                    found.append(Ensemble(label, seeds, samples, samples // k))
-    return found
+                seeds_of_run = study.seeds[run * args.members:(run + 1) * args.members]
+                for numbers in member_combinations(args.members, k):
+                    seeds = tuple(seeds_of_run[number - 1] for number in numbers)
+                    ensembles.append(Ensemble(label, seeds, samples, samples // k))
+    return ensembles
 
 
-def label_of(args, title, samples):
+def label_of(args, name, samples):
     """The name of a posterior in tables, with T and S if the study compares several."""
-    label = LABELS[title.rstrip("0123456789")]
-    if title.startswith("la_nf") and len(args.flow_layers) > 1:
-        label += f", T={title.removeprefix('la_nf')}"
-    if title not in POINTS and len(args.samples) > 1:
+    label = LABELS[name.rstrip("0123456789")]
+    if name.startswith("la_nf") and len(args.flow_layers) > 1:
+        label += f", T={name.removeprefix('la_nf')}"
+    if name not in POINTS and len(args.samples) > 1:
         label += f", S={samples}"
     return label
 
 
-class ClassPrediction(Mixture):
+class ClassPrediction(NamedTuple):
     """What an ensemble predicts for N examples: the mixture of all its samples."""
+
+    log_probs: Tensor  # [N, C]  log of the mean probability
+    entropy: Tensor    # [N]     mean entropy of a sample, in nats
+    samples: int
 
     def uncertainties(self):
         """Total, aleatoric and epistemic uncertainty (mutual information) in nats, [N]."""
-        found = {"total": torch.special.entr(self.log_probs.exp()).sum(1),
-                 "aleatoric": self.entropy}
+        total = torch.special.entr(self.log_probs.exp()).sum(1)
+        uncertainties = {"total": total, "aleatoric": self.entropy}
         # That of a single sample would be rounding errors.
         if self.samples > 1:
-            found["epistemic"] = (found["total"] - self.entropy).clamp_min(0)
-        return found
+            uncertainties["epistemic"] = (total - self.entropy).clamp_min(0)
+        return uncertainties
 
     def scores(self, labels):
         """What is compared between methods, of each example [N]."""
@@ -1660,10 +1825,8 @@ class ClassPrediction(Mixture):
         return {"lpd": lpd, "accuracy": correct.double()}
 
     def metrics(self, labels):
-        probs = self.log_probs.exp()
-        nll = common.nll(self.log_probs, labels)
-        return {"accuracy": common.accuracy(probs, labels), "lpd": -nll, "nll": nll,
-                "brier": common.brier(probs, labels), "ece15": common.ece(probs, labels)}
+        metrics = common.prediction_metrics(self.log_probs, labels)
+        return metrics | {"lpd": -metrics["nll"]}
 
 
 class EnergyPrediction(NamedTuple):
@@ -1675,15 +1838,15 @@ class EnergyPrediction(NamedTuple):
     def uncertainties(self):
         """Total, aleatoric and epistemic uncertainty, as standard deviations [N]."""
         moments = common.gaussian_mixture_moments(self.means, self.variances)
-        found = {"total": moments.total.sqrt(), "aleatoric": moments.aleatoric.sqrt()}
+        uncertainties = {"total": moments.total.sqrt(), "aleatoric": moments.aleatoric.sqrt()}
         if len(self.means) > 1:
-            found["epistemic"] = moments.epistemic.sqrt()
-        return found
+            uncertainties["epistemic"] = moments.epistemic.sqrt()
+        return uncertainties
 
     def scores(self, labels):
         """What is compared between methods, of each molecule [N]."""
         outputs = torch.stack([self.means, self.variances], -1)        # [S, N, 2]
-        log_p = log_density(outputs, labels, energies=True)            # [S, N]
+        log_p = log_likelihood(outputs, labels, energies=True)         # [S, N]
         lpd = log_p.logsumexp(0) - math.log(len(outputs))
         return {"lpd": lpd, "mae_milli": 1000 * (self.means.mean(0) - labels).abs()}
 
@@ -1692,42 +1855,44 @@ class EnergyPrediction(NamedTuple):
         return {"mae_milli": 1000 * metrics["mae"], **metrics}  # published: of energies, meV
 
 
-def read_members(study, title, part):
-    """{seed: the predictions of a member}, which `keep_predictions` has just made or checked."""
-    members = {}
+def read_predictions(study, name, split):
+    """{seed: the predictions of a member}, which `predict` has just made or checked."""
+    predictions = {}
     for seed in study.seeds:
-        path = study.run.dir / f"seed{seed}-{title}-{part}.pt"
-        members[seed] = torch.load(path, map_location="cpu", weights_only=True)
-    return members
+        path = study.run.dir / f"seed{seed}-{name}-{split}.pt"
+        predictions[seed] = torch.load(path, map_location="cpu", weights_only=True)
+    return predictions
 
 
-def predict_together(study, members, ensemble):
+def combine_members(study, predictions, ensemble):
     """The prediction of an ensemble, from the predictions of all members."""
-    share = ensemble.share
-    chosen = [members[seed] for seed in ensemble.seeds]
+    n = ensemble.samples_per_member
+    members = [predictions[seed] for seed in ensemble.seeds]
     if study.energies:
-        samples = [member["samples"][:, :share] for member in chosen]
-        means, variances = torch.cat(samples, 1).transpose(0, 1).unbind(-1)    # [S, N]
+        samples = torch.cat([member["samples"][:, :n] for member in members], 1)   # [N, S, 2]
+        means, variances = samples.transpose(0, 1).unbind(-1)                      # [S, N]
         return EnergyPrediction(means, variances)
-    log_probs = torch.stack([member[f"log_probs_{share}"] for member in chosen])   # [K, N, C]
-    mean = log_probs.double().logsumexp(0) - math.log(len(chosen))
-    entropy = torch.stack([member[f"entropy_{share}"] for member in chosen]).mean(0)
-    return ClassPrediction(mean, entropy, share * len(chosen))
+    log_probs = torch.stack([member[f"log_probs_{n}"] for member in members])      # [K, N, C]
+    mean = log_probs.double().logsumexp(0) - math.log(len(members))
+    entropy = torch.stack([member[f"entropy_{n}"] for member in members]).mean(0)
+    return ClassPrediction(mean, entropy, n * len(members))
 
 
 def describe(study, ensemble):
     """What a row is about. Ensembles are told apart by the seeds of their members."""
-    test = study.sets.test
+    test = study.splits.test
     return {"method": f"{ensemble.label}, K={len(ensemble.seeds)}",
             "seed": "+".join(map(str, ensemble.seeds)), "members": ensemble.seeds,
             "set": test.name, "n": len(test)}
 
 
-def cost(members, ensemble, n):
-    """Milliseconds per example, of n, and bytes, to predict by an ensemble."""
-    once_and_samples = torch.tensor([1.0, ensemble.share], dtype=torch.float64)
-    total = sum(members[seed]["cost"] @ once_and_samples for seed in ensemble.seeds)
-    return {"ms": 1000 * total[0].item() / n, "bytes": round(total[1].item())}
+def cost(study, predictions, ensemble):
+    """Milliseconds per example, and bytes, to predict by an ensemble."""
+    n = ensemble.samples_per_member
+    seconds = sum(predictions[seed][f"seconds_{n}"] for seed in ensemble.seeds)
+    size = sum(predictions[seed][f"bytes_{n}"] for seed in ensemble.seeds)
+    return {"ms": study.splits.backbone_ms + 1000 * seconds / len(study.splits.test),
+            "bytes": study.splits.backbone_bytes + size}
 
 
 class Difference(NamedTuple):
@@ -1743,28 +1908,28 @@ class Difference(NamedTuple):
 def evaluate(study):
     """The rows of all ensembles, and their Differences to DE."""
     rows = []
-    de = {}       # {seeds: {metric: [N]}}
-    changes = {}  # {(method, K, metric): [[N] of each ensemble]}
-    labels = study.sets.test.labels
-    for title in list_titles(study.args):
-        members = read_members(study, title, "test")
+    scores_of_de = {}  # {seeds: {metric: [N]}}
+    changes = {}       # {(method, K, metric): [[N] of each ensemble]}
+    labels = study.splits.test.labels
+    for name in posterior_names(study.args):
+        predictions = read_predictions(study, name, "test")
         uncertainties = {}  # {Ensemble: {kind: [N]}}
-        for ensemble in list_ensembles(study, title):
-            prediction = predict_together(study, members, ensemble)
+        for ensemble in list_ensembles(study, name):
+            prediction = combine_members(study, predictions, ensemble)
             uncertainties[ensemble] = prediction.uncertainties()
             row = describe(study, ensemble) | prediction.metrics(labels)
-            row |= cost(members, ensemble, len(labels))
+            row |= cost(study, predictions, ensemble)
             scores = prediction.scores(labels)
-            if title == "map":
-                de[ensemble.seeds] = scores
+            if name == "map":
+                scores_of_de[ensemble.seeds] = scores
             else:
                 for metric, values in scores.items():
-                    change = values - de[ensemble.seeds][metric]
+                    change = values - scores_of_de[ensemble.seeds][metric]
                     row[f"{metric}_minus_de"] = change.mean().item()
                     key = (ensemble.label, len(ensemble.seeds), metric)
                     changes.setdefault(key, []).append(change)
             rows.append(row)
-        rows += detection_rows(study, title, uncertainties)
+        rows += detection_rows(study, name, uncertainties)
     rows.sort(key=lambda row: len(row["members"]))  # as published: K, and within it the methods
     differences = []
     for key, of_ensembles in changes.items():
@@ -1774,36 +1939,31 @@ def evaluate(study):
     return rows, differences
 
 
-def detection_rows(study, title, inside):
+def detection_rows(study, name, inside):
     """How well uncertainties tell OOD sets from the test set: those of all ensembles, `inside`."""
     rows = []
-    for parts in ood_parts(study.args.ood).values():
-        parts = [data.set_name(part) for part in parts]
-        if not study.sets.ood.keys() >= set(parts):
-            continue  # a part was not found, which has been printed
-        members = [read_members(study, title, f"ood-{part}") for part in parts]
-        for ensemble, uncertainties in inside.items():
-            outside = []
-            for of_part in members:
-                outside.append(predict_together(study, of_part, ensemble).uncertainties())
-            row = describe(study, ensemble) | {"against": "+".join(parts)}
-            for kind in ("total", "epistemic"):
-                if kind not in uncertainties:
-                    continue
-                others = torch.cat([of_part[kind] for of_part in outside])
-                found = common.ood_metrics(uncertainties[kind], others, larger_means="ood")
-                for metric, value in found.items():
-                    row[f"{metric}_{kind}"] = value  # for example auroc_total
-            rows.append(row)
+    for names in ood_unions(study.args.ood).values():
+        sets = [data.name_of_other(set_name) for set_name in names]
+        if not study.splits.ood.keys() >= set(sets):
+            continue  # one was not found, which has been printed
+        predictions = [read_predictions(study, name, f"ood-{set_name}") for set_name in sets]
+        for ensemble, of_test in inside.items():
+            of_sets = [combine_members(study, of_set, ensemble).uncertainties()
+                       for of_set in predictions]
+            of_test = {kind: of_test[kind] for kind in ("total", "epistemic") if kind in of_test}
+            outside = {kind: torch.cat([of_set[kind] for of_set in of_sets]) for kind in of_test}
+            row = describe(study, ensemble) | {"against": "+".join(sets)}
+            larger_means = {"total": "ood", "epistemic": "ood"}
+            rows.append(row | common.detection_metrics(of_test, outside, larger_means))
     return rows
 
 
-def ood_parts(names):
+def ood_unions(names):
     """{OOD set: the names of its parts}: a+b is a union, but folder:a+b a folder."""
-    parts = {}
+    unions = {}
     for name in names:
-        parts[name] = [name] if name.startswith("folder:") else name.split("+")
-    return parts
+        unions[name] = [name] if name.startswith("folder:") else name.split("+")
+    return unions
 
 
 def print_differences(differences):
@@ -1823,26 +1983,26 @@ def print_differences(differences):
 
 def write_predictions(study):
     """--predict: predictions.csv of the first of the largest ensembles, for each method."""
-    dataset = study.sets.predict
-    predictions = {}  # {title: prediction}
-    for title in list_titles(study.args):
-        ensembles = list_ensembles(study, title)
-        largest = max(ensembles, key=lambda each: (len(each.seeds), each.samples))
-        members = read_members(study, title, "predict")
-        predictions[title] = predict_together(study, members, largest)
-    if study.energies:
-        columns = common.example_columns(dataset)
-    else:
-        log_probs = {title: own.log_probs[None] for title, own in predictions.items()}
-        columns = common.prediction_columns(dataset, log_probs, study.sets.train.classes)
-    for title, own in predictions.items():
+    dataset = study.splits.predict
+    columns = {}    # {column: [N]}
+    log_probs = {}  # {method: [1, N, C]}
+    for name in posterior_names(study.args):
+        ensembles = list_ensembles(study, name)
+        largest = max(ensembles, key=lambda ensemble: (len(ensemble.seeds), ensemble.samples))
+        prediction = combine_members(study, read_predictions(study, name, "predict"), largest)
         # The columns of DE have no ending, as those of the first method in all scripts.
-        ending = "" if title == "map" else f"_{title}"
+        ending = "" if name == "map" else f"_{name}"
         if study.energies:
-            columns[f"predicted{ending}"] = own.means.mean(0)
-        for name, values in own.uncertainties().items():
-            columns[f"{name}{ending}"] = values
-    study.run.write_csv("predictions.csv", columns)
+            columns[f"predicted{ending}"] = prediction.means.mean(0)
+        else:
+            log_probs[name] = prediction.log_probs[None]
+        for kind, values in prediction.uncertainties().items():
+            columns[f"{kind}{ending}"] = values
+    if study.energies:
+        study.run.write_csv("predictions.csv", common.example_columns(dataset) | columns)
+    else:
+        common.write_predictions(study.run, dataset, log_probs, study.splits.train.classes,
+                                 extra=columns)
 
 
 # ---- Plots --------------------------------------------------------------------------------------
@@ -1904,79 +2064,89 @@ PRESETS = {
                      weight_decay=0.01, opt="adamw", members=3, ensembles=[1, 3], samples=[30],
                      val_samples=30, limit_train=2500, swag_epochs=6, swag_lrs=[1e-6, 3e-7],
                      ood=["clusters_large"]),
-    # Your own images: a small network that trains on two CPU cores in minutes.
+    # The user's own images: a small network that trains on two CPU cores in minutes.
     "folder": dict(model="wrn_10_4", width=0.25, epochs=60, batch_size=32, weight_decay=1e-4,
                    augment=True, num_val=None, members=3, ensembles=[1, 3], samples=[20],
                    val_samples=10, swag_epochs=8, swag_lrs=[0.03, 0.01]),
-    # Your own network: a few careful epochs, or its last layer alone, which is wide.
-    "pretrained": dict(width=1.0, epochs=10, batch_size=32, lr=0.02, weight_decay=5e-4,
-                       augment=True, structure="diag", swag_lrs=[3e-3, 1e-3],
-                       methods=["map", "llla", "la_nf"]),
-    "frozen": dict(epochs=30, lr=0.01, weight_decay=0.05, augment=False, swag_lrs=[0.03, 0.01]),
+    # The following are added to the preset of the data set if the option is used: the user's own
+    # network gets a few careful epochs, or a new last layer alone, which is wide.
+    "--model torchvision/NAME": dict(width=1.0, epochs=10, batch_size=32, lr=0.02,
+                                     weight_decay=5e-4, augment=True, structure="diag",
+                                     swag_lrs=[3e-3, 1e-3], methods=["map", "llla", "la_nf"]),
+    "--freeze": dict(epochs=30, lr=0.01, weight_decay=0.05, augment=False, swag_lrs=[0.03, 0.01]),
 }
-SAMPLED = [method for method in LABELS if method not in POINTS]
-# The run directory belongs to the options of MAP training: members of all seeds lie in it side
-# by side, with the posteriors that these options made of them.
-EVALUATION_OPTIONS = ("seed", "members", "methods", "ensembles", "samples", "ood", "limit_test",
-                      "swag_epochs", "swag_lrs", "structure", "flow_layers", "val_samples",
-                      "map_paths", "posterior_paths")
 
 
 def parse_args(argv=None):
+    """The options; each is added to the group of its role (see ROLES in common.py).
+
+    The run directory belongs to the options of MAP training: members of all seeds lie in it side
+    by side, so --seed is an option of the evaluation.
+    """
     parser = common.Parser("swag_laplace_ensembles", __doc__, PRESETS,
-                           list(NETWORKS | SEQUENCE_NETWORKS), dataset="dirty_glyphs",
-                           model="wrn_16_4", epochs=100, batch_size=128, lr=0.1)
-    add = parser.add_argument_group("swag_laplace_ensembles.py").add_argument
-    add("--num-val", type=at_least(1), default=2000,
+                           NETWORKS | SEQUENCE_NETWORKS, dataset="dirty_glyphs", model="wrn_16_4",
+                           epochs=100, batch_size=128, lr=0.1)
+    parser.move("--seed", "evaluation")
+    training = parser.training.add_argument
+    training("--num-val", type=at_least(1), default=2000,
         help="number of validation images, taken from the training set (published code: 2000)")
-    add("--target", default="u0", help="for qm9: the quantity to predict (paper: u0)")
-    add("--vocab", metavar="FILE",
+    training("--vocab", metavar="FILE",
         help="for sst2: a file with one word piece per line (paper: that of bert-base-uncased), "
         "instead of word pieces of the training sentences")
-    add("--dropout", type=between(0, 0.99), default=0.0,
+    training("--dropout", type=between(0, 0.99), default=0.0,
         help="rate of dropout in the MAP networks (published: 0.5 for BERT, else 0)")
-    add("--opt", choices=["sgd", "adamw"], default="sgd",
+    training("--opt", choices=["sgd", "adamw"], default="sgd",
         help="optimiser of the MAP networks: SGD with Nesterov momentum 0.9, or AdamW (published: "
         "SGD, for molecules AdamW)")
-    add("--weight-decay", type=at_least(0, float), default=5e-4,
+    training("--weight-decay", type=at_least(0, float), default=5e-4,
         help="weight decay of all parameters, also in SWAG's SGD (published: 5e-4; BERT 3e-3, "
         "molecules 0.01)")
-    add("--augment", action=argparse.BooleanOptionalAction, default=False,
-        help="train the MAP networks with random crops and flips (published: for CIFAR)")
-    add("--swag-epochs", type=at_least(2), default=100, metavar="R",
-        help="epochs of SGD after the MAP network, and rank of SWAG (published: 100; wrn_28_10 25)")
-    add("--swag-lrs", nargs="+", type=at_least(1e-12, float), default=SWAG_LRS, metavar="LR",
-        help="constant learning rates of this SGD, of which validation chooses one")
-    add("--structure", choices=["full", "diag"], default="full",
-        help="Gauss-Newton matrix of the last layer (for molecules the Hessian): all of it or its "
-        "diagonal (paper: full; diag for wrn_28_10)")
-    add("--flow-layers", nargs="+", type=at_least(1), default=[10], metavar="T",
-        help="number of radial flows of LA-NF; several are compared (paper: 1, 5, 10 and 30)")
-    add("--val-samples", type=at_least(1), default=100,
-        help="number of samples when a learning rate or precision is chosen (published: 100)")
-    add("--methods", nargs="+", choices=LABELS, metavar="NAME",
-        default=["map", "swa", "swag", "llla", "la_nf"],
-        help="posteriors to compare: " + ", ".join(LABELS) + "; map is always there")
-    add("--members", type=at_least(1), default=30, metavar="M",
+
+    evaluation = parser.evaluation.add_argument
+    evaluation("--members", type=at_least(1), default=30, metavar="M",
         help="number of networks; their seeds start at --seed (paper: 30); --runs repeats all with "
         "the next M seeds")
-    add("--ensembles", nargs="+", type=at_least(1), default=[1, 2, 5, 10, 20], metavar="K",
+    evaluation("--methods", nargs="+", choices=LABELS, metavar="NAME",
+        default=["map", "swa", "swag", "llla", "la_nf"],
+        help="posteriors to compare: " + ", ".join(LABELS) + "; map is always among them")
+    evaluation("--ensembles", nargs="+", type=at_least(1), default=[1, 2, 5, 10, 20], metavar="K",
         help="ensemble sizes K (paper: 1 2 5 10 20)")
-    add("--samples", nargs="+", type=at_least(1), default=[200], metavar="S",
+    evaluation("--samples", nargs="+", type=at_least(1), default=[200], metavar="S",
         help="samples of an ensemble, S // K of each of its members (paper: 200); several numbers "
         "give rows for each")
-    add("--ood", nargs="*", default=[], metavar="NAME",
-        help="out-of-distribution sets; a+b is the union of two, folder:PATH a folder of images, "
-        "nonsense images of no class")
-    add("--limit-test", type=at_least(2), metavar="N",
+    evaluation("--swag-epochs", type=at_least(2), default=100, metavar="R",
+        help="epochs of SGD after the MAP network, and rank of SWAG (published: 100; wrn_28_10 25)")
+    evaluation("--swag-lrs", nargs="+", type=at_least(1e-12, float), default=SWAG_LRS,
+        metavar="LR", help="constant learning rates of this SGD, of which validation chooses one")
+    evaluation("--structure", choices=["full", "diag"], default="full",
+        help="Gauss-Newton matrix of the last layer (for molecules the Hessian): all of it or its "
+        "diagonal (paper: full; diag for wrn_28_10)")
+    evaluation("--flow-layers", nargs="+", type=at_least(1), default=[10], metavar="T",
+        help="number of radial flows of LA-NF; several are compared (paper: 1, 5, 10 and 30)")
+    evaluation("--val-samples", type=at_least(1), default=100,
+        help="number of samples when a learning rate or precision is chosen (published: 100)")
+    evaluation("--limit-test", type=at_least(2), metavar="N",
         help="number of examples of each set that is evaluated")
-    add("--map-paths", nargs="+", default=[], metavar="FILE",
-        help="published MAP networks, which are the members instead of trained ones")
-    add("--posterior-paths", nargs="+", default=[], metavar="FILE",
+    evaluation("--map-paths", nargs="+", default=[], metavar="FILE",
+        help="published MAP networks, which are the members instead of trained ones; the first "
+        "file also says the default of --dataset and --model")
+    evaluation("--posterior-paths", nargs="+", default=[], metavar="FILE",
         help="published SWA, SWAG, LLLA and LA-NF of these networks, which are then not fitted")
-    args = parser.parse(argv)
+
+    paths = parser.parse_args(argv).map_paths
+    if paths:
+        options = configured_options(read_published(paths[0]))
+        parser.set_defaults(**options)
+        options.pop("dataset", None)
+        parser.presets = PRESETS | {"--map-paths": options}
+    args = parser.parse(argv, run_name)
     check_options(args)
     return args
+
+
+def run_name(args):
+    """The name of the run directory, which members of all seeds share."""
+    return common.run_name(args, "published" if args.map_paths else None)
 
 
 def check_options(args):
@@ -1984,18 +2154,50 @@ def check_options(args):
     args.methods = [name for name in LABELS if name == "map" or name in args.methods]
     for name in ("samples", "ensembles", "flow_layers"):
         setattr(args, name, sorted(set(getattr(args, name))))
-    check_effects(args)
+    is_pretrained = args.model.startswith("torchvision/")
+    is_molecules = args.dataset in data.MOLECULES
+    uses_swag = uses(args, "swa", "swag")
+    common.refuse(args, [
+        (not uses_swag, ["swag_epochs", "swag_lrs"], "without --methods swa or swag"),
+        (not uses(args, "llla", "la_nf"), ["structure"], "without --methods llla or la_nf"),
+        (not uses(args, "la_nf"), ["flow_layers"], "without --methods la_nf"),
+        (args.methods == ["map"], ["val_samples"], "without a method other than map"),
+        (not uses(args, *SAMPLED), ["samples"], f"without --methods {' or '.join(SAMPLED)}"),
+        (args.dataset in data.TEXTS + data.MOLECULES, ["image_size", "num_val", "augment"],
+         f"on {args.dataset}"),
+        (is_molecules, ["structure"], "on molecules, whose Hessian is always full"),
+        (args.dataset != "sst2", ["vocab"], f"on {args.dataset}"),
+        (is_pretrained, ["dropout"], f"with --model {args.model}"),
+        (args.map_paths, ["seed", "members", "runs", "epochs", "lr", "opt", "dropout", "augment",
+                          "num_val"], "with --map-paths"),
+        (not args.map_paths, ["posterior_paths"], "without --map-paths"),
+    ])
+    if args.device.type == "mps":
+        raise UserError("--device mps has no float64, which all posteriors need; use --device cpu")
     if args.map_paths:
         args.members = len(args.map_paths)
         args.runs = 1
-    if args.device.type == "mps":
-        raise UserError("--device mps has no float64, which all posteriors need; use --device cpu")
+        if is_pretrained:
+            raise UserError(f"--model {args.model}: --map-paths are networks of "
+                            f"{', '.join(NETWORKS | SEQUENCE_NETWORKS)}")
+    if "mcdo" in args.methods and (args.map_paths or is_pretrained):
+        raise UserError("--methods mcdo trains networks with several rates of dropout, which "
+                        "neither --map-paths nor torchvision/NAME allow; remove it")
+    if args.epochs == 0 and args.members * args.runs > 1 and common.is_pretrained(args):
+        raise UserError("--epochs 0: all members would be the same network; use --members 1 "
+                        "and no --runs")
+    if len({f"{rate:g}" for rate in args.swag_lrs}) < len(args.swag_lrs):
+        raise UserError("--swag-lrs: two rates have the same first six digits; give different ones")
+    check_ensembles(args)
 
+
+def check_ensembles(args):
+    """Skip ensembles that are too large for --members; each member must give a sample."""
     too_large = [k for k in args.ensembles if k > args.members]
     if too_large == args.ensembles:
         raise UserError(f"--ensembles {args.ensembles[0]}: must not exceed --members "
                         f"{args.members}")
-    if too_large and "ensembles" not in args.given:
+    if too_large and "ensembles" not in args.explicit:
         args.ensembles = sorted(set(args.ensembles + [args.members]))
     if too_large:
         # Members are sampled for them anyway, for a larger study later.
@@ -2005,42 +2207,6 @@ def check_options(args):
     if uses(args, *SAMPLED) and args.samples[-1] < largest:
         raise UserError(f"--samples {args.samples[-1]}: must be at least one for each member of "
                         f"--ensembles {largest}")
-    if len({f"{rate:g}" for rate in args.swag_lrs}) < len(args.swag_lrs):
-        raise UserError("--swag-lrs: two rates have the same first six digits; give different ones")
-    if "mcdo" in args.methods and (args.map_paths or args.model.startswith("torchvision/")):
-        raise UserError("--methods mcdo trains networks with several rates of dropout, which "
-                        "neither --map-paths nor torchvision/NAME allow; leave it out")
-    if args.epochs == 0 and args.members * args.runs > 1 and data.is_pretrained(args):
-        raise UserError("--epochs 0: all members would be the same network; use --members 1 "
-                        "and no --runs")
-
-
-def check_effects(args):
-    """Refuse options that were given and would have no effect."""
-    is_sequence = args.dataset in data.TEXTS + data.MOLECULES
-    is_pretrained = args.model.startswith("torchvision/")
-    no_effect = [
-        (not uses(args, "swa", "swag"), ["swag_epochs", "swag_lrs"],
-         "without --methods swa or swag"),
-        (not uses(args, "llla", "la_nf"), ["structure"], "without --methods llla or la_nf"),
-        (not uses(args, "la_nf"), ["flow_layers"], "without --methods la_nf"),
-        (args.methods == ["map"], ["val_samples"], "without a method other than map"),
-        (not uses(args, *SAMPLED), ["samples"], f"without --methods {' or '.join(SAMPLED)}"),
-        (is_sequence, ["image_size", "num_val", "augment"], f"on {args.dataset}"),
-        (args.dataset in data.MOLECULES, ["structure"],
-         "on molecules, whose Hessian is always full"),
-        (args.dataset != "qm9", ["target"], f"on {args.dataset}, which has one target"),
-        (args.dataset != "sst2", ["vocab"], f"on {args.dataset}"),
-        (not is_pretrained, ["weights", "freeze"], "without --model torchvision/NAME"),
-        (is_pretrained, ["width", "dropout"], f"with --model {args.model}"),
-        (args.freeze, ["augment"], "with --freeze"),
-        (args.map_paths, ["seed", "members", "runs", "epochs", "lr", "opt", "dropout", "augment",
-                          "num_val"], "with --map-paths"),
-        (not args.map_paths, ["posterior_paths"], "without --map-paths"),
-    ]
-    for applies, names, reason in no_effect:
-        if applies:
-            common.refuse(args, names, reason)
 
 
 def uses(args, *methods):
@@ -2051,175 +2217,144 @@ def uses(args, *methods):
 # ---- Main ---------------------------------------------------------------------------------------
 
 
-def load_images(args):
-    """Training, validation and test images with the published split, which no seed changes."""
-    preparation = data.preparation_of(args.model, args.weights, args.image_size)
-    train, val, test, _, _ = data.load_sets(args.dataset, args.data_dir, val_fraction=0,
-                                            image_size=args.image_size, preparation=preparation)
-    if val is not None:
-        common.refuse(args, ["num_val"], f"on {args.dataset}, which has a folder val")
+def load_splits(args):
+    """All sets of a study, as data.Splits."""
+    names = []  # of OOD sets
+    for parts in ood_unions(args.ood).values():
+        names += [part for part in parts if part not in names]
+    if args.dataset in data.TEXTS + data.MOLECULES:
+        splits = load_sequences(args, names)
     else:
-        train, val = split_images(train, args.num_val or len(train) // 10)
-    if preparation is None and isinstance(train, data.ImageSet):
-        # Each channel has the mean and the standard deviation of the training images.
-        pixels = train.images.float()
-        if train.images.dtype == torch.uint8:
-            pixels = pixels / 255
-        std, mean = torch.std_mean(pixels, (0, 2, 3))
-        std[std == 0] = 1  # a channel may be empty
-        train = replace(train, mean=tuple(mean.tolist()), std=tuple(std.tolist()))
-    train = data.limit_train(train, args.limit_train)
-    return train, data.match(val, train), data.match(test, train)
+        if data.has_val_folder(args.dataset):
+            common.refuse(args, [(True, ["num_val"], f"on {args.dataset}, which has a folder val")])
+        # No seed changes the validation images, as published, or features of random networks.
+        splits = data.load_splits(common.with_options(args, seed=0), seed=0, ood=names,
+                                  split=partial(split_images, num_val=args.num_val),
+                                  statistics=pixel_statistics)
+    ood = {name: data.stratified_subset(dataset, args.limit_test)
+           for name, dataset in splits.ood.items()}
+    return splits._replace(test=data.stratified_subset(splits.test, args.limit_test), ood=ood)
 
 
 def split_images(dataset, num_val):
-    """Training and validation images; the copies of an image, which are a group, stay together."""
+    """(training rows, validation rows); the copies of an image, which are a group, stay together.
+
+    Published: the first images of this permutation, in which each is a group of its own.
+    """
     n = len(dataset)
+    num_val = num_val or n // 10
     if not 0 < num_val < n:
         raise UserError(f"--num-val {num_val}: {dataset.name} has {n} training images")
-    if dataset.files:  # your own images: classes keep their shares
-        train, val = data.class_split(dataset.labels, 0, num_val / n)
-        return dataset.select(train), dataset.select(val)
+    if dataset.files:  # the user's own images: classes keep their shares
+        return data.class_split(dataset.labels, 0, num_val / n)
     groups = torch.arange(n)
     if getattr(dataset, "groups", None) is not None:
         _, groups = dataset.groups.unique(return_inverse=True)
-    # published code: the first images of this permutation, in which each is a group of its own
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(int(groups.max()) + 1, generator=generator)
     place = order.argsort()[groups]                                    # [N]
     rows = place.argsort(stable=True)
     # The group of the last of them is not split.
     is_val = place[rows] <= place[rows[num_val - 1]]
-    return dataset.select(rows[~is_val]), dataset.select(rows[is_val])
+    return rows[~is_val], rows[is_val]
 
 
-def load_texts(args):
-    """Training, validation and test sentences."""
-    train = data.load_text(args.dataset, "train", args.data_dir, vocab_file=args.vocab)
-    val = data.load_text(args.dataset, "val", args.data_dir, like=train)
-    test = data.load_text(args.dataset, "test", args.data_dir, like=train)
+def pixel_statistics(dataset):
+    """(mean, std) of each channel of the training images."""
+    if not isinstance(dataset, data.ImageSet):
+        return dataset.mean, dataset.std
+    pixels = dataset.images.float()
+    if dataset.images.dtype == torch.uint8:
+        pixels = pixels / 255
+    std, mean = torch.std_mean(pixels, (0, 2, 3))
+    std[std == 0] = 1  # a channel may be empty
+    return tuple(mean.tolist()), tuple(std.tolist())
+
+
+def load_sequences(args, ood_names):
+    """The Splits of sentences or molecules."""
+    if args.dataset in data.TEXTS:
+        train = data.load_text(args.dataset, "train", args.data_dir, vocab_file=args.vocab)
+        read = partial(data.load_text, args.dataset, data_dir=args.data_dir, reference=train)
+        print_notes_on_sst2(args)
+    else:
+        read = partial(data.load_molecules, args.dataset, data_dir=args.data_dir)
+        train = read("train")
+    val = read("val")
+    test = read("test")
+    fingerprints = data.fingerprints(args, test, train, val)
+    train = data.limit_train(train, args.limit_train)
+    ood = data.ood_sets(ood_names, train, args.data_dir, required="ood" in args.explicit)
+    predicted = None
+    if args.predict:
+        predicted = data.predict_set(args.predict, train, args.data_dir)
+    data.check_sizes(train, val, test, predicted, *ood.values())
+    return data.Splits(train, val, test, ood, predicted, fingerprints)
+
+
+def print_notes_on_sst2(args):
+    """Say what of SST-2 is not as published."""
     if args.dataset == "sst2" and not common.on_main(data.sst2_has_test_labels, args.data_dir):
         common.print_on_main("note: test.tsv of SST-2 has no labels (GLUE), so dev.tsv is the test "
-                             f"set, and {len(val)} rows of train.tsv are the validation set; for "
-                             "labels, write those of huggingface.co/datasets/SetFit/sst2 as "
-                             "sentence<TAB>label")
+                             "set, and rows of train.tsv are the validation set; for labels, write "
+                             "those of huggingface.co/datasets/SetFit/sst2 as sentence<TAB>label")
     if args.dataset == "sst2" and not args.vocab:
         common.print_on_main("note: word pieces are made from the training sentences; BERT's are "
                              "vocab.txt of huggingface.co/google-bert/bert-base-uncased (--vocab)")
-    return data.limit_train(train, args.limit_train), val, test
-
-
-def load_sets(args):
-    """All sets of a study, as data.Sets."""
-    if args.dataset in data.TEXTS:
-        train, val, test = load_texts(args)
-    elif args.dataset in data.MOLECULES:
-        read = partial(data.load_molecules, args.dataset, data_dir=args.data_dir,
-                       target=args.target)
-        train = data.limit_train(read("train"), args.limit_train)
-        val = read("val")
-        test = read("test")
-    else:
-        train, val, test = load_images(args)
-    if len(train) < 2:
-        raise UserError(f"{train.name}: {len(train)} training example(s); at least two are needed")
-    names = []
-    for parts in ood_parts(args.ood).values():
-        names += [part for part in parts if part not in names]
-    ood = data.ood_sets(names, train, args.data_dir, required="ood" in args.given)
-    ood = {name: data.evenly(dataset, args.limit_test) for name, dataset in ood.items()}
-    predict = None
-    if args.predict:
-        predict = data.predict_set(args.predict, train, args.data_dir)
-    sets = data.Sets(train, val, data.evenly(test, args.limit_test), ood, predict)
-    if args.freeze:
-        sets = data.frozen_features(sets, args)
-    return sets
 
 
 def read_all_published(args):
-    """{(title, seed): Published} of the files of --map-paths and --posterior-paths."""
-    found = {}
+    """{(posterior, seed): Published} of the files of --map-paths and --posterior-paths."""
+    published = {}
     for path in args.map_paths + args.posterior_paths:
         file = read_published(path)
-        key = (file.title, file.seed)
-        if (file.title == "map") != (path in args.map_paths) or key in found:
-            raise UserError(f"{path} holds {file.title} of seed {file.seed}; --map-paths takes a "
+        key = (file.name, file.seed)
+        if (file.name == "map") != (path in args.map_paths) or key in published:
+            raise UserError(f"{path} holds {file.name} of seed {file.seed}; --map-paths takes a "
                             "MAP network of each seed, --posterior-paths a posterior of each kind")
-        found[key] = file
-    titles = list_titles(args)
-    for (title, seed), file in found.items():
-        if ("map", seed) not in found or title not in titles:
-            raise UserError(f"{file.path} holds {title} of seed {seed}, which has no network in "
+        published[key] = file
+    names = posterior_names(args)
+    for (name, seed), file in published.items():
+        if ("map", seed) not in published or name not in names:
+            raise UserError(f"{file.path} holds {name} of seed {seed}, which has no network in "
                             "--map-paths, or is not among --methods and --flow-layers")
-    flows = [title for title in titles if title.startswith("la_nf")]
-    for flow, (title, seed) in itertools.product(flows, found):
+    flows = [name for name in names if name.startswith("la_nf")]
+    for flow, (name, seed) in itertools.product(flows, published):
         # A flow that is fitted here belongs to the matrix that is computed here.
-        if title == "llla" and (flow, seed) not in found:
-            raise UserError(f"{found[title, seed].path}: with a published LLLA, LA-NF has to be "
-                            f"published, too; give the file of {flow}, or leave la_nf out of "
+        if name == "llla" and (flow, seed) not in published:
+            raise UserError(f"{published[name, seed].path}: with a published LLLA, LA-NF has to be "
+                            f"published, too; give the file of {flow}, or remove la_nf from "
                             "--methods")
-    return found
+    return published
 
 
-def check_network(train_set, published, args):
-    """Refuse, before training, a network that is impossible."""
-    # The smallest batch is the last one of an epoch; two examples show what more would.
-    smallest = len(train_set) % args.batch_size or args.batch_size
-    few = train_set.select(slice(max(min(smallest, 2), common.world_size())))
-    batch = next(iter(make_loader(few, args, len(few)).epoch()))
-    try:
-        net = make_network(args, train_set)
-        outputs, features = net.train()(batch[0])
-        net.head(features)
-        data_loss(outputs, batch.labels, args.dataset in data.MOLECULES)
-    except UserError:
-        raise
-    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(f"--model {args.model} fails on {smallest} example(s) of {train_set.name}: "
-                        f"{common.one_line(error)}; use another --model, --image-size or "
-                        "--batch-size") from None
-    for file in published.values():
-        if file.title == "map":
-            load_published(net, file)
+def check_network(train_set, args):
+    """Refuse, before training, a network that fails; returns one."""
+    net = make_network(args, train_set)
+    if not is_sequence(train_set):
+        common.try_batch(net.train(args.epochs > 0), train_set, args)
     if "mcdo" in args.methods and not any(isinstance(m, nn.Dropout) for m in net.modules()):
-        raise UserError(f"--model {args.model} has no dropout; leave mcdo out of --methods")
-    # The matrix of the last layer, its eigenvectors and copies of both, in float64.
-    needed = 40 * len(flat_head(net.head))**2
-    memory = common.device_memory(torch.device("cpu")) or math.inf
-    if args.structure == "full" and uses(args, "llla", "la_nf") and needed > memory:
-        raise UserError(f"the Gauss-Newton matrix of the last layer needs {needed / 1e9:.0f} GB, "
-                        f"and there are {memory / 1e9:.0f} GB; use --structure diag")
-
-
-def run_name(args):
-    """The name of the run directory, which members of all seeds share."""
-    width = f"w{args.width:g}" if args.width != 1 else None
-    frozen = "frozen" if args.freeze else None
-    published = "published" if args.map_paths else None
-    return common.join_name(data.set_name(args.dataset), args.model, width, frozen, published)
+        raise UserError(f"--model {args.model} has no dropout; remove mcdo from --methods")
+    return net
 
 
 def main(argv=None):
     """Run the script; returns the rows of its table."""
     args = parse_args(argv)
-    sets = load_sets(args)
-    published = read_all_published(args)
-    check_network(sets.train, published, args)
+    splits = load_splits(args)
+    published = common.on_each_machine(read_all_published, args)
+    net = check_network(splits.train, args)
+    checksums = common.on_each_machine(check_published, net, published)
     # The run directory is made after all checks: a command that is refused leaves nothing.
-    run = common.Run(args, "swag_laplace_ensembles", run_name(args), EVALUATION_OPTIONS)
-    study = Study(args, run, sets, published)
+    run = common.Run(args, splits.fingerprints, splits.summary())
+    study = make_study(args, run, splits, published, checksums)
     for seed in study.seeds:
         # The network theta_m; then each posterior is fitted to it, and predicts each set.
         if args.map_paths:
-            net = load_published(make_network(args, sets.train), published["map", seed])
+            net = load_published(make_network(args, splits.train), published["map", seed])
         else:
             net = train_map(study, seed, args.dropout)
-        member = Member(study, seed, net)
-        for title in list_titles(args):
-            posterior = find_posterior(member, title)
-            for part in study.evaluated:
-                keep_predictions(member, posterior, title, part)
+        fit_member(Member(study, seed, net))
     # Ensembles of K members, and their differences to deep ensembles of the same members.
     rows, differences = common.on_main(evaluate, study)
     if args.predict:

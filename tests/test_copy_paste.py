@@ -22,18 +22,29 @@ from torch.distributions import Categorical, Dirichlet, kl_divergence
 OURS = ("common", "data", *SCRIPTS)
 
 
-def paste(script):
-    """(namespace with the imports that the first comment names, and the Method section; code)."""
+def method_section(script):
+    """(the Method section, the imports that its first comment names)."""
     text = (REPO / f"{script}.py").read_text()
     section = re.search(r"^# ---- Method -+\n(.*?)^# ---- ", text, re.M | re.S)[1]
     named = re.search(r"it needs (.*?)\.\n", section.replace("\n# ", " "), re.S)[1]
-    imports = [n for n in ast.parse(text).body if isinstance(n, (ast.Import, ast.ImportFrom))
-               and (getattr(n, "module", None) or n.names[0].name).split(".")[0]
-               in re.findall(r"\w+", named)]
-    assert imports and not {name.name for n in imports for name in n.names} & {*OURS}
-    module, code = types.ModuleType(f"{script}_method"), compile(section, script, "exec")
-    exec(compile(ast.Module(imports, []), "imports", "exec"), vars(module))
-    exec(code, vars(module))
+    imports = []
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            package = getattr(node, "module", None) or node.names[0].name
+            if package.split(".")[0] in re.findall(r"\w+", named):
+                imports.append(node)
+    assert imports and not {name.name for node in imports for name in node.names} & {*OURS}
+    return section, imports
+
+
+def paste(*scripts):
+    """(namespace with the Method sections of scripts under their imports, code of the last)."""
+    module = types.ModuleType("pasted")
+    for script in scripts:
+        section, imports = method_section(script)
+        exec(compile(ast.Module(imports, []), "imports", "exec"), vars(module))
+        code = compile(section, script, "exec")
+        exec(code, vars(module))
     return module, code
 
 
@@ -68,6 +79,24 @@ def test_a_section_knows_no_name_from_elsewhere(script):
     assert not [inner.co_name for inner in codes if "args" in inner.co_varnames]
 
 
+def test_no_name_of_a_method_has_two_meanings():
+    """All five sections can be pasted into one file."""
+    meanings = {}
+    for script in SCRIPTS:
+        section, imports = method_section(script)
+        for node in [*imports, *ast.parse(section).body]:
+            names = [getattr(node, "name", None)]  # of a function or a class
+            for part in [*getattr(node, "names", []), *getattr(node, "targets", [])]:
+                names.append(getattr(part, "asname", None) or getattr(part, "name", None)
+                             or getattr(part, "id", None))
+            for name in filter(None, names):
+                meaning = ast.dump(node)
+                if isinstance(node, (ast.Import, ast.ImportFrom)):
+                    meaning = getattr(node, "module", None)
+                first, expected = meanings.setdefault(name, (script, meaning))
+                assert meaning == expected, f"{name} of {script} and {first}"
+
+
 def test_ddu_density(method):
     labels = torch.arange(90) % 3 * (torch.arange(90) > 5)  # the classes differ in size
     z = double(90, 5) @ double(5, 5) + labels[:, None]
@@ -90,12 +119,23 @@ RECIPES = {"ddu": ("is_unknown", (8,)), "forde": ("logits", (4, 32, 10)),
            "swag_laplace_ensembles": ("probs", (90, 10))}
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_readmes_recipe_runs_as_printed(script, method):
-    """On its own inputs in float32, each statement once, and with gradients where it has some."""
+def readme_block():
+    """The README's block of recipes."""
     section = (REPO / "README.md").read_text().split("## Copying a method")[1].split("\n## ")[0]
-    block = re.search(r"```python\n(.*?)```", section, re.S)[1]
-    recipe = re.search(rf"^# {script}\.py: .*?(?=^# \w+\.py: |\Z)", block, re.M | re.S)[0]
+    return re.search(r"```python\n(.*?)```", section, re.S)[1]
+
+
+def test_the_readmes_block_runs_as_printed_under_all_five_sections(monkeypatch):
+    for name in OURS:
+        monkeypatch.setitem(sys.modules, name, None)
+    exec(readme_block(), vars(paste(*SCRIPTS)[0]))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_readmes_recipe_needs_its_own_section_alone(script, method):
+    """On its own inputs in float32, each statement once, and with gradients where it has some."""
+    recipe = re.search(rf"^# {script}\.py: .*?(?=^# \w+\.py: |\Z)", readme_block(),
+                       re.M | re.S)[0]
     names = vars(method)
     torch.manual_seed(0)
     exec(recipe, names)
@@ -300,9 +340,8 @@ def test_swag_laplace_ensembles_mixtures_and_flows(method):
     running = method.RunningMixture()
     for sample in samples:
         running.add(sample)
-    mixture = running.mixture()
-    close(mixture.log_probs, samples.exp().mean(0).log())
-    close(mixture.entropy, Categorical(logits=samples).entropy().mean(0))
+    close(running.log_probs(), samples.exp().mean(0).log())
+    close(running.entropy(), Categorical(logits=samples).entropy().mean(0))
     flow = [double(2, 4, 15), double(2, 4), double(2, 4)]
     last = method.LastLayer(double(6, 4), torch.arange(6) % 3)
     theta = double(15)

@@ -2,7 +2,6 @@
 study of each kind of data, resuming, processes, options, published networks, misuse."""
 
 import collections
-import copy
 import dataclasses
 import functools
 import io
@@ -14,8 +13,10 @@ import random
 import re
 import shutil
 import sys
+import time
 import types
 import typing
+from pathlib import Path
 from types import SimpleNamespace
 
 import conftest
@@ -138,7 +139,7 @@ def test_outputs_and_densities_of_classes():
     found = sl.head_outputs(thetas, last)
     for theta, own in zip(thetas, found):
         close(own, logits_at(theta, last.x, 4).log_softmax(-1))
-    close(sl.log_density(found, last.labels), found[:, range(40), last.labels])
+    close(sl.log_likelihood(found, last.labels), found[:, range(40), last.labels])
     far = torch.tensor([[[-2000.0, 0.0]], [[-3000.0, 0.0]]])
     assert sl.log_predictive_density(far, torch.tensor([0])) == pytest.approx(-2000 - math.log(2))
 
@@ -151,9 +152,9 @@ def test_outputs_and_densities_of_molecules():
     assert sl.log_predictive_density(found, last.labels, True) == pytest.approx(lpd, rel=1e-12)
     own = sl.head_outputs(theta[None], last)
     close(own[0], torch.stack(atoms_loop(theta, last), -1))
-    close(sl.log_density(own, last.labels, energies=True),
+    close(sl.log_likelihood(own, last.labels, energies=True),
           Normal(own[..., 0], own[..., 1].sqrt()).log_prob(last.labels))
-    close(sl.data_loss(own[0], last.labels, True, 3.0), 3 * nll_loop(theta, last))
+    close(sl.summed_loss(own[0], last.labels, True, 3.0), 3 * nll_loop(theta, last))
 
 
 @pytest.mark.parametrize("c, d", [(2, 5), (6, 3)])
@@ -164,10 +165,10 @@ def test_ggn_is_the_sum_over_examples(c, d):
     spectrum = sl.full_spectrum(theta, last)
     close(dense(spectrum), right, atol=1e-10)
     close(spectrum.basis.T @ spectrum.basis, unit(len(theta)), atol=1e-12)
-    # Along a shift of all classes alike the curvature is exactly 0.
+    # Along a shift of all classes alike there is no curvature, and no negative one is left.
     shift = torch.cat([torch.zeros(c * d), torch.ones(c)]).double()
     along = spectrum.basis.T @ shift
-    assert (spectrum.values[along.abs() > 1e-9] == 0).all()
+    assert (spectrum.values[along.abs() > 1e-6] < 1e-12).all() and (spectrum.values >= 0).all()
 
 
 @pytest.mark.parametrize("structure", ["full", "diag"])
@@ -226,15 +227,14 @@ def test_where_the_hessian_is_indefinite_there_is_no_posterior():
     scores = sl.precision_scores(theta, spectrum, last, noise)
     for delta, score in zip(sl.LAPLACE_GRID, scores):
         assert math.isfinite(score) == (delta > -lowest), delta
-    lpds = sl.finite_only(dict(zip(sl.LAPLACE_GRID, scores)))
-    assert sl.choose(lpds, "x") > -lowest
+    assert sl.choose(dict(zip(sl.LAPLACE_GRID, scores)), "x") > -lowest
 
 
 def test_best_of_scores(capsys):
     lpds = {"a": math.nan, "b": -2.0, "c": -1.0, "d": -1.0, "e": math.inf}
-    assert sl.choose(sl.finite_only(lpds), "x") == "c"
+    assert sl.choose(lpds, "x") == "c"
     with pytest.raises(UserError, match="--swag-lrs"):
-        sl.choose(sl.finite_only({"a": math.nan, "b": -math.inf}), "--swag-lrs")
+        sl.choose({"a": math.nan, "b": -math.inf}, "--swag-lrs")
     # A precision at an end of its grid is noted, also where there is no posterior at the other.
     member = SimpleNamespace(seed=3)
     assert sl.choose_precision(member, "llla", {0.1: math.nan, 1.0: -2.0, 10.0: -3.0}) == 1.0
@@ -292,15 +292,14 @@ def test_negative_elbo_by_brute_force(kind):
     if kind == "molecules":
         last, theta, sizes = molecules_problem()
         train = SimpleNamespace(sizes=sizes)
-        study = SimpleNamespace(energies=True, sets=SimpleNamespace(train=train))
         spectrum = sl.energy_spectrum(theta, last)
         base_precision = 1 - spectrum.values.min().item()
     else:
         _, last, theta, _ = classes_problem(d=3, c=3)
-        study = SimpleNamespace(energies=False)
+        train = None
         find = {"full": sl.full_spectrum, "diag": sl.diagonal_spectrum}[kind]
         spectrum = find(theta, last)
-    batch = sl.take(study, last, rows)
+    batch = sl.select_examples(last, rows, train)
     if kind == "molecules":
         assert torch.equal(batch.x, torch.cat([last.x[last.molecule == k] for k in rows]))
         assert torch.equal(batch.offset, last.offset[rows])
@@ -330,7 +329,7 @@ def test_mixtures_do_not_underflow():
     running = sl.RunningMixture()
     for _ in range(3):
         running.add(torch.full((1, 2), -900.0))
-    close(running.mixture().log_probs, [[-900, -900]])
+    close(running.log_probs(), [[-900, -900]])
 
 
 def test_published_combinations():
@@ -354,9 +353,13 @@ def study_of(folder=None, **changes):
 
 
 def stored(study, samples, counts):
-    """What is stored of samples [S, N, C]."""
+    """What is stored of samples [S, N, C], each of which took 0.25 s; the first one 0.75 s."""
     rows = torch.arange(samples.shape[1])
-    return sl.summarise(study, [(rows, outputs) for outputs in samples], counts)
+    outputs = [sl.Outputs(rows, sample, None, 0.25 + 0.5 * (number == 0))
+               for number, sample in enumerate(samples)]
+    summarise = sl.summarise_energies if study.energies else sl.summarise_classes
+    columns, seconds = summarise(outputs, counts)
+    return columns | seconds | {f"bytes_{n}": 100 + 10 * n for n in counts}
 
 
 def test_every_member_of_an_ensemble_gives_the_same_number_of_samples():
@@ -365,7 +368,7 @@ def test_every_member_of_an_ensemble_gives_the_same_number_of_samples():
     study.energies = True
     samples = torch.rand(3, 8, 5, 2).double() + 0.1
     members = {seed: stored(study, own, [8]) for seed, own in enumerate(samples, 1)}
-    found = sl.predict_together(study, members, three)
+    found = sl.combine_members(study, members, three)
     close(found.means, samples[:, :2, :, 0].flatten(0, 1))
     close(found.variances, samples[:, :2, :, 1].flatten(0, 1))
 
@@ -401,16 +404,15 @@ def test_evaluation_is_a_function_of_stored_predictions(tmp_path):
     study = study_of(tmp_path, ood=["near", "near+far", "gone"], samples=[4, 8])
     labels = torch.randint(4, (50,))
     test = data.ImageSet("x", torch.zeros(50, 1, 1, 1), labels, 4, (0.0,), (1.0,))
-    study.sets = SimpleNamespace(test=test, ood={"near": None, "far": None})
+    study.splits = data.Splits(None, None, test, {"near": None, "far": None}, None, {})
     samples = {}
     for part, n in (("test", 50), ("ood-near", 30), ("ood-far", 20)):
         for seed, method in itertools.product((1, 2, 3), ("map", "swag")):
             count = 1 if method == "map" else 8
             own = (2 * torch.randn(count, n, 4)).double().log_softmax(-1)
             samples[method, seed, part] = own
-            state = stored(study, own, [1, 2, 4, 8])
-            state["cost"] = torch.tensor([[0.5, 0.25], [100.0, 10.0]], dtype=torch.float64)
-            torch.save(state, tmp_path / f"seed{seed}-{method}-{part}.pt")
+            torch.save(stored(study, own, [1, 2, 4, 8]),
+                       tmp_path / f"seed{seed}-{method}-{part}.pt")
     rows, differences = sl.evaluate(study)
 
     def mixture(method, part, seeds=(1, 2, 3), share=2):
@@ -447,7 +449,7 @@ def test_evaluation_is_a_function_of_stored_predictions(tmp_path):
         for metric, value in right.items():
             assert own[f"{metric}_{kind}"] == pytest.approx(value, abs=1e-3)
     assert "auroc_epistemic" not in next(r for r in rows if r["method"] == "DE, K=1")
-    assert sl.ood_parts(["a+b", "folder:a+b"]) == {"a+b": ["a", "b"], "folder:a+b": ["folder:a+b"]}
+    assert sl.ood_unions(["a+b", "folder:a+b"]) == {"a+b": ["a", "b"], "folder:a+b": ["folder:a+b"]}
 
 
 # ---- Networks -----------------------------------------------------------------------------------
@@ -478,7 +480,7 @@ def test_published_numbers_of_parameters(name, classes, count):
     net = network(name, num_classes=classes, **kind)
     assert sum(p.numel() for p in net.parameters()) == count
     if name.startswith("bert"):  # its head is initialised by PyTorch
-        stds = [net.head.weight.std().item(), net.extractor.layers[0].linear1.weight.std().item()]
+        stds = [net.head.weight.std().item(), net.backbone.layers[0].linear1.weight.std().item()]
         assert stds == pytest.approx([1 / math.sqrt(3 * 256), 0.02], rel=0.1)
 
 
@@ -518,9 +520,8 @@ class Published(dict):
 
     def load_into(self, net):
         """`net`, in float64, with these weights."""
-        net = net.double()
-        net.load_state_dict(sl.state_here(net, self))  # strict
-        return net.eval()
+        state = {f"model.{name}": tensor for name, tensor in self.items()}
+        return sl.load_published(net.double(), sl.Published("x.pt", "map", 1, state, None))
 
 
 def wrn_by_hand(p, x, channels=(4, 8, 16, 32), blocks=2, classes=5, kind="frn"):
@@ -582,8 +583,8 @@ def test_bert_by_hand():
         close(net(F.pad(tokens, (0, 259)))[0], logits, rtol=1e-9)
         net.train()
         assert not torch.equal(net(tokens)[0], net(tokens)[0])
-        net.extractor.dropout.eval()
-        net.extractor.layers.eval()
+        net.backbone.dropout.eval()
+        net.backbone.layers.eval()
         close(net(tokens)[1], features, rtol=1e-9)
 
 
@@ -668,7 +669,7 @@ def test_statistics_are_per_atom_and_without_references():
     known = torch.stack([REFERENCES[z].sum() for z in numbers.split([2, 1, 4])])
     rows = ((labels - known) / sizes).numpy()
     close(sl.energy_statistics(own), (rows.mean(), rows.std(ddof=1)))
-    with pytest.raises(UserError, match="--target"):
+    with pytest.raises(UserError, match="the same energy per atom"):
         sl.energy_statistics(dataclasses.replace(own, labels=known + 2.0 * sizes))
 
 
@@ -701,8 +702,8 @@ def save_published(monkeypatch):
                 child._parent = made
         return made
 
-    def save(path, kind, seed, state):
-        config = {"inference": {"init": {"_target_": f"src.inference.{kind}"}}, "seed": seed}
+    def save(path, kind, seed, state, **config):
+        config |= {"inference": {"init": {"_target_": f"src.inference.{kind}"}}, "seed": seed}
         with monkeypatch.context() as patch:
             for name, module in modules.items():
                 patch.setitem(sys.modules, name, module)
@@ -729,7 +730,7 @@ def test_published_iterates_are_networks(save_published, tmp_path, kind, name):
     state = {"iterates": torch.stack([vector_of(p) for p in iterates], 1)}
     state |= {f"model.{key}": value for key, value in iterates[0].items()}
     file = sl.read_published(save_published(tmp_path / "x.pt", "SWAG", 4, state))
-    assert (file.title, file.seed) == ("swag", 4)
+    assert (file.name, file.seed) == ("swag", 4)
     net = network(name, width=0.125, num_classes=5, shape=(3, 8, 8)).double()
     found = sl.published_iterates(net, file)
     assert found.shape == (3, sum(p.numel() for p in net.parameters()))
@@ -738,8 +739,33 @@ def test_published_iterates_are_networks(save_published, tmp_path, kind, name):
         nn.utils.vector_to_parameters(own, net.parameters())
         close(net(x)[0], wrn_by_hand(p, x, kind=kind)[0], rtol=1e-9)
     narrow = network(name, width=0.25, num_classes=5, shape=(3, 8, 8))
-    with pytest.raises(UserError, match="x.pt does not fit --model, --dataset or --vocab: .*size"):
+    with pytest.raises(UserError, match="x.pt .* does not fit --model.* has the shape"):
         sl.published_iterates(narrow, file)
+    few = {**state, "iterates": state["iterates"][:, :1]}
+    integers = {**state, "iterates": state["iterates"].long()}
+    infinite = {**state, "iterates": state["iterates"] / 0}
+    for damaged, said in ((few, "at least 2 iterates, not 1"), (integers, "holds integers"),
+                          (infinite, "not finite")):
+        with pytest.raises(UserError, match=f"x.pt .*{said}"):
+            sl.published_iterates(net, file._replace(state=damaged))
+
+
+def test_a_tensor_of_another_shape_is_refused():
+    """Also if it has as many elements: a transposed head, a permuted kernel."""
+    p = Published()
+    wrn_by_hand(p, torch.zeros(2, 3, 8, 8).double())
+    net = network("wrn_16_4", width=0.125, num_classes=5, shape=(3, 8, 8))
+    kernel = "backbone.block_1.layer.0.conv_1.weight"
+    changes = [{"head.fc.weight": p["head.fc.weight"].T}, {kernel: p[kernel].permute(2, 3, 0, 1)},
+               {"head.fc.bias": torch.full((5,), math.nan)}, {"another": torch.zeros(3)}]
+    for change in changes:
+        state = {f"model.{name}": tensor for name, tensor in (p | change).items()}
+        with pytest.raises(UserError, match="x.pt .*(shape|not finite|another is left over)"):
+            sl.load_published(net, sl.Published("x.pt", "map", 1, state, None))
+    del p["head.fc.bias"]
+    state = {f"model.{name}": tensor for name, tensor in p.items()}
+    with pytest.raises(UserError, match="x.pt lacks a part .*head.fc.bias"):
+        sl.load_published(net, sl.Published("x.pt", "map", 1, state, None))
 
 
 def test_only_tensors_and_configurations_are_unpickled(save_published, tmp_path):
@@ -748,15 +774,61 @@ def test_only_tensors_and_configurations_are_unpickled(save_published, tmp_path)
             return os.mkdir, (str(tmp_path / "evil"),)
 
     path = tmp_path / "x.pt"
-    for content, said in (({"cfg": Evil(), "state_dict": {}}, "Unpickling"),
+    for content, said in (({"cfg": Evil(), "state_dict": {}}, "UnpicklingError"),
+                          ({"cfg": Path(), "state_dict": {}}, "an object of pathlib.PosixPath"),
                           ({"a": 1}, "KeyError")):
         torch.save(content, path)
-        with pytest.raises(UserError, match=f"x.pt is not a published network.*{said}"):
-            sl.read_published(path)
+        text = conftest.refusal(sl.read_published, path)
+        assert "is not a published network" in text and said in text and "\x1b" not in text
     assert not (tmp_path / "evil").exists()
-    save_published(path, "IVON", 1, {})
-    with pytest.raises(UserError, match="KeyError: 'IVON'"):
-        sl.read_published(path)
+    for kind, said in (("IVONFromScratch", "IVON"), ("MonteCarloDropout", "MC dropout")):
+        save_published(path, kind, 1, {})
+        with pytest.raises(UserError, match=f"x.pt holds {said}, which is not read here"):
+            sl.read_published(path)
+
+
+@pytest.mark.parametrize("config, options", [
+    ({"data": {"name": "cifar100"},
+      "model": {"backbone": {"depth": 16, "widen_factor": 4, "norm_type": "bn"}}},
+     ("cifar100", "wrn_16_4_bn")),
+    ({"data": {"name": "cifar10"}, "model": {"backbone": {"depth": 28, "widen_factor": 10}}},
+     ("cifar10", "wrn_28_10")),
+    ({"data": {"name": "SST2"}, "model": {"backbone": {"hidden_size": 256, "n_layers": 2}}},
+     ("sst2", "bert_256_2")),
+    ({"data": {"name": "QM9"}}, ("qm9", "painn")),
+    ({"data": {"name": "mine"}}, ("dirty_glyphs", "wrn_10_4"))])
+def test_a_published_file_says_its_data_set_and_network(save_published, tmp_path, config, options):
+    path = save_published(tmp_path / "x.pt", "MAP", 1, {}, **config)
+    args = sl.parse_args(["--map-paths", str(path), "--ensembles", "1", *CPU])
+    assert (args.dataset, args.model) == options
+    args = sl.parse_args(["--map-paths", str(path), "--ensembles", "1", "--dataset", "cifar10",
+                          "--model", "wrn_16_4", *CPU])
+    assert (args.dataset, args.model) == ("cifar10", "wrn_16_4")  # what was typed
+
+
+def test_damaged_published_files_are_refused_before_the_directory_is_made(save_published, tmp_path):
+    """Flipped bytes in tensors, as of a download that failed."""
+    files, posteriors, theta, *_ = published_study(tmp_path, save_published)
+    argv = ("--dataset glyphs --model wrn_10_4 --width 0.1 --limit-train 60 --samples 4 --ensembles"
+            f" 1 --flow-layers 2 --out-dir {tmp_path}/out --map-paths {files[1]} --device cpu "
+            "--posterior-paths").split()
+    for path in (files[1], *posteriors):
+        content = path.read_bytes()
+        for start in (len(content) // 2, len(content) // 3):
+            damaged = bytearray(content)
+            damaged[start:start + 400] = bytes(400)
+            path.write_bytes(damaged)
+            with pytest.raises(UserError, match=f"{path.name} is damaged"):
+                sl.main([*argv, *map(str, posteriors)])
+        path.write_bytes(content[:-300])
+        with pytest.raises(UserError, match=f"{path.name} is damaged"):
+            sl.main([*argv, *map(str, posteriors)])
+        path.write_bytes(content)
+    laplace = {"H": torch.eye(270), "prior_precision": torch.tensor([math.nan])}
+    save_published(posteriors[2], "LastLayerLaplace", 2, {"mean": theta, "llla": laplace})
+    with pytest.raises(UserError, match="llla.pt .*the prior precision is nan"):
+        sl.main([*argv, *map(str, posteriors)])
+    assert not (tmp_path / "out").exists()
 
 
 def published_study(tmp_path, save):
@@ -812,7 +884,7 @@ def test_a_study_of_published_networks(save_published, tmp_path, monkeypatch, ca
     assert by_name(again) == by_name(rows)
     state = {"mean": theta + 1, "llla": {"H": h, "prior_precision": torch.tensor([3.0])}}
     save_published(posteriors[2], "LastLayerLaplace", 2, state)
-    with pytest.raises(UserError, match="llla.pt lacks a part .* other weights than those of seed"):
+    with pytest.raises(UserError, match="llla.pt lacks .*other weights than those of seed"):
         sl.main(argv + ["--eval", "--posterior-paths", *map(str, posteriors)])
     # Other files that do not fit, and those that nothing would use.
     damaged = [{**state, "mean": theta[:-1]}, {"mean": theta}, {"mean": theta, "llla": {"H": h}}]
@@ -831,7 +903,7 @@ def test_a_study_of_published_networks(save_published, tmp_path, monkeypatch, ca
         sl.main(argv + ["--posterior-paths", str(posteriors[2]), "--name", "no"])
     for words, said in ((["--map-paths", files[0], files[0]], "map of seed 10; --map-paths takes"),
                         (["--map-paths", posteriors[0]], "holds swa of seed 2"),
-                        (["--map-paths", files[0], "--width", 0.2], "map10.pt does not fit")):
+                        (["--map-paths", files[0], "--width", 0.2], "map10.pt lacks .* shape")):
         argv = ["--dataset", "glyphs", "--model", "wrn_10_4", "--out-dir", tmp_path / "no", *CPU,
                 "--limit-train", 60, "--width", 0.1, "--ensembles", 1, *words]
         with pytest.raises(UserError, match=said):
@@ -852,15 +924,16 @@ def test_the_split_of_cifar_is_the_published_one(monkeypatch):
     pixels = torch.stack([index % 256, index // 256 % 256, index // 65536], 1).byte()
     whole = data.ImageSet("cifar10", pixels[:, :, None, None], index % 10, 10, (0.5,) * 3,
                           (0.25,) * 3)
-    monkeypatch.setattr(data, "_read", lambda name, training, *_: whole)
-    train, val, test = sl.load_images(options("cifar10"))
+    monkeypatch.setattr(data, "_read", lambda *_: whole)
+    monkeypatch.setattr(data, "ood_sets", lambda *_, **__: {})
+    train, val, *_ = sl.load_splits(options("cifar10"))
     place = torch.tensor([1, 256, 65536])
     rows = (val.images[:, :, 0, 0].long() * place).sum(1)
     assert len(rows) == 2000 and rows.sum() == 50_129_101
     rest = (train.images[:, :, 0, 0].long() * place).sum(1)
     assert torch.equal(torch.cat([rows, rest]).sort().values, index)
     # Published networks know the statistics of 48,000 images, whatever is left of them here.
-    few, val_of_few, _ = sl.load_images(options("cifar10", "--seed", 5, "--limit-train", 90))
+    few, val_of_few, *_ = sl.load_splits(options("cifar10", "--seed", 5, "--limit-train", 90))
     assert torch.equal(val_of_few.images, val.images) and len(few) == 90
     assert (few.mean, few.std) == (train.mean, train.std) == (val.mean, val.std)
     close(train.mean, train.images.double().mean((0, 2, 3)) / 255, rtol=1e-5)
@@ -869,7 +942,7 @@ def test_the_split_of_cifar_is_the_published_one(monkeypatch):
 def test_no_validation_image_is_a_training_image():
     """A blend of two digits occurs several times, with other labels."""
     args = options("dirty_glyphs", "--num-val", 95, "--limit-train", 300)
-    train, val, _ = sl.load_images(args)
+    train, val, *_ = sl.load_splits(args)
     assert not set(val.groups.tolist()) & set(train.groups.tolist())
     assert 95 <= len(val) <= 104 and 290 < len(train) <= 300
     pixels = {image.numpy().tobytes() for image in train.images}
@@ -883,9 +956,9 @@ def test_what_sst2_lacks_is_said(tmp_path, capsys):
     for name in ("train", "dev"):
         (tmp_path / "SST-2" / f"{name}.tsv").write_text("sentence\tlabel\n" + rows)
     (tmp_path / "SST-2" / "test.tsv").write_text("index\tsentence\n0\tx\n")
-    sl.load_sets(options("sst2", "--data-dir", tmp_path))
+    sl.load_splits(options("sst2", "--data-dir", tmp_path))
     said = capsys.readouterr().out
-    assert "huggingface.co/datasets/SetFit/sst2" in said and "4 rows of train.tsv" in said
+    assert "huggingface.co/datasets/SetFit/sst2" in said and "rows of train.tsv" in said
     assert "vocab.txt of huggingface.co/google-bert/bert-base-uncased" in said
 
 
@@ -922,8 +995,9 @@ def tiny(dataset, out, *more, methods=METHODS):
 def opened(dataset, out, *more):
     """A Study of which nothing is computed yet."""
     args = sl.parse_args(tiny(dataset, out, *more))
-    run = common.Run(args, SCRIPT, "run", sl.EVALUATION_OPTIONS)
-    return sl.Study(args, run, sl.load_sets(args), {})
+    splits = sl.load_splits(args)
+    run = common.Run(args, splits.fingerprints)
+    return sl.make_study(args, run, splits, {}, {})
 
 
 def pieces(out):
@@ -996,7 +1070,7 @@ def test_a_study_tells_its_story(studies, dataset):
         assert len(pixels) > 200 and 0.5 < (pixels > 250).mean() < 0.99
     assert len([*folder.glob("*.png")]) == 2 * (dataset == "glyphs")
     if dataset == "clusters":  # MAP alone has the published factor on the loss
-        factors = [each[6] for each in calls["train_epoch"] if len(each) > 6]
+        factors = [arguments[6] for arguments in calls["train_epoch"] if len(arguments) > 6]
         assert factors == pytest.approx(8 * [0.02**2]) and len(calls["train_epoch"]) > 8
     # Flows, one for each prior precision, see all of the training set, with noise of each step.
     flows = calls["negative_elbo"]
@@ -1016,19 +1090,23 @@ def test_what_a_prediction_of_the_story_needs(studies):
 
 
 def test_the_best_epochs_weights_are_kept(tmp_path, monkeypatch):
-    found = []
-    lpds = iter([-3.0, -1.0, -1.0, -2.0, math.nan])
+    weights = []
+    values = iter([3.0, 1.0, 1.0, 2.0, math.nan])
 
-    def next_lpd(study, networks):
-        found.append(copy.deepcopy(networks[0].state_dict()))
-        return next(lpds)
+    def next_value(study, samples, count):
+        weights.append(common.load_tensors(tmp_path / "net.pt"))
+        return {"val_nll": next(values)}
 
-    monkeypatch.setattr(sl, "validation_lpd", next_lpd)
+    def saved_outputs(study, net, split):
+        torch.save(net.state_dict(), tmp_path / "net.pt")
+
+    monkeypatch.setattr(sl, "validate", next_value)
+    monkeypatch.setattr(sl, "compute_outputs", saved_outputs)
     study = opened("glyphs", tmp_path, "--epochs", 4)
     net = sl.train_map(study, 1, 0.0)
     for name, value in net.state_dict().items():
-        assert torch.equal(value, found[1][name])
-    assert not torch.equal(value, found[2][name])  # of equal ones, the first
+        assert torch.equal(value, weights[1][name])
+    assert not torch.equal(value, weights[2][name])  # of equal ones, the first
     with pytest.raises(UserError, match="training diverged"):
         sl.train_map(study, 2, 0.0)
 
@@ -1050,8 +1128,8 @@ def test_samples_of_swag_differ_by_seed_and_sample():
 
 def test_batch_statistics_are_means_over_the_training_set(tmp_path):
     study = opened("glyphs", tmp_path, "--model", "wrn_16_4_bn", "--width", 0.05)
-    study.loaders["train"] = sl.make_loader(study.sets.train, study.args, 40)
-    net = sl.make_network(study.args, study.sets.train)
+    study.loaders["train"] = data.Loader(study.splits.train, 40, shuffle=True)
+    net = sl.make_network(study.args, study.splits.train)
     seen = []
     member = SimpleNamespace(net=net, study=study)
     vector = torch.cat([p.detach().flatten() for p in net.parameters()]) + 0.01
@@ -1067,19 +1145,85 @@ def test_batch_statistics_are_means_over_the_training_set(tmp_path):
     assert first.num_batches_tracked == 0  # of the network itself, nothing changes
 
 
+def save_colours(folder, count=12):
+    """Class folders of images, the red ones before the green ones in each split."""
+    for split in ("train", "test", "other"):
+        for label, colour in (("a_red", (200, 30)), ("b_green", (30, 200))):
+            (folder / split / label).mkdir(parents=True)
+            for i in range(count if split == "train" else 5):
+                image = Image.new("RGB", (40, 40), (*colour, 9 * i % 256))
+                image.save(folder / split / label / f"{i}.png")
+    return f"folder:{folder}"
+
+
+def test_batch_statistics_of_a_folder_vary_between_classes(tmp_path, monkeypatch):
+    """Images in folders are sorted by class; statistics over sorted batches would be of one."""
+    dataset = save_colours(tmp_path / "own", count=60)
+    study = opened(dataset, tmp_path, "--model", "wrn_16_4_bn", "--num-val", 20, "--limit-train",
+                   100, "--width", 0.05)
+    study.loaders["train"] = sl.make_evaluation_loader(study.splits.train, study.args, True)
+    study.loaders["train"].sizes = [25, 25, 25, 25]
+    net = sl.make_network(study.args, study.splits.train)
+    sl.refresh_batch_norm(study, net)
+    images = next(iter(data.Loader(study.splits.train, 100).epoch())).images
+    with torch.no_grad():
+        inputs = net.backbone.conv_1(images)
+    variance = inputs.transpose(0, 1).flatten(1).var(1)
+    ratio = sl.batch_norms(net)[0].running_var / variance
+    assert 0.85 < ratio.min() and ratio.max() < 1.1
+
+
+def test_time_of_swa_is_that_of_its_passes(tmp_path, monkeypatch):
+    """Without the recomputation of batch norm's statistics."""
+    study = opened("glyphs", tmp_path, "--model", "wrn_16_4_bn", "--width", 0.05)
+    member = sl.Member(study, 1, sl.make_network(study.args, study.splits.train))
+    refresh = sl.refresh_batch_norm
+    monkeypatch.setattr(sl, "refresh_batch_norm", lambda *a: time.sleep(5) or refresh(*a))
+    iterates = torch.cat([p.detach().flatten() for p in member.net.parameters()]).repeat(3, 1)
+    (outputs,) = sl.draw_swa(member, iterates.clone, "test", 1)
+    assert outputs.seconds < 4
+
+
 def test_eval_of_the_story_makes_and_deletes_nothing(copied, monkeypatch):
-    """Another batch size is another way, no other options; another precision is."""
     out, rows = copied
-    for name in ("data_loss", "negative_elbo", "full_spectrum", "energy_spectrum"):
+    for name in ("summed_loss", "negative_elbo", "full_spectrum", "energy_spectrum"):
         monkeypatch.setattr(sl, name, None)
     monkeypatch.setattr(sl, "check_network", lambda *_: None)
     before = pieces(out)
-    again = sl.main(tiny("glyphs", out, "--eval", "--batch-size", 7))
+    again = sl.main(tiny("glyphs", out, "--eval"))
     assert by_name(again) == by_name(rows) and pieces(out) == before
-    config = json.loads((out / RUN / "results.json").read_text())["config"]
-    assert config["batch_size"] == 24
-    with pytest.raises(UserError, match="other options: amp off"):
-        sl.main(tiny("glyphs", out, "--eval", "--amp", "bf16"))
+    # A flow depends on the batch size: a run has one.
+    for more in (["--batch-size", 7], ["--limit-steps", 2], ["--amp", "bf16"]):
+        with pytest.raises(UserError, match=f"{more[0][2:].replace('-', '_')} .*not {more[1]}"):
+            sl.main(tiny("glyphs", out, "--eval", *more))
+
+
+def test_members_of_all_seeds_share_a_directory(studies, tmp_path):
+    """Made one by one, with files that are copied together, as on several machines."""
+    out, rows, _ = studies("glyphs")
+    for seed in (2, 1):
+        sl.main(tiny("glyphs", tmp_path / str(seed), "--members", 1, "--seed", seed))
+    for path in (tmp_path / "1" / RUN).glob("seed1-*"):
+        shutil.copy(path, tmp_path / "2" / RUN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sl, "train_epoch", None)
+        together = sl.main(tiny("glyphs", tmp_path / "2"))
+    assert without_clocks(together) == without_clocks(rows)
+
+
+@pytest.mark.parametrize("more", [
+    ["--structure", "diag"], ["--val-samples", 2], ["--samples", 5], ["--swag-epochs", 2],
+    ["--swag-lrs", 0.02], ["--flow-layers", 1], ["--limit-test", 30], ["--ood", "nonsense"],
+    ["--seed", 2, "--members", 1], ["--ensembles", 2]])
+def test_an_option_of_evaluation_changed_in_the_story_is_a_fresh_directory(copied, tmp_path, more):
+    """Nothing that is stored depends on an option that is not among its inputs."""
+    out, _ = copied
+    words = tiny("glyphs", out, *more)
+    changed = without_clocks(sl.main(words))
+    for path in (out / RUN).glob("*"):
+        if not re.search(r"map(-dropout.*)?\.pt|options.json", path.name) and path.is_file():
+            path.unlink()
+    assert without_clocks(sl.main(words)) == changed
 
 
 def test_a_later_option_never_retrains_the_story(copied, monkeypatch):
@@ -1106,8 +1250,8 @@ def test_nothing_stale_is_read_after_fresh(tmp_path, monkeypatch):
     words = ["--members", 1, "--ensembles", 1, "--ood"]
     argv = tiny("glyphs", tmp_path, *words, *SAMPLES, methods=["map", "llla"])
     first = by_name(sl.main(argv))
-    real = sl.data_loss
-    monkeypatch.setattr(sl, "data_loss", lambda *arguments: 0.5 * real(*arguments))
+    real = sl.summed_loss
+    monkeypatch.setattr(sl, "summed_loss", lambda *arguments: 0.5 * real(*arguments))
     sl.main(tiny("glyphs", tmp_path, "--fresh", *words, methods=["map"]))
     found = without_clocks(sl.main(argv))
     assert found == without_clocks(sl.main(argv + ["--name", "clean"]))
@@ -1122,7 +1266,7 @@ def same_pieces(left, right):
         b = dict(leaves(torch.load(io.BytesIO(right[name]), weights_only=True)))
         assert a.keys() == b.keys(), name
         for key in a:
-            if not key.endswith(("seconds", "/cost")):
+            if "seconds" not in key:
                 assert torch.equal(a[key], b[key]) or a[key].isnan().all(), (name, key)
 
 
@@ -1185,12 +1329,7 @@ def test_two_processes_equal_one(tmp_path, dataset, methods, more, monkeypatch):
 
 def test_the_features_of_a_pretrained_network_are_computed_once(tmp_path, monkeypatch):
     """Of a folder of two classes, and a file of weights with 1000 classes."""
-    for part, count in (("train", 12), ("test", 5), ("other", 5)):
-        for label, colour in (("red", (200, 30)), ("green", (30, 200))):
-            (tmp_path / "own" / part / label).mkdir(parents=True)
-            for i in range(count):
-                image = Image.new("RGB", (40, 40), (*colour, 9 * i))
-                image.save(tmp_path / "own" / part / label / f"{i}.png")
+    save_colours(tmp_path / "own")
     torch.save(models.get_model("shufflenet_v2_x0_5").state_dict(), tmp_path / "weights.pt")
     calls = []
     real = data.with_features
@@ -1203,6 +1342,7 @@ def test_the_features_of_a_pretrained_network_are_computed_once(tmp_path, monkey
     rows = sl.main(argv + CPU)
     assert len(calls) == 5  # train, val, test, OOD and the predicted set
     folder = tmp_path / SCRIPT / "own-torchvision_shufflenet_v2_x0_5-frozen"
+    assert all(row["bytes"] > 1e6 for row in rows if "bytes" in row)  # with the backbone
     state = torch.load(folder / "seed1-map.pt", weights_only=True)["net"]
     assert set(state) == {"head.weight", "head.bias"} and state["head.weight"].shape == (2, 1024)
     assert max(row["accuracy"] for row in rows if "accuracy" in row) >= 0.9
@@ -1215,14 +1355,7 @@ def test_the_features_of_a_pretrained_network_are_computed_once(tmp_path, monkey
 # ---- Missing pieces, misuse ---------------------------------------------------------------------
 
 
-def test_a_matrix_that_no_memory_holds_is_refused_first(monkeypatch, tmp_path):
-    monkeypatch.setattr(common, "device_memory", lambda _: 2e6)
-    with pytest.raises(UserError, match="last layer needs .* --structure diag"):
-        sl.main(tiny("glyphs", tmp_path, "--width", 0.25))
-    assert not (tmp_path / SCRIPT).exists()
-
-
-def test_lost_pieces_of_the_story_are_made_anew_or_named(copied, monkeypatch):
+def test_lost_pieces_of_the_story_are_made_again_or_named(copied, monkeypatch):
     out, rows = copied
     monkeypatch.setattr(sl, "train_epoch", None)
     lost = out / RUN / "seed2-swag-test.pt"
@@ -1230,11 +1363,12 @@ def test_lost_pieces_of_the_story_are_made_anew_or_named(copied, monkeypatch):
     lost.unlink()
     assert without_clocks(sl.main(tiny("glyphs", out, "--eval"))) == without_clocks(rows)
     for name, value in torch.load(lost, weights_only=True).items():
-        assert name in ("cost", "made_from") or torch.equal(value, content[name])
+        if torch.is_tensor(value):
+            assert torch.equal(value, content[name])
     lost.unlink()
-    for path in (out / RUN).glob("seed2-swag-lr*-2.pt"):
-        path.unlink()
-    with pytest.raises(UserError, match="seed2-swag-lr.*-2.pt cannot be read"):
+    for path in (out / RUN).glob("seed2-swag-lr*.iterates"):
+        path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match="seed2-swag-lr.*.iterates has only 2 iterates; use --fresh"):
         sl.main(tiny("glyphs", out))
     (out / RUN / "seed2-map.pt").unlink()
     with pytest.raises(UserError, match="seed2-map"):
@@ -1249,7 +1383,7 @@ def test_rates_that_diverge_are_skipped(tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match="no value of --swag-lrs"):
         sl.main(argv + ["--swag-lrs", "1e9"])
     # Where MAP diverges, no rate is to blame.
-    monkeypatch.setattr(sl, "data_loss", lambda outputs, *_: math.nan * outputs.sum())
+    monkeypatch.setattr(sl, "summed_loss", lambda outputs, *_: math.nan * outputs.sum())
     with pytest.raises(UserError, match="seed 1: the loss .* lower the learning rate"):
         sl.main(argv + ["--swag-lrs", "0.01", "--name", "other"])
 
@@ -1258,20 +1392,24 @@ def test_dropout_masks_differ_and_are_repeated(tmp_path):
     """Also of a transformer, whose fast path knows no dropout."""
     study = opened("reviews", tmp_path)
     args = common.with_options(study.args, dropout=0.5)
-    own = sl.MCDropout.__new__(sl.MCDropout)
-    own.net = sl.make_network(args, study.sets.train)
-    own.member = SimpleNamespace(seed=1)
+    net = sl.make_network(args, study.splits.train)
+    member = SimpleNamespace(seed=1, study=study)
     found = []
     for _ in range(2):
-        samples = sl.network_samples(study, own.networks(2), "test")
-        found.append([outputs for _, outputs in samples])
+        samples = sl.draw_mcdo(member, net, "test", 2)
+        found.append([sample.outputs for sample in samples])
     assert all(map(torch.equal, found[0], found[1]))
     assert not torch.equal(*found[0])
 
 
+class Failing(nn.Module):
+    def forward(self, x):
+        return x.reshape(3, -1) if self.training else x
+
+
 @pytest.mark.parametrize("network, said", [
     (lambda args, shape: ([nn.Flatten(), nn.Linear(5, 3)], 3), "--model mine fails on images"),
-    (lambda args, shape: ([nn.Flatten(), nn.BatchNorm1d(784)], 784), "mine fails on 1 example"),
+    (lambda args, shape: ([nn.Flatten(), nn.Dropout(), Failing()], 784), "fails on 2 image"),
     (lambda args, shape: ([nn.Flatten()], 784), "has no dropout")])
 def test_impossible_networks_are_refused_before_training(tmp_path, monkeypatch, network, said):
     monkeypatch.setitem(sl.NETWORKS, "mine", network)
@@ -1304,7 +1442,7 @@ def test_what_depends_on_other_options(monkeypatch):
 
 
 @pytest.mark.parametrize("argv, said", [
-    (["--dataset", "clusters", "--target", "homo"], "--target has no effect on clusters"),
+    (["--dataset", "clusters", "--vocab", "x"], "--vocab has no effect on clusters"),
     (["--dataset", "clusters", "--structure", "diag"], "--structure has no effect on molecules"),
     (["--methods", "map", "--samples", "9"], "--samples has no effect without --methods swag or"),
     (["--dataset", "reviews", "--model", "torchvision/resnet18"], "8: choose one of bert_256_2"),
