@@ -1660,7 +1660,7 @@ def fingerprint(net: nn.Module) -> str:
 
 # What --fresh deletes. Temporary files, which a killed process leaves, are always deleted. The
 # options come last: as long as they exist, they describe the other files.
-RUN_FILES = (".*.tmp", "*.pt", "*.csv", "*.png", "results.json", "options.json")
+RUN_FILES = (".*.tmp", "*.pt", "*.iterates", "*.csv", "*.png", "results.json", "options.json")
 FRESH = "use --fresh to start over"
 
 

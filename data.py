@@ -1408,7 +1408,7 @@ def convert_like(dataset: Images, reference: Images) -> Images:
 NAMES_OF_SPLITS = ("train", "val", "test", "predict")
 
 
-def _name_of_other(name):
+def name_of_other(name):
     """The name of an OOD or predicted set; that of folder:images/test is images_test."""
     set_name = common.set_name(name)
     if set_name in NAMES_OF_SPLITS:
@@ -1427,7 +1427,7 @@ def ood_sets(names: Sequence[str], reference: Dataset, data_dir: str | Path = "d
     """
     sets = {}
     for name in names:
-        set_name = _name_of_other(name)
+        set_name = name_of_other(name)
         try:
             if set_name == reference.name or set_name in sets:
                 raise DatasetNotFound(f"OOD set {name}: another set of this run is called "
@@ -1468,7 +1468,7 @@ def predict_set(name: str, reference: Dataset, data_dir: str | Path = "data") ->
     the images lie in. They are -1 (molecules: NaN) where they are unknown. `files` names the
     images of a folder and of "nonsense".
     """
-    dataset = replace(_read_other(name, reference, data_dir), name=_name_of_other(name))
+    dataset = replace(_read_other(name, reference, data_dir), name=name_of_other(name))
     if isinstance(dataset, MoleculeSet):
         if dataset.quantity == reference.quantity:
             return dataset
