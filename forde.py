@@ -455,7 +455,7 @@ def forward_in_chunks(forward, nets, args, x, *labels):
     Only one chunk's activations are in memory: the backward pass computes them again, with the
     same dropout masks. So ten ResNet-18 train on a GPU of 24 GB.
     """
-    if args.chunk == 0:
+    if not 0 < args.chunk < len(nets):
         return forward(nets, args, x, *labels)
     x.requires_grad_()  # or else the backward pass would not reach a checkpoint
     outputs = []

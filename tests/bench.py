@@ -143,18 +143,17 @@ def bench_forde():
     members, batch, width = size(4, 2), size(32, 8), size(1.0, 0.125)
     own = random_set(batch)
     x = next(iter(data.Loader(own, batch).epoch()))
-    metric = torch.randn(3072, 3072, generator=seeded()) / 3072**0.5
+    A = torch.randn(3072, 3072, generator=seeded()) / 3072**0.5
 
     def step_of(method):
         args = options(forde, "--dataset", "cifar10", "--members", members, "--width", width)
         nets = forde.make_ensemble(args, 1, 10, own.shape).train()
         for net in nets:
-            torch.nn.init.normal_(net[-1].weight, std=0.05)
-        chunks = forde.make_chunks(nets, args)
+            torch.nn.init.normal_(net.head.weight, std=0.05)
 
         def step():
             nets.zero_grad()
-            forde.ensemble_step(chunks, x, metric, method, args)
+            forde.ensemble_step(nets, x, method, A, batch, args)
         return step
 
     row(f"{members} members, {batch} images", best_seconds(

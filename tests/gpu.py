@@ -174,24 +174,25 @@ def bench_forde(bench):
     members = bench.size(10, 2)
     steps = bench.size(40, 1)
     train_set = bench.images("train", bench.size(50_000, 16))
+    splits = data.Splits(train_set, None, train_set, {}, None, {})
     argv = ["--dataset", "cifar10", "--members", members, "--width", bench.size(1.0, 0.05), "--lr",
             0.01, "--batch-size", bench.size(128, 8), "--epochs", 2, "--limit-steps", steps]
-    basis = None
     dim = math.prod(train_set.shape)
-    if bench.asked.tiny:  # a basis of 3072 dimensions takes the CPU minutes
-        basis = {"eigenvectors": torch.eye(dim), "eigenvalues": torch.ones(dim)}
+    A = torch.eye(dim, device=bench.device)
+    if not bench.asked.tiny:  # a basis of 3072 dimensions takes the CPU minutes
+        args = bench.options(forde, *argv)
+        seconds, basis = bench.seconds(lambda: forde.compute_basis(train_set, args))
+        A = forde.metric_root(basis["eigenvectors"], basis["eigenvalues"]).to(bench.device)
+        bench.add(f"basis of {dim} dimensions", seconds, "s")
     for method, amp in itertools.product(("deep_ensemble", "forde_pca"), ("off", "bf16")):
         for chunk in (members, members // 2, 1):
             bench.forget_memory()
             try:
-                args = bench.options(forde, *argv, "--amp", amp, "--chunk", chunk)
-                run = common.Run(args, "gpu", f"forde-{method}-{amp}-{chunk}")
-                if method == "forde_pca" and basis is None:
-                    seconds, basis = bench.seconds(lambda: forde.compute_basis(train_set, args))
-                    bench.add(f"basis of {dim} dimensions", seconds, "s")
+                args = bench.options(forde, *argv, "--amp", amp, "--chunk", chunk, "--name",
+                                     f"forde-{method}-{amp}-{chunk}")
+                run = common.Run(args, fingerprints={})
                 nets = forde.make_ensemble(args, 1, 10, train_set.shape)
-                metric = forde.metric_of(basis, method, args)
-                forde.train(nets, train_set, metric, method, args, 1, run)
+                forde.train(nets, splits, A, method, args, 1, run)
                 break
             except torch.OutOfMemoryError:
                 nets = None
