@@ -696,14 +696,11 @@ def lenet(args, shape):
     return layers, dim
 
 
-LARGE = 64  # ResNet-18 has the stem for ImageNet where images have more pixels per side
-
-
 def resnet18(args, shape):
     """ResNet-18; images of more than 64 pixels get the stem for ImageNet."""
     width = channels(64, args)  # of the stem, doubled in every stage
     layers = {"conv1": conv(shape[0], width), "bn1": nn.BatchNorm2d(width), "relu": nn.ReLU()}
-    if shape[-1] > LARGE:
+    if shape[-1] > 64:
         layers["conv1"] = conv(shape[0], width, kernel=7, stride=2)
         layers["maxpool"] = nn.MaxPool2d(3, 2, 1)
     c_in = width
@@ -743,7 +740,6 @@ def make_network(args, num_classes, shape):
     """The network --model for images of `shape` (C, H, W), on its device."""
     if is_published(args):
         stage = read_stage(args.weights)
-        check_image_size(stage.layout, shape, args.weights)
         net = published_network(stage.state, args.weights, args, num_classes, shape)
         load_state(net, stage.state, args.weights)
     else:
@@ -761,7 +757,6 @@ class Layout(NamedTuple):
     batch_norm: str         # its weight, a vector; the length determines --width
     channels: int           # that length at --width 1
     model: str              # --model
-    is_large: bool | None   # whether it is for images of more than LARGE pixels
     statistics: tuple       # mean and standard deviation of the images in training
     last_statistics: tuple  # the same in the predictions of the last stage
 
@@ -770,9 +765,9 @@ CIFAR100 = ((0.50707516, 0.48654887, 0.44091784), (0.26733429, 0.25643846, 0.276
 CIFAR = ((0.49137, 0.48235, 0.44667), (0.24706, 0.24353, 0.26157))
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 LAYOUTS = (
-    Layout("conv1.1.weight", 64, "resnet18", False, CIFAR100, CIFAR100),
-    Layout("layer1.0.bn1.weight", 64, "resnet18", True, IMAGENET, IMAGENET),
-    Layout("block1.layer.0.bn2.weight", 160, "wide_resnet", None, CIFAR, CIFAR100),
+    Layout("conv1.1.weight", 64, "resnet18", CIFAR100, CIFAR100),
+    Layout("layer1.0.bn1.weight", 64, "resnet18", IMAGENET, IMAGENET),
+    Layout("block1.layer.0.bn2.weight", 160, "wide_resnet", CIFAR, CIFAR100),
 )
 # Published names and ours: those of the ResNet-18 for CIFAR differ.
 OUR_NAMES = {"conv1.0.": "conv1.", "conv1.1.": "bn1.", "residual_function.0.": "conv1.",
@@ -831,14 +826,6 @@ def read_stage(path):
     return PublishedStage(with_our_names(state), with_our_names(rho), layout, width)
 
 
-def check_image_size(layout, shape, path):
-    """Refuse a published file whose network has another stem than ours for these images."""
-    if layout.is_large is not None and layout.is_large != (shape[-1] > LARGE):
-        side = "more than" if layout.is_large else "at most"
-        raise UserError(f"{path} is for images of {side} {LARGE} pixels per side; these have "
-                        f"{shape[-1]}, use another --dataset or --image-size")
-
-
 def published_network(state, path, args, num_classes, shape):
     """A network of --model and --width, but of the depth, biases and outputs of a state dict.
 
@@ -872,7 +859,8 @@ def load_state(net, state, path):
     try:
         net.load_state_dict(state)
     except RuntimeError as error:
-        raise UserError(f"{path} does not fit: {common.one_line(error)}") from None
+        raise UserError(f"{path} does not fit this network and image size: "
+                        f"{common.one_line(error)}") from None
 
 
 def published_sigma(net, args):
@@ -954,11 +942,9 @@ def train(module, stage, name, seed, epochs, train_set, args, run, kl_weight=0.0
                 group["lr"] = full_rate * factor
             with common.autocast(args):
                 logits = model(batch.images)  # a RandomNetwork draws its weights
-            total = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
-            loss = total / batch.global_size
-            kl = torch.zeros_like(loss)
-            if kl_weight > 0:
-                kl = module.posterior.kl() / len(train_set)
+            loss = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
+            loss = loss / batch.global_size
+            kl = module.posterior.kl() / len(train_set) if kl_weight > 0 else loss.new_zeros(())
 
             # DDP averages over processes: each has its part of the loss, and the whole KL.
             objective = loss * common.world_size() + kl_weight * kl
@@ -1253,7 +1239,10 @@ def read_file(args):
         return read_published_file(state, args)
     except UserError:
         raise
-    except Exception as error:  # parts are missing, or have other types or sizes
+    except KeyError as error:
+        raise UserError(f"--load {args.load} is damaged, or no compressed network of this version: "
+                        f"{error.args[0]} is missing") from None
+    except Exception as error:  # parts have other types or sizes
         raise UserError(f"--load {args.load} is damaged: {common.one_line(error)}") from None
 
 
@@ -1275,22 +1264,16 @@ def read_own_file(state):
 # The training options that --load uses; those of a published file are unknown.
 USED_BY_LOAD = ("dataset", "preset", "model", "weights", "freeze", "width", "image_size", "seed",
                 "batch_size", "amp", "draw")
-PUBLISHED_PARTS = ("state_dict_no_weight", "params_guide", "params_dict_indices")
 # Two names of other published scripts.
 OTHER_NAMES = {"centers": "centers_guide", "outliers_posterior_simga": "outliers_posterior_sigma"}
 
 
 def read_published_file(state, args):
     """A file 2DGBNNs.pth of the published last stage."""
-    missing = [part for part in PUBLISHED_PARTS if part not in state]
-    if missing:
-        raise UserError(f"--load {args.load}: no compressed network of this version; for one of "
-                        f"the published code, {', '.join(missing)} is missing")
     layout, width = find_layout(state["state_dict_no_weight"], args.load)
     parts = dict(state["params_dict_indices"])
     for name, value in state["params_guide"].items():
         parts[OTHER_NAMES.get(name, name)] = value
-    check_published_parts(parts)
     unknown = set(common.options(args, "training")) - set(USED_BY_LOAD)
     options = dict.fromkeys(unknown) | dict(model=layout.model, width=width, draw="equal")
     if layout.model == "wide_resnet":
@@ -1331,9 +1314,6 @@ def read_wrn_file(parts):
     component = ellipse_pairs(parts, "ellipse_outdices_dict").long()   # [E, 2]
     value = ellipse_pairs(parts, "ellipse_outdices_value_dict")        # [E, 2]
     centre = parts["centers_guide"]
-    if ((component < 0) | (component >= len(centre))).any():
-        raise ValueError("ellipse_outdices_dict has a component that is not in "
-                         f"0..{len(centre) - 1}")
     terms = value.softmax(1) * centre[component, 0]                    # [E, 2]
     terms[:, 1] *= (value > math.exp(12)).all(1)
     outlier = parts["outliers_indices"]
@@ -1354,24 +1334,6 @@ def ellipse_pairs(parts, name):
         return pairs.view(len(points), 2)
     except (KeyError, TypeError, ValueError, RuntimeError):
         raise ValueError(f"{name} does not have two numbers for each of ellipse_outdices") from None
-
-
-def check_published_parts(parts):
-    """Refuse parts of a published file that are missing, or have other shapes or indices."""
-    names = ("centers_guide", "scale_tril_posterior", "outliers_posterior_loc",
-             "outliers_posterior_sigma", "outliers_indices", "filtered_labels", "ellipse_outdices")
-    missing = [name for name in names if name not in parts]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} is missing")
-    count = len(parts["outliers_indices"])
-    for name in ("outliers_posterior_loc", "outliers_posterior_sigma"):
-        if parts[name].shape != (count,):
-            raise ValueError(f"{name} has the shape {tuple(parts[name].shape)}, not {(count,)}")
-    n = len(parts["filtered_labels"])
-    for name in ("outliers_indices", "ellipse_outdices"):
-        index = torch.as_tensor(parts[name])
-        if ((index < 0) | (index >= n)).any():
-            raise ValueError(f"{name} has an index that is not in 0..{n - 1}")
 
 
 def check_shared_weights(weights):
@@ -1416,9 +1378,7 @@ def load_network(file, splits, args):
     """The RandomNetwork of a CompressedFile, for these sets; a UserError if they do not fit."""
     shape = splits.train.shape
     num_classes = splits.train.num_classes
-    if file.layout is not None:
-        check_image_size(file.layout, shape, args.load)
-    elif (file.classes, file.shape) != (list(splits.train.classes), list(shape)):
+    if file.layout is None and (file.classes, file.shape) != (list(splits.train.classes), list(shape)):
         raise UserError(f"--load {args.load} was made for other classes or another image size, "
                         f"those of --dataset {file.options['dataset']}")
     if file.backbone != splits.fingerprints.get("frozen backbone"):
@@ -1436,7 +1396,8 @@ def load_network(file, splits, args):
     count = sum(size.numel() for size in weight_shapes(net).values())
     if len(file.weights.label) != count:
         raise UserError(f"--load {args.load} has {len(file.weights.label)} weights, {args.model} "
-                        f"for these images {count}")
+                        f"for images of {shape[-1]} pixels per side {count}; give the --dataset or "
+                        "the --image-size that it was made for")
     net = net.to(args.device, memory_format=torch.channels_last)
     shared = RandomNetwork(net, SharedGaussians(file.weights, args.draw == "equal"))
     with torch.no_grad():

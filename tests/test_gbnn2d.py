@@ -631,7 +631,7 @@ def test_a_published_file_gives_the_published_weights_and_logits(layout, side, t
     other = replace(train_set, images=torch.zeros(4, 3, 104 - side, 104 - side))
     if layout != "wrn":
         said = refusal(gbnn2d.load_network, again, splits._replace(train=other), args)
-        assert f"64 pixels per side; these have {104 - side}" in said
+        assert f"for images of {104 - side} pixels per side" in said
 
 
 def test_a_published_file_is_evaluated_as_published(tmp_path, monkeypatch):
@@ -683,12 +683,12 @@ GUIDE, INDICES, REST = "params_guide", "params_dict_indices", "state_dict_no_wei
     ("cifar", GUIDE, "outliers_posterior_sigma", -torch.ones(30), "is negative"),
     ("cifar", REST, ..., torch.ones(3), "damaged"),
     ("cifar", GUIDE, "outliers_posterior_loc", torch.full((30,), math.nan), "not finite"),
-    ("cifar", INDICES, "filtered_labels", torch.full((9,), 2), "not in 0..8"),
+    ("cifar", INDICES, "filtered_labels", torch.full((9,), 2), "out of"),
     ("cifar", INDICES, "outliers_indices", torch.arange(30), "outliers"),
     ("wrn", INDICES, "ellipse_outdices_dict", {}, "two numbers for each of ellipse_outdices"),
     ("wrn", INDICES, "ellipse_outdices_value_dict", {1: 2}, "two numbers for each"),
-    ("wrn", INDICES, "ellipse_outdices", [10_000_000], "ellipse_outdices has an index that is not"),
-    ("wrn", GUIDE, "centers_guide", torch.ones(2, 2), "a component that is not in 0..1"),
+    ("wrn", INDICES, "ellipse_outdices", [10_000_000], "two numbers for each"),
+    ("wrn", GUIDE, "centers_guide", torch.ones(2, 2), "out of bounds"),
     ("cifar", GUIDE, "centers_guide", torch.ones(2, 2), "expected (2, 2, 2)"),
     ("cifar", REST, "conv2_x.0.residual_function.3.bias", None, "layer1.0.conv2.bias"),
     ("cifar", REST, "fc.bias", torch.zeros(3), "3 classes"),
@@ -848,7 +848,7 @@ def load(path, folder, *more):
     return run([*own, *CPU, *more])
 
 
-def test_eval_and_load_repeat_the_story(story, tmp_path):
+def test_eval_and_load_repeat_the_story(story, tmp_path, capsys):
     """Other files of one name have directories of their own."""
     folder, rows = story
     assert timeless(run(options(folder, *LONGER, "--eval"))) == timeless(rows)
@@ -867,7 +867,10 @@ def test_eval_and_load_repeat_the_story(story, tmp_path):
     (tmp_path / "other").mkdir()
     torch.save(state, tmp_path / "other" / path.name)
     load(tmp_path / "other" / path.name, tmp_path)
-    assert len(list((tmp_path / "gbnn2d").iterdir())) == 2
+    assert "trained on" not in capsys.readouterr().out
+    load(path, tmp_path, "--dataset", "dirty_glyphs", "--preset", "glyphs", "--ood")
+    assert "this network was trained on glyphs" in capsys.readouterr().out
+    assert len(list((tmp_path / "gbnn2d").iterdir())) == 3
 
 
 def test_what_is_no_compressed_file_of_the_story_is_refused(story, tmp_path):
@@ -876,7 +879,7 @@ def test_what_is_no_compressed_file_of_the_story_is_refused(story, tmp_path):
     weights = whole["weights"]
     path = tmp_path / "other.pt"
     for changed, said in (
-            ({"format": "other"}, "params_guide"), ({"weights": {}}, "label"),
+            ({"format": "other"}, "no compressed network of this version"), ({"weights": {}}, "label"),
             ({"rest": {}}, "backbone.0.bias"), ({"classes": ["a"]}, "those of --dataset glyphs"),
             ({"weights": weights | {"label": weights["label"][:-1]}}, "44189 weights"),
             ({"weights": weights | {"label": weights["label"] + 40}}, "label has a number")):
@@ -1000,17 +1003,47 @@ def test_pretrained_networks(tmp_path, capsys, monkeypatch):
         patch.setattr(gbnn2d, "compress", None)
         again = run([*argv, "-b", "8", "--k0", "64", "--name", "whole", "--eval"])
     assert by_method(again)["final"]["nll"] == pytest.approx(rows["final"]["nll"])
+    assert load_compressed(tmp_path, "whole")["nll"] == pytest.approx(rows["final"]["nll"])
     (tmp_path / "moved.pt").rename(path)
-    common.print_once.cache_clear()
     rows = by_method(run([*argv, "--freeze", "--name", "head"]))
     assert list(rows) == METHODS and rows["final"]["weights"] == 4 * 1024
     backbone = sum(tensor.nbytes for name, tensor in net.state_dict().items() if "fc" not in name)
     assert rows["deterministic"]["bytes"] == 4 * (4 * 1024 + 4) + backbone
     assert "--k0 is 64, not 200" in capsys.readouterr().out
     assert "--k0 200" in refusal(gbnn2d.main, [*argv, "--freeze", "--k0", "200", "--name", "other"])
-    for name in ("whole", "head"):
-        path = tmp_path / "gbnn2d" / name / "seed1-compressed.pt"
-        [row] = run(["--load", path, "--mc", 2, "--out-dir", tmp_path, "--ood", *CPU])
-        assert row["file_bytes"] == path.stat().st_size
-    assert row["nll"] == pytest.approx(rows["final"]["nll"], rel=1e-4)
+    assert load_compressed(tmp_path, "head")["nll"] == pytest.approx(rows["final"]["nll"], rel=1e-4)
     assert "--augment has no effect" in refusal(gbnn2d.main, [*argv, "--freeze", "--augment"])
+
+
+def load_compressed(folder, name, *more):
+    """The row of --load for the file of a run, with the data set that it names."""
+    path = folder / "gbnn2d" / name / "seed1-compressed.pt"
+    [row] = run(["--load", path, "--mc", 2, "--out-dir", folder, "--ood", *CPU, *more])
+    assert row["file_bytes"] == path.stat().st_size
+    return row
+
+
+def test_a_loaded_head_has_its_own_normalisation_and_backbone(tmp_path):
+    """Features are normalised as in training; another backbone than in training is refused."""
+    net = torchvision.models.shufflenet_v2_x0_5(weights=None, num_classes=6)
+    path = tmp_path / "net.pt"
+    torch.save(net.state_dict(), path)
+    argv = ["--dataset", own_folder(tmp_path), "--model", "torchvision/shufflenet_v2_x0_5",
+            "--freeze", "--out-dir", str(tmp_path), *CPU, *"--image-size 32 --ood --mc 2 --epochs "
+            "2 --workers 0 --stoch-epochs 1 --final-epochs 1 --no-plot --limit-train 8".split()]
+    final = by_method(run([*argv, "--weights", str(path), "--name", "file"]))["final"]
+    loaded = load_compressed(tmp_path, "file")
+    assert loaded["nll"] == pytest.approx(final["nll"], rel=1e-5)
+    assert loaded["bytes"] == final["bytes"]
+    net = torchvision.models.shufflenet_v2_x0_5(weights=None, num_classes=6)
+    torch.save(net.state_dict(), path)
+    with pytest.raises(common.UserError, match="on the features of another backbone"):
+        load_compressed(tmp_path, "file")
+    # A random backbone is that of the seed of the file.
+    final = by_method(run([*argv, "--weights", "none", "--seed", "3", "--name", "none"]))["final"]
+    compressed = tmp_path / "gbnn2d/none"
+    (compressed / "seed3-compressed.pt").rename(compressed / "seed1-compressed.pt")
+    loaded = load_compressed(tmp_path, "none")
+    assert loaded["nll"] == pytest.approx(final["nll"], rel=1e-5) and loaded["seed"] == 3
+    with pytest.raises(common.UserError, match="on the features of another backbone"):
+        load_compressed(tmp_path, "none", "--seed", 1)
