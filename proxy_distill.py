@@ -1,18 +1,16 @@
 """Ensemble distribution distillation with proxy targets: one student for many classes.
 
 Ryabinin, Malinin, Gales, "Scaling Ensemble Distribution Distillation to Many Classes with Proxy
-Targets", NeurIPS 2021, arXiv:2105.06987. The method:
+Targets", NeurIPS 2021, arXiv:2105.06987:
 
-  1. Train M networks by cross entropy. Of their predictions p_m of an image, the mean is
-     pi = (1/M) sum_m p_m, and the spread is RMI = (1/M) sum_m KL(pi || p_m).
+  1. Train M networks by cross entropy. Their predictions p_m of an image have the mean
+     pi = (1/M) sum_m p_m and the spread RMI = (1/M) sum_m KL(pi || p_m).
   2. The proxy of the ensemble is the Dirichlet distribution with mean pi and precision (sum of
      concentrations) beta_0 = (K - 1) / (2 RMI), for K classes.
-  3. A student's logits z define the Dirichlet with concentrations alpha = exp(z) + 1. It minimises
-     the REVERSE divergence KL(Dir(alpha) || Dir(pi b + 1)) / b, b = beta_0 + K t. The default is
-     t = 1, as published (--target-offset); in the paper b = beta_0. Likely classes dominate its
-     gradient; in the forward divergence and in EnD^2's likelihood the unlikely ones do.
-  4. The student predicts softmax(z), the mean of Dir(exp(z)), now without the 1; its uncertainties
-     are those of this Dirichlet.
+  3. A student with logits z, alpha = exp(z) + 1, minimises KL(Dir(alpha) || Dir(pi b + 1)) / b, in
+     which likely classes dominate the gradient; in the opposite divergence and in EnD^2 the
+     unlikely ones do. b = beta_0 + K t with t = 1 as published, or b = beta_0 as in the paper.
+  4. The student predicts softmax(z), the mean of Dir(exp(z)), which also gives its uncertainties.
 
 Usage:
   python proxy_distill.py                          # numbers (1000 classes), offline, two CPU cores
@@ -27,27 +25,23 @@ Where the method is: step 1: `train_member`; step 2: `ensemble_statistics`, `pro
 3: `rkl_proxy_loss`, `train_student`; step 4: `student_outputs`, `predict`.
 
 Differences from the published code (github.com/yandex-research/proxy-dirichlet-distillation):
-  - Losses. Published: the forward KL for ImageNet, with offsets 0. Here: the paper's reverse KL,
-    with offsets 1. The reverse KL is divided by b, so that the precision of its target is
-    beta_0 + 2 K for t = 1, as published. Logits are clamped to -80..ln b + 15, with the gradient at
-    the limit, because a diverging step must keep a direction.
-  - RMI. Published: in float32, where identical members have negative precisions. Here: in float64,
-    at least 0. Published: 2^-23 is added in beta_0, in logarithms and in gamma functions. Here: in
-    beta_0 alone.
-  - EPKL and its parts. Published: 1e-10 is added inside the logarithms, which changes EPKL by up
-    to 35 % where probabilities are smaller; EPKL is a sum over pairs, RMI that sum minus MI, and the
-    proxy has precision (M - 1) / (2 RMI). Here: the definitions.
-  - Single networks. Published: the epistemic uncertainty of Dir(exp(z)), whose scale is arbitrary.
-    Here: none. MIMO. Published: averages logits. Here: averages probabilities, as an ensemble does.
-  - Processes. Published: batch norm and metrics of one GPU. Here: over all processes, except the
-    shuffled rows of MIMO, whose result depends on the number of processes.
-  - Images. Published: both sides become 256 pixels (OpenCV). Here: in proportion, with
-    --published-evaluation as published, but by Pillow with antialiasing. Then metrics agree, with
-    ece10 and mce10, but for what is named above. The labels of ImageNet-O are not used.
-  - Training. Published: float16, AdamW without a schedule, the best of all epochs. Here: bfloat16,
-    Adam with the schedule, the last epoch. The first milestone is not before the second epoch.
-  - PRR. Published: ties in the order of rows. Here: ties share a rank. Means over corruptions are
-    new. Left out: precision and recall of errors, machine translation, speech recognition.
+  - Loss. Published: forward KL for ImageNet, offsets 0. Here: the paper's, offsets 1, with logits
+    clamped to -80..ln b + 15, because gradients beyond lose their digits.
+  - RMI. Published: in float32, with 2^-23 inside logarithms and gamma functions; identical members
+    have negative precisions. Here: in float64, at least 0, with 2^-23 in beta_0 alone.
+  - EPKL. Published: a sum over pairs, with 1e-10 inside logarithms (up to 35 % where probabilities
+    are smaller); RMI is that sum minus MI, the evaluated proxy has precision (M - 1) / (2 RMI).
+    Here: the definitions.
+  - Other networks. Published: a softmax has the epistemic uncertainty of Dir(exp(z)), MIMO averages
+    logits. Here: it has none, as its scale is arbitrary; MIMO averages probabilities.
+  - Processes. Published: batch norm and metrics of one GPU. Here: of all; each process shuffles its
+    own rows for MIMO, whose result depends on their number.
+  - Images. Published: both sides become 256 pixels (OpenCV). Here: in proportion, or with
+    --published-evaluation as published, by Pillow; ImageNet-O's labels are not used. Metrics then
+    agree, with ece10 and mce10, but for RMI, EPKL, proxy and MIMO.
+  - Training. Published: float16, AdamW without schedule, the best epoch. Here: bfloat16, Adam with
+    schedule, the last epoch; no milestone is before epoch 2. PRR: ties share a rank.
+Left out: precision and recall of errors, machine translation, speech recognition.
 """
 
 import argparse
@@ -305,7 +299,7 @@ def mimo_rows(n: int, subnetworks: int, generator: torch.Generator, repetitions:
 
 
 class Network(nn.Module):
-    """A feature extractor, the backbone, and a linear head: logits [B, K] of images [B, C, H, W]."""
+    """A feature extractor and a linear head: logits [B, K] of images [B, C, H, W]."""
 
     def __init__(self, backbone, head):
         super().__init__()
@@ -499,12 +493,11 @@ def read_network(path, kind, splits, args):
 
 
 def with_our_names(weights):
-    """A state dict with the names backbone.* and head.*, if it has those of torchvision's ResNets."""
+    """A state dict with the names of `Network`, also if it has those of torchvision's ResNets."""
     renamed = {}
     for name, value in weights.items():
-        if name.startswith("fc."):
-            name = name.replace("fc.", "head.")
-        elif not name.startswith(("backbone.", "head.")):
+        name = re.sub(r"^fc\.", "head.", name)
+        if not name.startswith(("backbone.", "head.")):
             name = f"backbone.{name}"
         renamed[name] = value
     return renamed
@@ -587,6 +580,16 @@ def with_noise(dataset, seed, args):
     return replace(noisy, name=f"{dataset.name}_noise{args.noise}")
 
 
+def take_step(optimiser, lr, loss, rows):
+    """Minimise the mean loss of the `rows` of all processes; `loss` is the sum over those here."""
+    for group in optimiser.param_groups:
+        group["lr"] = lr
+    mean_loss = loss * common.world_size() / rows  # DDP averages gradients over processes
+    optimiser.zero_grad()
+    mean_loss.backward()
+    optimiser.step()
+
+
 def train_member(splits, seed, args, run):
     """Step 1: train one member of the ensemble by cross entropy."""
     train_set = splits.train
@@ -610,18 +613,10 @@ def train_member(splits, seed, args, run):
             # A function of the step: a resumed run needs no state of a scheduler.
             factor = lr_factor(epoch * len(loader) + step, len(loader), epochs, args.schedule)
             lr = args.lr * batch_size / 256 * factor
-            for group in optimiser.param_groups:
-                group["lr"] = lr
             with common.autocast(args):
                 logits = model(batch.images)                           # [b, K]
             loss = F.cross_entropy(logits, batch.labels, reduction="none").sum()
-
-            # DDP averages gradients over processes: this is the mean over the global batch.
-            mean_loss = loss * common.world_size() / batch.global_size
-            optimiser.zero_grad()
-            mean_loss.backward()
-            optimiser.step()
-
+            take_step(optimiser, lr, loss, batch.global_size)
             totals[0] += loss.detach()
             totals[1] += (logits.argmax(1) == batch.labels).sum()
             totals[2] += len(logits)
@@ -631,6 +626,24 @@ def train_member(splits, seed, args, run):
                         "seconds": time.perf_counter() - start})
         run.save(name, history, net=net, optimiser=optimiser)
     return net.eval().requires_grad_(False)
+
+
+def student_checkpoint(loss_name, members, splits, seed, args):
+    """The name of a student's checkpoint, and its inputs: the members, and the options of students.
+
+    With other options, the same members teach another student, which is saved beside this one.
+    """
+    inputs = {"kind": f"student_{loss_name}", "features": frozen_features(splits, args),
+              "teachers": sorted(common.fingerprint(member) for member in members),
+              "epochs": args.epochs}
+    name = f"student_{loss_name}-{args.epochs}epochs"
+    if loss_name != "forward_kl":
+        inputs["model offset"] = args.model_offset
+        name += f"-m{args.model_offset:g}"
+    if loss_name in ("proxy", "rkl_proxy"):
+        inputs["target offset"] = args.target_offset
+        name += f"-t{args.target_offset:g}"
+    return f"{name}-of{len(members)}-seed{seed}", inputs
 
 
 def train_student(loss_name, members, splits, seed, args, run):
@@ -645,19 +658,7 @@ def train_student(loss_name, members, splits, seed, args, run):
     optimiser = make_optimiser(net, args)
     model = common.data_parallel(net, args.device, args.compile)
     batch_size = batch_size_of(train_set, args)
-    # With other options of students, the same members teach another student, which is saved
-    # beside this one: its name has these options.
-    inputs = {"kind": f"student_{loss_name}", "features": frozen_features(splits, args),
-              "teachers": sorted(common.fingerprint(member) for member in members),
-              "epochs": epochs}
-    name = f"student_{loss_name}-{epochs}epochs"
-    if loss_name != "forward_kl":
-        inputs["model offset"] = args.model_offset
-        name += f"-m{args.model_offset:g}"
-    if loss_name in ("proxy", "rkl_proxy"):
-        inputs["target offset"] = args.target_offset
-        name += f"-t{args.target_offset:g}"
-    name += f"-of{len(members)}-seed{seed}"
+    name, inputs = student_checkpoint(loss_name, members, splits, seed, args)
     history = run.resume(name, epochs, inputs, net=net, optimiser=optimiser)
     for epoch in range(len(history), epochs):
         start = time.perf_counter()
@@ -669,20 +670,13 @@ def train_student(loss_name, members, splits, seed, args, run):
         for step, batch in enumerate(common.progress(loader, epoch)):
             factor = lr_factor(epoch * len(loader) + step, len(loader), epochs, args.schedule)
             lr = args.lr * batch_size / 256 * factor
-            for group in optimiser.param_groups:
-                group["lr"] = lr
             with common.autocast(args):
                 logits = model(batch.images)                           # [b, K]
                 with torch.no_grad():
                     ensemble = ensemble_statistics(net(batch.images) for net in members)
             loss = distillation_loss(loss_name, logits, ensemble, args.model_offset,
                                      args.target_offset).sum()
-
-            mean_loss = loss * common.world_size() / batch.global_size
-            optimiser.zero_grad()
-            mean_loss.backward()
-            optimiser.step()
-
+            take_step(optimiser, lr, loss, batch.global_size)
             totals[0] += loss.detach()
             totals[1] += (logits.argmax(1) == ensemble.log_probs.argmax(1)).sum()
             totals[2] += logits.detach().logsumexp(1).sum()
@@ -690,7 +684,7 @@ def train_student(loss_name, members, splits, seed, args, run):
             totals[4] += len(logits)
         means = common.all_reduce(totals) / totals[4]
         loss, agreement, log_precision, log_precision_of_proxy, _ = means.tolist()
-        # If training collapses, the precision of the student falls far below that of the proxy.
+        # If training collapses, the student's precision falls far below the proxy's.
         history.append({"epoch": epoch + 1, "loss": loss, "agreement": agreement,
                         "log_precision": log_precision,
                         "log_precision_of_proxy": log_precision_of_proxy, "lr": lr,
@@ -722,8 +716,6 @@ def train_mimo(splits, seed, args, run):
         for step, batch in enumerate(common.progress(loader, epoch)):
             factor = lr_factor(epoch * len(loader) + step, len(loader), epochs, args.schedule)
             lr = args.lr * labels_per_step / 256 * factor
-            for group in optimiser.param_groups:
-                group["lr"] = lr
             # Each process mixes the images that it has loaded.
             generator = torch.Generator().manual_seed(
                 common.derive_seed(seed, epoch, step, common.rank()))
@@ -732,12 +724,7 @@ def train_mimo(splits, seed, args, run):
                 logits = model(batch.images[rows]).flatten(0, 1)       # [b E, K]
             labels = batch.labels[rows].flatten()                      # [b E]
             loss = F.cross_entropy(logits, labels, reduction="none").sum()
-
-            mean_loss = loss * common.world_size() / (2 * args.mimo * batch.global_size)
-            optimiser.zero_grad()
-            mean_loss.backward()
-            optimiser.step()
-
+            take_step(optimiser, lr, loss, 2 * args.mimo * batch.global_size)
             totals[0] += loss.detach()
             totals[1] += (logits.argmax(1) == labels).sum()
             totals[2] += len(labels)
@@ -1306,7 +1293,8 @@ def main(argv=None):
     files = read_files(splits, args)
     fingerprints = dict(splits.fingerprints)
     if files:
-        fingerprints["networks in files"] = " ".join(sorted(map(common.fingerprint, files.values())))
+        of_files = sorted(common.fingerprint(net) for net in files.values())
+        fingerprints["networks in files"] = " ".join(of_files)
     if is_trained(args):
         check_network(splits.train, args)
     run = common.Run(args, fingerprints, splits.summary())
