@@ -727,7 +727,7 @@ def predict_by_ensemble(outputs, temperatures):
     """Predictions of M networks, given their Outputs: the mean of their probabilities."""
     log_means = {}
     scores = {}
-    for ending, divisors in (("", [1.0 for _ in outputs]), ("_scaled", temperatures)):
+    for ending, divisors in (("", 1.0), ("_scaled", temperatures)):
         log_probs = stack_log_probs(outputs, divisors)                 # [M, N, K]
         log_means[ending] = log_probs.logsumexp(0) - math.log(len(outputs))
         uncertainty = common.ensemble_uncertainty(log_probs)
@@ -736,11 +736,11 @@ def predict_by_ensemble(outputs, temperatures):
     return Predictions(outputs[0].labels, log_means[""], log_means["_scaled"], scores)
 
 
-def stack_log_probs(outputs, temperatures):
+def stack_log_probs(outputs, temperatures=1.0):
     """Log probabilities [M, N, K], float64, of M networks at their temperatures, for one set."""
     logits = torch.stack([of_network.logits for of_network in outputs]).double()
     # In place, because another copy for ImageNet takes gigabytes.
-    logits /= torch.tensor(temperatures, dtype=torch.float64)[:, None, None]
+    logits /= torch.tensor(temperatures, dtype=torch.float64).view(-1, 1, 1)
     return logits.log_softmax(2)
 
 
@@ -756,6 +756,13 @@ def tested_sets(outputs, splits, args):
             tested[parts.clean].append(Outputs(logits[:n], features[:n], labels[:n], ms))
             tested[parts.ambiguous].append(Outputs(logits[n:], features[n:], labels[n:], ms))
     return tested | {name: outputs[name] for name in splits.ood}
+
+
+def metrics_before_and_after_scaling(predictions):
+    """Accuracy, likelihood and calibration; the names of those after scaling end in _scaled."""
+    metrics = common.prediction_metrics(predictions.log_probs, predictions.labels)
+    scaled = common.prediction_metrics(predictions.scaled_log_probs, predictions.labels)
+    return metrics | {f"{metric}_scaled": value for metric, value in scaled.items()}
 
 
 def result_rows(method, seed, predictions, splits, args):
@@ -777,9 +784,7 @@ def result_rows(method, seed, predictions, splits, args):
     for name in labelled:
         of_set = predictions[name]
         row = {"method": method, "seed": seed, "set": name, "n": len(of_set.labels)}
-        row |= common.prediction_metrics(of_set.log_probs, of_set.labels)
-        scaled = common.prediction_metrics(of_set.scaled_log_probs, of_set.labels)
-        rows.append(row | {f"{metric}_scaled": value for metric, value in scaled.items()})
+        rows.append(row | metrics_before_and_after_scaling(of_set))
     for inside, outside in pairs:
         row = {"method": method, "seed": seed, "set": inside, "against": outside,
                "n": len(predictions[inside].labels)}
@@ -862,7 +867,8 @@ def plot_uncertainty(predictions, thresholds, splits, args, run):
     # OOD densities may be very low; they are clipped to the left edge of the picture.
     lowest = thresholds.density - 1.5 * (highest - thresholds.density)
     lowest = max(lowest, min(all_densities.min().item(), thresholds.density))
-    max_entropy = max(predictions[name].scores["total_scaled"].max().item() for name in names)
+    all_entropies = torch.cat([predictions[name].scores["total_scaled"] for name in names])
+    entropy_range = (all_entropies.min().item(), all_entropies.max().item())
 
     figure, (left, middle, right) = common.make_figure(1, 3, figsize=(13, 3.8))
     for name, colour in zip(names, common.colours(len(names))):
@@ -870,7 +876,7 @@ def plot_uncertainty(predictions, thresholds, splits, args, run):
         entropies = predictions[name].scores["total_scaled"].numpy()
         densities = predictions[name].scores["density"].clamp(lowest, highest).numpy()
         fraction = np.full(len(entropies), 1 / len(entropies))
-        left.hist(entropies, 40, range=(0, max_entropy), weights=fraction, **style)
+        left.hist(entropies, 40, range=entropy_range, weights=fraction, **style)
         middle.hist(densities, 60, range=(lowest, highest), weights=fraction, **style)
         shown = np.linspace(0, len(entropies) - 1, 1500).astype(int)
         right.plot(densities[shown], entropies[shown], ".", ms=2.5, **style)
@@ -912,29 +918,37 @@ def plot_active_learning(sizes, accuracies, shares, run):
 # ---- Own features -------------------------------------------------------------------------------
 
 
+def read_all_features(args):
+    """The data.Features to fit, and {name: data.Features} of the files to score."""
+    train = data.read_features(args.features, labelled=True)
+    if len(train) < 10:
+        raise UserError(f"{args.features} has {len(train)} examples; at least 10 are needed")
+    tested = {}
+    for path in args.score:
+        name = Path(path).stem
+        if name in tested:
+            raise UserError(f"--score: two files have the name {name}; rename one")
+        tested[name] = data.read_features(path, train.values.shape[1], classes=train.classes)
+    return train, tested
+
+
 def run_features(args):
     """--features: fit and score features that were computed elsewhere, without a network."""
-    train = data.read_features(args.features, labelled=True)
-    dim = train.values.shape[1]
-    tested = {Path(path).stem: data.read_features(path, dim, classes=train.classes)
-              for path in args.score}
-    if len(tested) < len(args.score):
-        raise UserError("--score: two files have the same name; rename one")
+    train, tested = read_all_features(args)
     # A tenth of the features is held out, because fitted ones have densities that are too large.
-    rows, val_rows = data.class_split(train.labels, args.seed)
-    if len(val_rows) == 0:
-        raise UserError(f"{args.features} has {len(train)} examples; at least 10 are needed")
+    fitted, held_out = data.class_split(train.labels, args.seed)
     num_classes = int(train.labels.max()) + 1
-    gaussians = fit(train.values[rows], train.labels[rows], num_classes, args)
-    val_logits = class_log_densities(gaussians, train.values[val_rows])
+    gaussians = fit(train.values[fitted], train.labels[fitted], num_classes, args)
+    val_logits = class_log_densities(gaussians, train.values[held_out])
     # The posteriors q(c|z) of Gaussians in many dimensions are nearly 0 or 1, also where they are
     # wrong: like the logits of a network, log q(z|c) + log q(c) is divided by a temperature.
-    temperature = common.fit_temperature(val_logits, train.labels[val_rows])
+    temperature = common.fit_temperature(val_logits, train.labels[held_out])
     val_density = val_logits.logsumexp(1)
     thresholds = choose_thresholds(val_density, softmax_entropy(val_logits / temperature), args)
 
     # Nothing is trained, so there are no training data that another command could change.
-    run = common.Run(args, fingerprints={})
+    run = common.Run(args, {}, f"{args.features}: {num_classes} classes, {len(fitted):,} fitted "
+                               f"and {len(held_out):,} held-out rows of {train.values.shape[1]} features")
     rows = []
     scores = {}
     inside = Path(args.score[0]).stem
@@ -950,24 +964,18 @@ def run_features(args):
         row = {"method": "DDU", "seed": args.seed, "set": name, "n": len(features),
                "temperature": temperature, "jitter": gaussians.jitter,
                "fraction_ood": columns["decision"].count("ood") / len(features)}
-        rows.append(row | feature_metrics(logits, log_probs, features.labels))
+        known = (features.labels >= 0) & (features.labels < num_classes)
+        if known.any():
+            of_known = Predictions(features.labels[known], logits[known].log_softmax(1),
+                                   log_probs[known], {})
+            row |= {"n_labelled": int(known.sum())} | metrics_before_and_after_scaling(of_known)
+        rows.append(row)
         if name != inside:
             row = {"method": "DDU", "seed": args.seed, "set": inside, "against": name,
                    "n": len(tested[inside])}
             rows.append(row | common.detection_metrics(scores[inside], scores[name], LARGER_MEANS))
     return run.report(rows, ["accuracy", "nll_scaled", "ece15_scaled", "fraction_ood",
                              "auroc_density", "auroc_gmm_entropy"])
-
-
-def feature_metrics(logits, log_probs, labels):
-    """Metrics of q(c|z) before and after scaling, for the examples [N] that have a known label."""
-    known = (labels >= 0) & (labels < logits.shape[1])
-    if not known.any():
-        return {}
-    metrics = {"n_labelled": int(known.sum())}
-    metrics |= common.prediction_metrics(logits[known].log_softmax(1), labels[known])
-    scaled = common.prediction_metrics(log_probs[known], labels[known])
-    return metrics | {f"{metric}_scaled": value for metric, value in scaled.items()}
 
 
 def report_copies(name, features, train):
@@ -1076,8 +1084,7 @@ def acquisition_step(pool, labelled, acquisition, seed, args):
 
 def log_probs_of(nets, dataset, args):
     """Log probabilities [M, N, K] of M networks for a set."""
-    outputs = [compute_outputs(net, dataset, args) for net in nets]
-    return stack_log_probs(outputs, [1.0 for _ in nets])
+    return stack_log_probs([compute_outputs(net, dataset, args) for net in nets])
 
 
 def acquisition_score(nets, pool, labelled, acquisition, args):
@@ -1183,7 +1190,8 @@ PRESETS = {
     # The published code has one recipe of active learning for all data sets.
     "--active-learning": dict(model="resnet18", sn=None, mod=None, opt="adam", lr=1e-3,
                               weight_decay=5e-4, batch_size=64, epochs=20, schedule="constant",
-                              augment=False, ood=[], ensemble=5),
+                              augment=False, ood=[], ensemble=5, num_initial_samples=20,
+                              max_training_samples=300, acquisition_batch_size=5, subsample=1000),
     "--features": dict(shrinkage=None, density_quantile=0.05, entropy_threshold=None),
 }
 
@@ -1212,11 +1220,11 @@ def parse_args(argv=None):
     training("--features", metavar="NPZ",
         help="fit the Gaussians to your own features instead of training a network: a file with "
         "'features' [N, D] and 'labels' [N]")
-    training("--num-initial-samples", type=at_least(2), default=20,
+    training("--num-initial-samples", type=at_least(2),
         help="active learning: number of labels at the start (published code: 20)")
-    training("--acquisition-batch-size", type=at_least(1), default=5,
+    training("--acquisition-batch-size", type=at_least(1),
         help="active learning: number of new labels in each step (published code: 5)")
-    training("--subsample", type=at_least(1), default=1000,
+    training("--subsample", type=at_least(1),
         help="active learning: number of clean examples in a pool that also has ambiguous ones "
         "(published code: 1000)")
 
@@ -1240,7 +1248,7 @@ def parse_args(argv=None):
         choices=("density", "entropy", "pe", "mi", "random"),
         help="label a pool step by step, and compare acquisition functions: density, entropy, pe "
         "and mi (predictive entropy and mutual information of an ensemble), random")
-    evaluation("--max-training-samples", type=at_least(2), default=300,
+    evaluation("--max-training-samples", type=at_least(2),
         help="active learning: number of labels at the end (published code: 300)")
     args = parser.parse(argv, run_name)
     if args.active_learning:
@@ -1266,7 +1274,7 @@ def check_options(args):
     if (args.features or args.active_learning) and common.world_size() > 1:
         raise UserError("--features and --active-learning run in one process: start without "
                         "torchrun")
-    if args.max_training_samples < args.num_initial_samples:
+    if args.active_learning and args.max_training_samples < args.num_initial_samples:
         raise UserError(f"--max-training-samples {args.max_training_samples}: must be at least "
                         f"--num-initial-samples {args.num_initial_samples}")
     has_no_variant = args.model.startswith("torchvision/") or args.model == "lenet"
@@ -1275,7 +1283,7 @@ def check_options(args):
                         "add --no-sn --no-mod")
 
     acquisitions = args.active_learning or []
-    of_networks = set(common.options(args, "training")) - {"features", "seed"}
+    of_networks = common.options(args, "training").keys() - {"features", "seed"}
     common.refuse(args, [
         (args.features, of_networks | {"ood", "ensemble", "active_learning", "runs", "predict",
                                        "workers", "compile", "eval"}, "with --features"),
@@ -1293,6 +1301,9 @@ def check_options(args):
         (args.model == "lenet", ["width"], "with --model lenet"),
         (args.sn is False, ["coeff"], "without --sn"),
     ])
+    if args.features:
+        for name in of_networks:  # so that the log does not show their defaults
+            setattr(args, name, None)
 
 
 # ---- Main ---------------------------------------------------------------------------------------

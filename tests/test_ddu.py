@@ -415,6 +415,22 @@ def test_no_more_than_covariances_and_factors_is_held_while_fitting(monkeypatch)
     assert shapes == [[6, 6]] * 3  # a batch would take another 8 K D^2 bytes
 
 
+def test_few_examples_are_shrunk_so_that_others_have_usable_densities():
+    """Of 300 rows of 64 features, the 1 % quantile of new rows was -836,400: nothing was below."""
+    z = torch.randn(300, 64)
+    labels = torch.arange(300) % 10
+    with pytest.warns(match="30 examples of 64 features: the covariances are shrunk"):
+        gaussians = ddu.fit_gaussians(z, labels, 10)
+    threshold = ddu.log_density(gaussians, torch.randn(500, 64)).quantile(0.01)
+    assert threshold > -200
+    assert (ddu.log_density(gaussians, 3 * torch.randn(200, 64)) < threshold).all()
+    # Many examples of which some features are functions of others.
+    twins = torch.cat([torch.randn(600, 4), torch.zeros(600, 1)], 1)
+    with pytest.warns(match="of a class is singular: the covariances are shrunk") as found:
+        assert ddu.fit_gaussians(twins, torch.arange(600) % 2, 2).jitter == 0
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("counts, dim", [((40, 12, 60), 10), ((6, 9), 15)])
 def test_shrinkage_is_ledoit_and_wolfs(counts, dim):
     """Their covariances have the divisor n, ours n - 1."""
@@ -617,6 +633,8 @@ def test_the_storys_rows(story):
             sizes = [row[f"n_{region}"] for region in ddu.REGIONS]
             correct = sum(row[f"n_{region}"] * (row[f"accuracy_{region}"] or 0)
                           for region in ddu.REGIONS)
+            fractions = [row[f"fraction_{region}"] for region in ddu.REGIONS]
+            assert fractions == [size / row["n"] for size in sizes]  # without float32 noise
             assert sum(sizes) == row["n"] and correct / row["n"] == pytest.approx(row["accuracy"])
         else:
             assert all(0 <= row[f"{m}_{score}"] <= 1 for m in DETECTION for score in scores)
@@ -999,6 +1017,8 @@ def test_confidence_of_features_is_that_of_the_fitted_temperature(features, tmp_
     assert row["temperature"] > 1.5 and row["nll_scaled"] < row["nll"] - 0.2
     assert row["ece15"] > 0.15 > 0.1 > row["ece15_scaled"]
     report = capsys.readouterr().out
+    assert report.startswith("train.npz: 4 classes, 1,080 fitted and 120 held-out rows of 60 "
+                             "features\nddu: seed 1, features train.npz; cpu")
     for name in ("accuracy", "nll_scaled", "ece15_scaled"):
         assert name in report and f"{row[name]:.4f}" in report
 
@@ -1039,7 +1059,7 @@ def test_features_that_cannot_be_fitted_or_scored_are_one_line(features, tmp_pat
     gap = dict(train, labels=2 * train["labels"])
     few = {name: array[:9] for name, array in train.items()}
     for arrays, more, words in [
-            (train, "other/near.npz", "two files have the same name"),
+            (train, "other/near.npz", "two files have the name near"),
             (train, "flat.npz", "flat.npz: 'features' must be [N, 3]"),
             (gap, "", "class 1 has 0 example"), (few, "", "at least 10 are needed")]:
         np.savez("train.npz", **arrays)
