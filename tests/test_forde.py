@@ -248,8 +248,14 @@ def test_a_pretrained_network_keeps_its_weights(tiny, tmp_path):
                 1, "--members", 2, "--limit-steps", 2, "--epochs", 1,
                 without=["--width", "0.02"])
     assert rows["forde_identity", "glyphs"]["gradient_distance"] > 0.01
-    [row] = history(next(tmp_path.glob("forde/*")), "forde_identity")
+    [folder] = tmp_path.glob("forde/*")
+    [row] = history(folder, "forde_identity")
     assert 2 * math.log(1.25) / 16 - 1e-5 <= row["repulsion"] < 2 * math.log(2) / 16
+    # The checkpoint of an ensemble is also a file of --weights: those of its first member.
+    args.weights = str(folder / "forde_identity-seed1.pt")
+    state = forde.make_network(args, CLASSES, (3, 32, 32)).backbone.state_dict()
+    trained = weights(folder, "forde_identity")
+    assert all(torch.equal(value, trained[f"0.backbone.{name}"]) for name, value in state.items())
 
 
 # ---- Method -------------------------------------------------------------------------------------
@@ -750,10 +756,9 @@ def test_cifar10_is_normalised_as_published_or_as_the_weights_want(monkeypatch):
         return data.ImageSet(name, images, torch.arange(20) % 10, 10, mean, std)
 
     monkeypatch.setattr(data, "load", fake)
-    for model, std in (("resnet18", 0.247), ("torchvision/resnet18", 0.229)):
-        args = forde.parse_args(["--dataset", "cifar10", "--model", model, "--weights", "none",
-                                 "--ood", *CPU][:4 if std == 0.247 else 6] + ["--ood", *CPU])
-        splits = forde.load_splits(args, 1)
+    for model, std in (("resnet18", 0.247), ("torchvision/resnet18 --weights none", 0.229)):
+        options = f"--dataset cifar10 --ood --model {model}".split()
+        splits = forde.load_splits(forde.parse_args([*options, *CPU]), 1)
         assert splits.train.std[0] == splits.test.std[0] == std
 
 
@@ -828,7 +833,7 @@ def test_the_basis_is_numpys():
     ("--members 1", "one particle cannot repel"),
     ("--model torchvision/resnet18 --weights none --freeze", "--freeze"),
     ("--model torchvision/resnet18 --weights none --epochs 0", "which must be trained"),
-    ("--limit-train 1", "--limit-train"), ("FOLDER --val-fraction 0.1", "a folder with a part val")])
+    ("--limit-train 1", "--limit-train"), ("FOLDER --val-fraction 0.1", "a part val")])
 def test_misuse_is_refused_before_training(tiny, tmp_path, argv, named):
     if "FOLDER" in argv:
         (tmp_path / "mine" / "val" / "a").mkdir(parents=True)
