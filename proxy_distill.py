@@ -673,7 +673,7 @@ def train_student(loss_name, members, splits, seed, args, run):
             with common.autocast(args):
                 logits = model(batch.images)                           # [b, K]
                 with torch.no_grad():
-                    ensemble = ensemble_statistics(net(batch.images) for net in members)
+                    ensemble = ensemble_statistics(member(batch.images) for member in members)
             loss = distillation_loss(loss_name, logits, ensemble, args.model_offset,
                                      args.target_offset).sum()
             take_step(optimiser, lr, loss, batch.global_size)
@@ -993,25 +993,33 @@ def write_predictions(predictions, splits, run):
 # ---- Plots --------------------------------------------------------------------------------------
 
 
-def plot_rejection(tested, run):
-    """Rejection curves, and the precision of the students against that of the ensemble."""
-    by_method = {}
-    for own in tested:
-        by_method.setdefault(own.method, own)  # of the single networks the first
-    target = by_method.pop(METHODS["ensemble_proxy"]).log_precision.numpy()
-    figure, (left, right) = common.make_figure(1, 2, figsize=(11.5, 4.4))
-    for own, colour in zip(by_method.values(), common.colours(len(by_method))):
+def plot_uncertainty(tested, unknown, run):
+    """Rejection and detection by the total uncertainty, of all methods but the proxy.
+
+    tested: Predictions for the test set; unknown: {OOD set: Predictions}
+    """
+    # Of the single networks the first one; the proxy predicts as the ensemble does.
+    chosen = {own.method: number for number, own in reversed(list(enumerate(tested)))}
+    del chosen[METHODS["ensemble_proxy"]]
+    figure, (panels,) = common.make_figure(1, 1 + len(unknown), figsize=(4 + 4 * len(unknown), 4),
+                                           squeeze=False)
+    for (method, number), colour in zip(chosen.items(), common.colours(len(chosen))):
+        own = tested[number]
         rejected, error = common.rejection_curve(own.scores["total"], own.correct())
-        left.plot(100 * rejected, 100 * error, color=colour, label=own.method)
-        if own.log_precision is not None:
-            right.plot(target, own.log_precision.numpy(), ".", ms=2, color=colour)
-    left.set(xlabel="rejected as most uncertain (%)", ylabel="remaining errors (% of images)",
-             xlim=(0, 100), yscale="log", ylim=(0.01, 130))
-    ends = np.quantile(target, [0.001, 0.999])
-    right.plot(ends, ends, "k--", lw=1, label="equal precision")
-    right.set(xlabel="log precision of the ensemble's proxy", ylabel="log precision of a student")
+        panels[0].plot(100 * rejected, 100 * error, color=colour, label=method)
+        # Inputs are rejected from the uncertainty of each test image on.
+        thresholds = own.scores["total"].sort(descending=True).values
+        for panel, predictions in zip(panels[1:], unknown.values()):
+            scores = predictions[number].scores["total"].sort().values
+            detected = 1 - torch.searchsorted(scores, thresholds) / len(scores)
+            panel.plot(np.linspace(0, 100, len(detected)), 100 * detected, color=colour)
+    panels[0].set(ylabel="remaining errors (% of images)", ylim=(0, None))
+    for panel, name in zip(panels[1:], unknown):
+        panel.set(ylabel=f"rejected images of {name} (%)", ylim=(0, 102))
+    for panel in panels:
+        panel.set(xlabel="rejected as most uncertain (% of test images)", xlim=(0, 10))
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    run.save_figure(figure, "rejection.png")
+    run.save_figure(figure, "uncertainty.png")
 
 
 # ---- Options ------------------------------------------------------------------------------------
@@ -1250,6 +1258,7 @@ def evaluate(networks, members, splits, shift, seed, args, run):
     tested = predict(logits, seed)
     costs = cost_of_networks(networks, logits, splits)
     rows = common.on_main(test_rows, test_set.name, tested, costs)
+    unknown = {}
     for dataset in splits.ood.values():
         logits = collect_logits(networks, dataset, args)
         classes = known_classes(dataset, test_set)
@@ -1258,6 +1267,7 @@ def evaluate(networks, members, splits, shift, seed, args, run):
         else:
             predictions = predict_among(classes, logits, seed)
         rows += common.on_main(ood_rows, dataset, predictions, classes, test_set, tested)
+        unknown[dataset.name] = predictions
     if shift is not None:
         shifted = {}
         for kind, severity in itertools.product(shift.kinds, data.SEVERITIES):
@@ -1270,11 +1280,11 @@ def evaluate(networks, members, splits, shift, seed, args, run):
                                                      test_set.name, tested)
         rows += shift_rows(shifted, shift.name, shift.kinds)
 
+    if seed == args.seed and args.plot and args.members > 1:
+        common.on_main(plot_uncertainty, tested, unknown, run)
     if seed == args.seed and splits.predict is not None:
         predictions = predict(collect_logits(networks, splits.predict, args), seed)
         common.on_main(write_predictions, predictions, splits, run)
-    if seed == args.seed and args.plot and args.members > 1:
-        common.on_main(plot_rejection, tested, run)
     for row in rows:
         row["members"] = members
         if row["method"] == METHODS["member"]:

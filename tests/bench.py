@@ -25,7 +25,6 @@ import data  # noqa: E402
 import ddu  # noqa: E402
 import forde  # noqa: E402
 import gbnn2d  # noqa: E402
-import proxy_distill  # noqa: E402
 import swag_laplace_ensembles as sle  # noqa: E402
 
 SMALL = False
@@ -246,35 +245,6 @@ def gbnn2d_step(module, x, labels, args):
         optimiser.step()
 
     return step
-
-
-def bench_proxy_distill():
-    """The paper's loss, float64."""
-    rows = size(256, 8)
-    k = size(1000, 50)
-    centre = 2 * torch.randn(rows, k, generator=seeded())
-    logits = [centre + 0.5 * torch.randn(rows, k, generator=seeded(m + 1)) for m in range(10)]
-    ensemble = proxy_distill.ensemble_statistics(logits)
-    z = torch.randn(rows, k, generator=seeded()).double().requires_grad_()
-
-    def textbook():
-        pi = ensemble.log_probs.exp()
-        alpha = z.exp() + 1
-        alpha_0 = alpha.sum(-1, keepdim=True)
-        log_means = alpha.digamma() - alpha_0.digamma()
-        entropy = alpha.lgamma().sum(-1) - alpha_0[:, 0].lgamma()
-        entropy = entropy - ((alpha - 1) * log_means).sum(-1)
-        b = proxy_distill.proxy_precision(ensemble) + k
-        loss = -(pi * log_means).sum(-1) - entropy / b
-        return torch.autograd.grad(loss.mean(), z)[0]
-
-    def ours():
-        loss = proxy_distill.rkl_proxy_loss(z, ensemble)
-        return torch.autograd.grad(loss.mean(), z)[0]
-
-    difference = (ours() - textbook()).abs().max()
-    row(f"reverse KL and its gradient, {rows} x {k}", best_seconds(ours, textbook),
-        "autograd of the textbook form", note=f"gradients differ by {difference:.0e}")
 
 
 def bench_laplace():

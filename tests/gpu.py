@@ -213,14 +213,15 @@ def bench_proxy_distill(bench):
         args = bench.options(
             proxy_distill, "--dataset", "imagenet", "--model", bench.size("resnet50", "resnet18"),
             "--width", bench.size(1.0, 0.05), "--amp", amp, "--member-epochs", 2, "--batch-size",
-            batch, "--limit-steps", steps, "--lr", 0.01)
+            batch, "--limit-steps", steps, "--lr", 0.01, "--name", f"proxy-{amp}")
         net = proxy_distill.make_network(args, classes, dataset.shape, 1)
         x = torch.randn(4, *dataset.shape, device=bench.device)
         training_flops = flops_of(net, x)
         evaluation_flops = flops_of(net, x, training=False)
         bench.forget_memory()
-        run = common.Run(args, "gpu", f"proxy-{amp}")
-        net = proxy_distill.train_member(dataset, args, run, 1)
+        run = common.Run(args, fingerprints={})
+        splits = data.Splits(dataset, None, dataset, {}, None, {})
+        net = proxy_distill.train_member(splits, 1, args, run)
         bench.add(f"{args.model} training, batch {batch}, amp {amp}",
                   steps * batch / last_row(run)["seconds"], "images/s", training_flops)
         bench.forget_memory()

@@ -627,7 +627,7 @@ def test_the_whole_study_and_its_evaluation(small, images, tmp_path, capsys, mon
             assert re.search(" agreement .* log_precision .* log_precision_of_proxy ", line)
     assert said.count("\nstudent") == 8 and "member-seed2  epoch 2" in said
     assert "computed" not in table and "own_noise1" in table  # the table shows the test set, alone and against OOD sets
-    for picture in ("rejection.png", "training.png"):
+    for picture in ("uncertainty.png", "training.png"):
         with Image.open(root / picture) as image:
             colours = set(image.convert("L").resize((64, 32)).tobytes())
             assert image.width > 500 and len(colours) > 10
