@@ -17,34 +17,32 @@ Usage:
   python swag_laplace_ensembles.py                        # dirty_glyphs, offline, two CPU cores
   torchrun --nproc_per_node 8 swag_laplace_ensembles.py --dataset cifar10   # the paper's WRN-16-4
   python swag_laplace_ensembles.py --map-paths FILE.pt ...                  # published networks
-  python swag_laplace_ensembles.py --members 1 --seed 3 --name apart  # one member, on any machine;
-      its files apart/seed3-* go into the directory of a study, which then trains the others
+  python swag_laplace_ensembles.py --members 1 --seed 3     # one member, on any machine: its files
+      seed3-* go into the directory of a study, which then trains the others
 
 Expected (more in tests/RESULTS.md): LPD minus that of DE of the same members, mean of --seed 1, 6
   and 11, K = 1 and 5: SWA +.023, +.006; SWAG +.057, -.004; LLLA +.033, -.014; LA-NF +.047, -.017.
 
 Where the method is: SWAG: `swag_moments`, `swag_samples`, `fit_swag`; LLLA: `full_spectrum`,
-`precision_scores`, `laplace_samples`, `fit_llla`; LA-NF: `apply_flow`, `negative_elbo`,
-`fit_la_nf`; MC dropout: `fit_mcdo`; ensembles: `member_combinations`, `combine_members`.
+`laplace_samples`, `fit_llla`; LA-NF: `apply_flow`, `negative_elbo`, `fit_la_nf`; MC dropout:
+`fit_mcdo`; ensembles: `member_combinations`, `combine_members`; all of one member: `fit_member`.
 
 Differences from the published code:
-  - SWAG's variances. Published: mean of squares minus squared mean in float32, which moves logits
-    by up to 0.4 %. Here: the mean of squared deviations.
-  - FRN. Published: SWAG also samples the frozen epsilon, which moves by 70 times its size. Here:
-    only what is trained.
+  - SWAG's variances. Published: differences of squares in float32, which changes logits by up to
+    0.4 %. Here: means of squared deviations. Published: FRN's frozen epsilon is sampled, too, and
+    moves by 70 times its size. Here: only what is trained is sampled.
   - Batch norm. Published: its statistics stay those of theta_m. Here: they are computed again on
-    the training set for every sample of SWAG.
+    the training set, for SWA and for every sample of SWAG.
   - Samples. Published: each ensemble draws anew, and noise is fresh for each prior precision.
     Here: the first S // K samples of a member serve all its ensembles, and precisions share noise
     (those of LA-NF also batches). Equal ensembles count once, and K = 1 gives each member once.
   - LLLA. Published: Cholesky's root of the covariance. Here: the symmetric root.
-  - MC dropout. Published: one sample has no dropout. Here: it has. Early stopping, which only
-    affects WRN-28-10, is left out.
+  - MC dropout. Published: a single sample has no dropout. Here: it has.
   - AUPR (in) and FPR at 95 % TPR. Published: the OOD set is positive. Here: the test set.
   - SST-2. Published: BERT's word pieces. Here: those of the training sentences, unless --vocab
     gives BERT's. Without labels in test.tsv (GLUE), dev.tsv is the test set.
-  - Not here: IVON, SGD's iterates as samples, other predictions of LLLA than by sampling, planar
-    flows, corrupted images, Yahoo finance, Alchemy. As published, validation data choose all.
+  - Not here: IVON, SGD's iterates as samples, other predictions of LLLA, planar flows, corrupted
+    images, Yahoo finance, Alchemy, early stopping, which only affects WRN-28-10.
 """
 
 import argparse
@@ -660,7 +658,7 @@ SEQUENCE_NETWORKS = {
 
 def make_network(args, train_set):
     """The network --model for a training set, with random weights, on its device."""
-    if isinstance(train_set, (data.TextSet, data.MoleculeSet)):
+    if args.dataset in data.TEXTS + data.MOLECULES:
         if args.model not in SEQUENCE_NETWORKS:
             raise UserError(f"--model {args.model}: choose one of {', '.join(SEQUENCE_NETWORKS)}")
         net = SEQUENCE_NETWORKS[args.model](args, train_set)
@@ -716,77 +714,69 @@ class Published(NamedTuple):
     seed: int
     state: dict         # {name: tensor}
     config: ConfigNode
+    checksums: list     # of all records of the file
 
 
 def read_published(path):
-    """The Published of a file."""
-    if not Path(path).is_file():
-        raise UserError(f"{path}: not found, or not a file")
+    """The Published of a file, after its checksums are verified, record by record."""
+    kind = None
     try:
-        with torch.serialization.safe_globals(ALLOWED):
-            file = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        config = file["cfg"]
-        kind = config.value("inference", "init", "_target_").split(".")[-1]
-        state = file["state_dict"]
-        name = PUBLISHED_CLASSES.get(kind)
-        if name == "la_nf":
-            name += str(state["num_transforms"])
-        seed = int(config.value("seed"))
+        with zipfile.ZipFile(path) as archive:
+            reason = archive.testzip()
+            checksums = [record.CRC for record in archive.infolist()]
+        if reason is None:
+            with torch.serialization.safe_globals(ALLOWED):
+                file = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            config = file["cfg"]
+            kind = config.value("inference", "init", "_target_").split(".")[-1]
+            state = file["state_dict"]
+            if kind in PUBLISHED_CLASSES:
+                name = PUBLISHED_CLASSES[kind] + str(state.get("num_transforms", ""))
+                return Published(str(path), name, config.value("seed"), state, config, checksums)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
     except Exception as error:  # of many types; PyTorch's own text has escape codes
         unsafe = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
         reason = f"it holds an object of {unsafe[1]}" if unsafe else type(error).__name__
-        raise UserError(f"{path} is damaged, or is not a published network, SWA, SWAG, LLLA or "
-                        f"LA-NF ({reason})") from None
-    if name is None:
-        raise UserError(f"{path} holds {NOT_READ.get(kind, kind)}, which is not read here; give "
-                        "files of MAP, SWA, SWAG, LLLA and LA-NF")
-    return Published(str(path), name, seed, state, config)
+    if kind in NOT_READ:
+        raise UserError(f"{path} holds {NOT_READ[kind]}, which is not read here; give files of "
+                        "MAP, SWA, SWAG, LLLA and LA-NF")
+    raise UserError(f"{path} is damaged, or is not a published network, SWA, SWAG, LLLA or LA-NF "
+                    f"({reason or kind})")
 
 
-def verify_checksums(path):
-    """Refuse a damaged file: its records are read one by one. Returns their checksums."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-            checksums = [[record.filename, record.CRC] for record in archive.infolist()]
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} is damaged ({common.one_line(error)}); download it again"
-                        ) from None
-    if damaged:
-        raise UserError(f"{path} is damaged: the checksum of {damaged} is wrong; download it again")
-    return checksums
-
-
-def configured_options(file):
-    """{"dataset": ..., "model": ...}, as far as the configuration of a published file says them."""
-    options = {}
-    dataset = file.config.value("data", "name")
-    if isinstance(dataset, str) and dataset.lower() in PRESETS:
-        options["dataset"] = dataset.lower()
-    depth, widening, norm, dim, layers = (
-        file.config.value("model", "backbone", name)
-        for name in ("depth", "widen_factor", "norm_type", "hidden_size", "n_layers"))
-    if depth and widening:
+def configured_options(args):
+    """{"dataset", "model"}, as far as the first file of --map-paths says them."""
+    if not args.map_paths:
+        return {}
+    config = read_published(args.map_paths[0]).config
+    depth, widening, norm, dim, layers = [
+        config.value("model", "backbone", name)
+        for name in ("depth", "widen_factor", "norm_type", "hidden_size", "n_layers")]
+    dataset = str(config.value("data", "name")).lower()
+    model = "painn" if dataset in data.MOLECULES else None
+    if depth:
         ending = "_bn" if norm == "bn" else ""
-        options["model"] = f"wrn_{depth}_{widening}{ending}"
-    elif dim and layers:
-        options["model"] = f"bert_{dim}_{layers}"
-    elif options.get("dataset") in data.MOLECULES:
-        options["model"] = "painn"
-    if options.get("model") not in NETWORKS | SEQUENCE_NETWORKS:
-        options.pop("model", None)
+        model = f"wrn_{depth}_{widening}{ending}"
+    elif dim:
+        model = f"bert_{dim}_{layers}"
+    options = {}
+    if dataset in PRESETS:
+        options["dataset"] = dataset
+    if model in NETWORKS | SEQUENCE_NETWORKS:
+        options["model"] = model
     return options
 
 
 # What names of parameters here become in published files, as regular expressions, in this order.
 WRN_NAMES = {r"^(backbone\.block_\d)\.": r"\1.layer.", r"^head\.": "head.fc."}
 BERT_NAMES = {
-    r"^head\.": "head.fc.", r"^backbone\.": "backbone.model.", r"model\.pooler\.0": "model.pooler.dense",
-    r"model\.words": "model.embeddings.word_embeddings", r"model\.norm": "model.embeddings.LayerNorm",
-    r"model\.positions": "model.embeddings.position_embeddings",
-    r"model\.types": "model.embeddings.token_type_embeddings", r"model\.layers": "model.encoder.layer",
-    r"self_attn\.out_proj": "attention.output.dense", r"norm1": "attention.output.LayerNorm",
-    r"linear1": "intermediate.dense", r"linear2": "output.dense", r"norm2": "output.LayerNorm",
+    r"^head\.": "head.fc.", r"^backbone\.": "backbone.model.", r"\.pooler\.0": ".pooler.dense",
+    r"\.words": ".embeddings.word_embeddings", r"\.positions": ".embeddings.position_embeddings",
+    r"\.types": ".embeddings.token_type_embeddings", r"\.norm\.": ".embeddings.LayerNorm.",
+    r"\.layers": ".encoder.layer", r"self_attn\.out_proj": "attention.output.dense",
+    r"norm1": "attention.output.LayerNorm", r"linear1": "intermediate.dense",
+    r"linear2": "output.dense", r"norm2": "output.LayerNorm",
 }
 PAINN_NAMES = {
     r"^embedding": "backbone.0.atom_embedding", r"^readout": "backbone.1.partial_readout_network",
@@ -817,9 +807,9 @@ def take_of_wrn(name, tensors):
 
 def take_of_bert(name, tensors):
     """The same for BERT, in which query, key and value are one matrix here."""
-    if "in_proj_" not in name:
-        return tensors.pop(published_name(name, BERT_NAMES))
     published = published_name(name, BERT_NAMES)
+    if "in_proj_" not in name:
+        return tensors.pop(published)
     names = [published.replace("self_attn.in_proj_", f"attention.self.{kind}.")
              for kind in ("query", "key", "value")]
     return torch.cat([tensors.pop(name) for name in names])
@@ -945,19 +935,16 @@ def published_flow(theta, file):
 
 
 def check_published(net, published):
-    """Refuse published files that do not fit `net`, or are damaged; returns {path: checksums}."""
-    checksums = {}
-    for (_, seed), file in sorted(published.items()):
-        checksums[file.path] = verify_checksums(file.path)
+    """Refuse published files that do not fit `net`, or have a value that is not finite."""
+    for (name, seed), file in published.items():
         load_published(net, published["map", seed])
         theta = flat_head(net.head).detach()
-        if file.name in ("swa", "swag"):
+        if name in ("swa", "swag"):
             published_iterates(net, file)
-        elif file.name != "map":
+        elif name != "map":
             published_laplace(theta, file)
-        if file.name.startswith("la_nf"):
+        if name.startswith("la_nf"):
             published_flow(theta, file)
-    return checksums
 
 
 # ---- Training -----------------------------------------------------------------------------------
@@ -976,20 +963,19 @@ class Study(NamedTuple):
     """What every step needs: the options, the run directory, and all sets with their loaders."""
 
     args: argparse.Namespace
-    run: common.Run
+    run: Any            # common.Run, None until all is checked
     splits: data.Splits
-    seeds: list          # of the members
-    published: dict      # {(posterior, seed): Published}
-    checksums: dict      # {path of a published file: checksums of its records}
-    energies: bool       # whether energies are predicted, or classes
-    map_loader: Any      # of the training set, shuffled, augmented with --augment
-    swag_loader: Any     # the same, never augmented, as published
-    loaders: dict        # {split: loader}: train, val, test, ood-<name>, predict
-    fingerprints: dict   # {split: fingerprint} of the sets that are evaluated
+    seeds: list         # of the members
+    published: dict     # {(posterior, seed): Published}
+    energies: bool      # whether energies are predicted, or classes
+    map_loader: Any     # of the training set, shuffled, augmented with --augment
+    swag_loader: Any    # the same, never augmented, as published
+    loaders: dict       # {split: loader}: train, val, test, ood-<name>, predict
+    fingerprints: dict  # {split: fingerprint} of the sets that are evaluated
 
 
-def make_study(args, run, splits, published, checksums):
-    """The Study of these options and sets."""
+def make_study(args, splits, published):
+    """The Study of these options and sets, without its run."""
     seeds = sorted(seed for name, seed in published if name == "map")
     if not args.map_paths:
         seeds = list(range(args.seed, args.seed + args.members * args.runs))
@@ -1002,37 +988,37 @@ def make_study(args, run, splits, published, checksums):
         evaluated[f"ood-{name}"] = dataset
     if splits.predict is not None:
         evaluated["predict"] = splits.predict
-    loaders = {}
-    for split, dataset in ({"train": splits.train, "val": splits.val} | evaluated).items():
-        loaders[split] = make_evaluation_loader(dataset, args, is_train=split == "train")
     fingerprints = {split: data.fingerprint(dataset) for split, dataset in evaluated.items()}
-    return Study(args, run, splits, seeds, published, checksums, args.dataset in data.MOLECULES,
-                 map_loader, swag_loader, loaders, fingerprints)
+    loaders = {"train": make_evaluation_loader(splits.train, args, shuffle=True)}
+    for split, dataset in ({"val": splits.val} | evaluated).items():
+        loaders[split] = make_evaluation_loader(dataset, args)
+    return Study(args, None, splits, seeds, published, args.dataset in data.MOLECULES, map_loader,
+                 swag_loader, loaders, fingerprints)
 
 
-def is_sequence(dataset):
-    return isinstance(dataset, (data.TextSet, data.MoleculeSet))
+def has_images(args):
+    return args.dataset not in data.TEXTS + data.MOLECULES
 
 
-def make_loader(dataset, args, **options):
+def make_loader(train_set, args, **options):
     """Shuffled batches for training; batch[0] is what a network takes."""
     options |= {"shuffle": True, "limit_steps": args.limit_steps}
-    if is_sequence(dataset):
-        return data.SequenceLoader(dataset, args.batch_size, args.device, **options)
-    return data.Loader(dataset, args.batch_size, args.device, workers=args.workers,
-                       channels_last=True, **options)
+    if has_images(args):
+        return data.Loader(train_set, args.batch_size, args.device, workers=args.workers,
+                           channels_last=True, **options)
+    return data.SequenceLoader(train_set, args.batch_size, args.device, **options)
 
 
-def make_evaluation_loader(dataset, args, is_train):
+def make_evaluation_loader(dataset, args, shuffle=False):
     """Batches of all examples of a set.
 
     Training images are shuffled, always alike, because the statistics of batch norm are means over
     batches: in folders, images are sorted by class.
     """
     batch_size = 512 if args.device.type == "cuda" else 100
-    if is_sequence(dataset):
-        return data.SequenceLoader(dataset, batch_size, args.device)
-    return data.evaluation_loader(dataset, args, batch_size, shuffle=is_train)
+    if has_images(args):
+        return data.evaluation_loader(dataset, args, batch_size, shuffle=shuffle)
+    return data.SequenceLoader(dataset, batch_size, args.device)
 
 
 class Outputs(NamedTuple):
@@ -1059,56 +1045,49 @@ def compute_outputs(study, net, split):
     return Outputs(rows.cpu(), outputs, features, time.perf_counter() - start)
 
 
-def summarise_classes(samples, counts):
-    """The mean predictions of the first n samples of a set, for each n of `counts`.
+def summarise(study, samples, counts):
+    """What samples predict for a set, in its order, on the main process, and their "seconds".
 
-    samples: Outputs, one sample after another. Returns {"log_probs_<n>": [N, C], "entropy_<n>":
-    [N], the mean entropy of a sample}, {} on all but the main process, and {"seconds_<n>"}.
+    samples: Outputs, one sample after another. For classes {"log_probs_<n>": [N, C], the mean
+    prediction of the first n samples, "entropy_<n>": [N], their mean entropy} for each n of
+    `counts`; for energies {"samples": [N, S, 2]}, mean and variance of every sample.
     """
+    summarise_kind = summarise_energies if study.energies else summarise_classes
+    columns, seconds = summarise_kind(samples, counts)
+    return common.gather_rows([columns]) | {"seconds": seconds}
+
+
+def summarise_classes(samples, counts):
     columns = {}
-    seconds = {}
-    spent = 0.0
+    seconds = []
     mixture = RunningMixture()
     for sample in samples:
         mixture.add(sample.outputs)
-        spent += sample.seconds
+        seconds.append(sample.seconds)
         if mixture.count in counts:
             columns[f"log_probs_{mixture.count}"] = mixture.log_probs().float()
             columns[f"entropy_{mixture.count}"] = mixture.entropy()
-            seconds[f"seconds_{mixture.count}"] = spent
-    columns["index"] = sample.rows
-    return common.gather_rows([columns]), seconds
+    return columns | {"index": sample.rows}, seconds
 
 
 def summarise_energies(samples, counts):
-    """The same of energies: {"samples": [N, S, 2]}, mean and variance of every sample."""
-    outputs = []
-    seconds = {}
-    spent = 0.0
-    for sample in samples:
-        outputs.append(sample.outputs)
-        spent += sample.seconds
-        if len(outputs) in counts:
-            seconds[f"seconds_{len(outputs)}"] = spent
-    columns = {"samples": torch.stack(outputs, 1), "index": sample.rows}
-    return common.gather_rows([columns]), seconds
+    samples = list(samples)
+    outputs = torch.stack([sample.outputs for sample in samples], 1)           # [b, S, 2]
+    seconds = [sample.seconds for sample in samples]
+    return {"samples": outputs, "index": samples[0].rows}, seconds
 
 
 def validate(study, samples, count):
     """{"val_nll", and for classes "val_accuracy"} of the mean of `count` samples."""
-    if study.energies:
-        columns, _ = summarise_energies(samples, [count])
-    else:
-        columns, _ = summarise_classes(samples, [count])
-    return common.on_main(validation_metrics, study, columns, count)
+    return common.on_main(validation_metrics, study, summarise(study, samples, [count]), count)
 
 
-def validation_metrics(study, columns, count):
+def validation_metrics(study, predictions, count):
     labels = study.splits.val.labels
     if study.energies:
-        outputs = columns["samples"].transpose(0, 1)                   # [S, N, 2]
+        outputs = predictions["samples"].transpose(0, 1)               # [S, N, 2]
         return {"val_nll": -log_predictive_density(outputs, labels, energies=True)}
-    log_probs = columns[f"log_probs_{count}"]                          # [N, C]
+    log_probs = predictions[f"log_probs_{count}"]                      # [N, C]
     accuracy = (log_probs.argmax(1) == labels).double().mean().item()
     return {"val_accuracy": accuracy, "val_nll": -log_predictive_density(log_probs[None], labels)}
 
@@ -1138,12 +1117,17 @@ def train_epoch(study, model, optimiser, loader, seed, epoch, factor=1.0):
         totals[2] += len(outputs)
     loss, correct, examples = common.all_reduce(totals).tolist()
     row = {"loss": loss / examples}
-    if not (math.isfinite(loss) and common.all_finite(model.state_dict())):
+    if not (math.isfinite(loss) and flat_weights(model).isfinite().all()):
         raise Diverged(f"seed {seed}: the loss or a weight is not finite in epoch {epoch + 1}; "
                        "lower the learning rate")
     if not study.energies:
         row["train_accuracy"] = correct / examples
     return row
+
+
+def flat_weights(net):
+    """All weights of a network as one vector [P]."""
+    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
 
 
 def train_map(study, seed, dropout):
@@ -1263,7 +1247,7 @@ def seeded_noise(shape, device, *key):
 def last_layer(net, x, dataset):
     """The LastLayer of the examples of a set, whose features are x."""
     labels = dataset.labels.to(x.device)
-    if not isinstance(dataset, data.MoleculeSet):
+    if not isinstance(net, PaiNN):
         return LastLayer(x, labels)
     molecule = torch.arange(len(dataset)).repeat_interleave(dataset.sizes).to(x.device)
     offset = net.known_energies(dataset.numbers.to(x.device), molecule, len(dataset))
@@ -1307,9 +1291,9 @@ def draw_map(member, split, count):
 
 
 def predict(member, posterior, split):
-    """Store what a posterior predicts for a set, for each number of samples that is needed.
+    """Store what a posterior predicts for a set: see `summarise`.
 
-    Beside what `summarise_classes` or `summarise_energies` returns, this is "bytes_<n>".
+    Also "bytes", of the network with what belongs to the posterior, and of each sample.
     """
     study = member.study
     counts = {1}  # of samples of a member, S // K for each S and K
@@ -1319,15 +1303,10 @@ def predict(member, posterior, split):
     counts = sorted(counts - {0})
 
     def compute():
-        samples = posterior.draw(split, counts[-1])
-        summarise = summarise_energies if study.energies else summarise_classes
-        columns, seconds = summarise(samples, counts)
+        predictions = summarise(study, posterior.draw(split, counts[-1]), counts)
         network_bytes = sum(tensor.nbytes for tensor in member.net.state_dict().values())
-        sizes = {}
-        for n in counts:
-            more = posterior.more_bytes + n * posterior.bytes_per_sample
-            sizes[f"bytes_{n}"] = network_bytes + more
-        return columns | seconds | sizes
+        sizes = [network_bytes + posterior.more_bytes, posterior.bytes_per_sample]
+        return predictions | {"bytes": sizes}
 
     inputs = posterior.inputs | {"examples": study.fingerprints[split], "counts": counts}
     member.cached(f"{posterior.name}-{split}", inputs, compute)
@@ -1354,12 +1333,6 @@ def choose_precision(member, name, scores):
 # Posteriors over all weights: their samples are networks.
 
 
-def draw_networks(study, networks, split):
-    """Yield the Outputs of each network of an iterable."""
-    for net in networks:
-        yield compute_outputs(study, net, split)
-
-
 def fit_swag(member, name):
     """SWA or SWAG: run SGD at each learning rate, and choose one by the validation LPD.
 
@@ -1384,21 +1357,25 @@ def fit_swag(member, name):
 
 def swag_posterior(member, name, inputs, rank, read):
     """The Posterior of SWA or SWAG; read() returns the iterates [R, P]."""
+    more_bytes = 0
+    if name == "swag":  # variances and deviations
+        more_bytes = (1 + rank) * sum(parameter.nbytes for parameter in member.net.parameters())
+    return Posterior(name, inputs, partial(draw_swag, member, name, read), more_bytes)
+
+
+def draw_swag(member, name, read, split, count):
+    """Yield the Outputs of SWA's mean, or of samples of SWAG."""
+    study = member.study
+    moments = swag_moments(read())
+    vectors = swag_vectors(member.seed, moments, count)
     if name == "swa":
-        return Posterior(name, inputs, partial(draw_swa, member, read))
-    parameter_bytes = sum(parameter.nbytes for parameter in member.net.parameters())
-    more_bytes = (1 + rank) * parameter_bytes  # variances and deviations
-    return Posterior(name, inputs, partial(draw_swag, member, read), more_bytes)
-
-
-def draw_swa(member, read, split, count):
-    mean, _, _ = swag_moments(read())
-    return draw_networks(member.study, networks_at(member, [mean]), split)
-
-
-def draw_swag(member, read, split, count):
-    vectors = swag_vectors(member.seed, swag_moments(read()), count)
-    return draw_networks(member.study, networks_at(member, vectors), split)
+        vectors = moments[:1]
+    net = copy.deepcopy(member.net).eval()
+    common.use_global_batch_norm(net)
+    for vector in vectors:
+        set_weights(net, vector)
+        refresh_batch_norm(study, net)
+        yield compute_outputs(study, net, split)
 
 
 def score_rate(member, rate):
@@ -1411,10 +1388,12 @@ def score_rate(member, rate):
         common.print_on_main(f"skipped: SWAG at the rate {rate:g} ({error})")
         return {"lpds": {}}
     read = partial(read_iterates, member, rate)
-    swa = validate(study, draw_swa(member, read, "val", 1), 1)
-    swag = validate(study, draw_swag(member, read, "val", samples), samples)
-    lpds = {"swa": -swa["val_nll"], "swag": -swag["val_nll"]}
-    return {"lpds": {method: lpd for method, lpd in lpds.items() if math.isfinite(lpd)}}
+    lpds = {}
+    for name, count in (("swa", 1), ("swag", samples)):
+        metrics = validate(study, draw_swag(member, name, read, "val", count), count)
+        if math.isfinite(metrics["val_nll"]):
+            lpds[name] = -metrics["val_nll"]
+    return {"lpds": lpds}
 
 
 def train_swag(member, rate):
@@ -1445,7 +1424,7 @@ def iterates_path(member, rate):
 
 def write_iterate(path, net, number):
     """Write the weights of `net` as iterate `number`, from 0."""
-    vector = torch.cat([parameter.detach().flatten().cpu() for parameter in net.parameters()])
+    vector = flat_weights(net).cpu()
     try:
         with open(path, "r+b" if path.exists() else "wb") as file:
             file.seek(number * vector.nbytes)
@@ -1459,24 +1438,26 @@ def write_iterate(path, net, number):
 
 def read_iterates(member, rate):
     """The first R iterates [R, P] at a rate."""
+    path = iterates_path(member, rate)
+    size = sum(parameter.nbytes for parameter in member.net.parameters())
     iterates = []
     for number in range(member.study.args.swag_epochs):
-        iterates.append(common.on_main(read_iterate, member, rate, number))
+        content = common.on_main(read_bytes, path, number * size, size)
+        iterates.append(torch.frombuffer(bytearray(content), dtype=member.theta.dtype))
     return torch.stack(iterates).to(member.theta.device)
 
 
-def read_iterate(member, rate, number):
-    path = iterates_path(member, rate)
-    size = sum(parameter.nbytes for parameter in member.net.parameters())
+def read_bytes(path, start, size):
     try:
         with open(path, "rb") as file:
-            file.seek(number * size)
+            file.seek(start)
             content = file.read(size)
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); {common.FRESH}") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); use --fresh to start over"
+                        ) from None
     if len(content) < size:
-        raise UserError(f"{path} has only {number} iterates; {common.FRESH}")
-    return torch.frombuffer(bytearray(content), dtype=member.theta.dtype)
+        raise UserError(f"{path} ends after {start // size} iterates; use --fresh to start over")
+    return content
 
 
 def delete_iterates(member, rates, scores):
@@ -1493,16 +1474,6 @@ def delete_iterates(member, rates, scores):
 def batch_norms(net):
     kind = nn.modules.batchnorm._BatchNorm
     return [module for module in net.modules() if isinstance(module, kind)]
-
-
-def networks_at(member, vectors):
-    """Yield the network of each vector of weights [P], always the same module."""
-    net = copy.deepcopy(member.net).eval()
-    common.use_global_batch_norm(net)
-    for vector in vectors:
-        set_weights(net, vector)
-        refresh_batch_norm(member.study, net)
-        yield net
 
 
 @torch.no_grad()
@@ -1571,18 +1542,14 @@ def score_dropout(member, rate):
 
 
 def draw_mcdo(member, net, split, count):
-    return draw_networks(member.study, dropout_samples(net, member.seed, count), split)
-
-
-def dropout_samples(net, seed, count):
-    """Yield a network with dropout `count` times, with other masks."""
+    """Yield the Outputs of a network with dropout, whose masks differ."""
     net.train()
     # Dropout alone is random: batch norm keeps its statistics.
     for layer in batch_norms(net):
         layer.eval()
     for sample in range(count):
-        common.seed_all(seed, STREAMS["dropout"], sample, common.rank())
-        yield net
+        common.seed_all(member.seed, STREAMS["dropout"], sample, common.rank())
+        yield compute_outputs(member.study, net, split)
 
 
 # Posteriors over the last layer: their samples are vectors, `heads` [S, P]. The main process fits
@@ -1731,7 +1698,7 @@ def select_examples(last, rows, dataset):
 
 def load_posterior(member, file):
     """The Posterior of a published file."""
-    inputs = {"published": member.study.checksums[file.path]}
+    inputs = {"published": file.checksums}
     if file.name in ("swa", "swag"):
         rank = file.state["iterates"].shape[1]
         return swag_posterior(member, file.name, inputs, rank,
@@ -1889,10 +1856,14 @@ def describe(study, ensemble):
 def cost(study, predictions, ensemble):
     """Milliseconds per example, and bytes, to predict by an ensemble."""
     n = ensemble.samples_per_member
-    seconds = sum(predictions[seed][f"seconds_{n}"] for seed in ensemble.seeds)
-    size = sum(predictions[seed][f"bytes_{n}"] for seed in ensemble.seeds)
-    return {"ms": study.splits.backbone_ms + 1000 * seconds / len(study.splits.test),
-            "bytes": study.splits.backbone_bytes + size}
+    seconds = 0.0
+    size = study.splits.backbone_bytes
+    for seed in ensemble.seeds:
+        seconds += sum(predictions[seed]["seconds"][:n])
+        network_bytes, bytes_per_sample = predictions[seed]["bytes"]
+        size += network_bytes + n * bytes_per_sample
+    ms = study.splits.backbone_ms + 1000 * seconds / len(study.splits.test)
+    return {"ms": ms, "bytes": size}
 
 
 class Difference(NamedTuple):
@@ -2133,13 +2104,7 @@ def parse_args(argv=None):
     evaluation("--posterior-paths", nargs="+", default=[], metavar="FILE",
         help="published SWA, SWAG, LLLA and LA-NF of these networks, which are then not fitted")
 
-    paths = parser.parse_args(argv).map_paths
-    if paths:
-        options = configured_options(read_published(paths[0]))
-        parser.set_defaults(**options)
-        options.pop("dataset", None)
-        parser.presets = PRESETS | {"--map-paths": options}
-    args = parser.parse(argv, run_name)
+    args = parser.parse(argv, run_name, configured_options)
     check_options(args)
     return args
 
@@ -2163,8 +2128,8 @@ def check_options(args):
         (not uses(args, "la_nf"), ["flow_layers"], "without --methods la_nf"),
         (args.methods == ["map"], ["val_samples"], "without a method other than map"),
         (not uses(args, *SAMPLED), ["samples"], f"without --methods {' or '.join(SAMPLED)}"),
-        (args.dataset in data.TEXTS + data.MOLECULES, ["image_size", "num_val", "augment"],
-         f"on {args.dataset}"),
+        (not has_images(args), ["image_size", "num_val", "augment"], f"on {args.dataset}"),
+        (data.has_val_folder(args.dataset), ["num_val"], "with a folder val"),
         (is_molecules, ["structure"], "on molecules, whose Hessian is always full"),
         (args.dataset != "sst2", ["vocab"], f"on {args.dataset}"),
         (is_pretrained, ["dropout"], f"with --model {args.model}"),
@@ -2183,7 +2148,8 @@ def check_options(args):
     if "mcdo" in args.methods and (args.map_paths or is_pretrained):
         raise UserError("--methods mcdo trains networks with several rates of dropout, which "
                         "neither --map-paths nor torchvision/NAME allow; remove it")
-    if args.epochs == 0 and args.members * args.runs > 1 and common.is_pretrained(args):
+    is_fixed = is_pretrained and args.weights != "none" and args.epochs == 0
+    if is_fixed and args.members * args.runs > 1:
         raise UserError("--epochs 0: all members would be the same network; use --members 1 "
                         "and no --runs")
     if len({f"{rate:g}" for rate in args.swag_lrs}) < len(args.swag_lrs):
@@ -2222,11 +2188,9 @@ def load_splits(args):
     names = []  # of OOD sets
     for parts in ood_unions(args.ood).values():
         names += [part for part in parts if part not in names]
-    if args.dataset in data.TEXTS + data.MOLECULES:
+    if not has_images(args):
         splits = load_sequences(args, names)
     else:
-        if data.has_val_folder(args.dataset):
-            common.refuse(args, [(True, ["num_val"], f"on {args.dataset}, which has a folder val")])
         # No seed changes the validation images, as published, or features of random networks.
         splits = data.load_splits(common.with_options(args, seed=0), seed=0, ood=names,
                                   split=partial(split_images, num_val=args.num_val),
@@ -2261,7 +2225,7 @@ def split_images(dataset, num_val):
 
 def pixel_statistics(dataset):
     """(mean, std) of each channel of the training images."""
-    if not isinstance(dataset, data.ImageSet):
+    if not hasattr(dataset, "images"):  # they are read from files
         return dataset.mean, dataset.std
     pixels = dataset.images.float()
     if dataset.images.dtype == torch.uint8:
@@ -2283,12 +2247,11 @@ def load_sequences(args, ood_names):
     val = read("val")
     test = read("test")
     fingerprints = data.fingerprints(args, test, train, val)
-    train = data.limit_train(train, args.limit_train)
+    train = data.stratified_subset(train, args.limit_train)
     ood = data.ood_sets(ood_names, train, args.data_dir, required="ood" in args.explicit)
     predicted = None
     if args.predict:
         predicted = data.predict_set(args.predict, train, args.data_dir)
-    data.check_sizes(train, val, test, predicted, *ood.values())
     return data.Splits(train, val, test, ood, predicted, fingerprints)
 
 
@@ -2331,7 +2294,7 @@ def read_all_published(args):
 def check_network(train_set, args):
     """Refuse, before training, a network that fails; returns one."""
     net = make_network(args, train_set)
-    if not is_sequence(train_set):
+    if has_images(args):
         common.try_batch(net.train(args.epochs > 0), train_set, args)
     if "mcdo" in args.methods and not any(isinstance(m, nn.Dropout) for m in net.modules()):
         raise UserError(f"--model {args.model} has no dropout; remove mcdo from --methods")
@@ -2342,12 +2305,12 @@ def main(argv=None):
     """Run the script; returns the rows of its table."""
     args = parse_args(argv)
     splits = load_splits(args)
-    published = common.on_each_machine(read_all_published, args)
-    net = check_network(splits.train, args)
-    checksums = common.on_each_machine(check_published, net, published)
+    published = read_all_published(args)
+    check_published(check_network(splits.train, args), published)
+    study = make_study(args, splits, published)
     # The run directory is made after all checks: a command that is refused leaves nothing.
     run = common.Run(args, splits.fingerprints, splits.summary())
-    study = make_study(args, run, splits, published, checksums)
+    study = study._replace(run=run)
     for seed in study.seeds:
         # The network theta_m; then each posterior is fitted to it, and predicts each set.
         if args.map_paths:
