@@ -1499,7 +1499,7 @@ def refuse(args, table: list[tuple]):
     pretrained = args.model.startswith("torchvision/")
     proposal = ""
     if args.model in models.list_models(module=models):
-        proposal = f"; use --model torchvision/{args.model}"
+        proposal = f" (did you mean --model torchvision/{args.model}?)"
     shared = [
         (not pretrained, ["weights", "freeze"], f"without --model torchvision/NAME{proposal}"),
         (pretrained, ["width"], f"with --model {args.model}"),

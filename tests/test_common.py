@@ -220,7 +220,7 @@ def test_options_without_effect_copies_of_options_and_names_of_runs():
                                          (True, {"lr", "batch_size"}, "with --features")])
     assert text == "--batch-size has no effect with --features; remove this option"
     for line, words in [
-            ("--model resnet18 --weights FILE", "use --model torchvision/resnet18"),
+            ("--model resnet18 --weights FILE", "did you mean --model torchvision/resnet18"),
             ("--freeze", "--freeze has no effect without --model torchvision/NAME; remove"),
             ("--model torchvision/resnet18 --width 2", "--width has no effect with --model torch"),
             ("--model torchvision/resnet18 --freeze --augment", "--augment has no effect with")]:

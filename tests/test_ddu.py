@@ -1232,7 +1232,7 @@ MISUSE = {
     f"{LEARN_FAST} --max-training-samples 10": "samples 10",
     f"{LEARN_FAST} --max-training-samples 9001": "9001",
     "--dataset dirty_glyphs --ood folder:x/glyphs_ambiguous": "rename the set",
-    "--model resnet18 --weights net.pt": "use --model torchvision/resnet18",
+    "--model resnet18 --weights net.pt": "did you mean --model torchvision/resnet18",
     "--active-learning random --model torchvision/resnet18": "from scratch",
     "--dataset tiny_imagenet --model lenet --no-sn --no-mod": "--model lenet fails on images"}
 
