@@ -307,10 +307,9 @@ def bench_predict():
     net = ddu.make_network(args, 10, (3, 32, 32)).eval()
     z = torch.randn(size(10_000, 500), net.head.in_features, generator=seeded())
     gaussians = ddu.fit_gaussians(z, torch.arange(len(z)) % 10, 10)
-    fitted = ddu.Fitted(gaussians, None, 0.0, 0.0, 1.0)
 
     def scores():
-        return ddu.score_network(ddu.Outputs(*net(x), None, 0.0), fitted)
+        return ddu.predict_by_ddu(ddu.Outputs(*net(x), None, 0.0), gaussians, temperature=1.0)
 
     row("ddu.py, ResNet-18, ten Gaussians", best_seconds(scores, lambda: net(x)), "one pass",
         cost=True)

@@ -97,7 +97,7 @@ class Bench:
     def images(self, split, n, side=32, classes=10):
         """CIFAR-10's where --data-dir is given, else random ones."""
         if self.asked.data_dir and side == 32:
-            return data.load("cifar10", split, self.asked.data_dir, val_fraction=0.0, limit=n)
+            return data.stratified_subset(data.load("cifar10", split, self.asked.data_dir), n)
         return random_set(n, side, classes)
 
     def measure_peak(self):
@@ -144,11 +144,11 @@ def bench_ddu(bench):
     flops = flops_of(plain, torch.randn(8, *train_set.shape, device=bench.device))
     for amp in ("off", "bf16"):
         args = bench.options(ddu, *net_argv, "--amp", amp, "--epochs", 2, "--limit-steps", steps,
-                             "--lr", 0.01)
+                             "--lr", 0.01, "--name", f"ddu-{amp}")
         bench.forget_memory()
         net = ddu.make_network(args, 10, train_set.shape)
-        run = common.Run(args, "gpu", f"ddu-{amp}")
-        ddu.train(net, train_set, args, 1, run, "network")
+        run = common.Run(args, fingerprints={})
+        ddu.train(net, train_set, None, args, 1, run, "network")
         images = min(steps * args.batch_size, len(train_set))
         bench.add(f"WRN-28-{10 * width:g} training, spectral norm, amp {amp}",
                   images / last_row(run)["seconds"], "images/s", flops)
@@ -162,7 +162,7 @@ def bench_ddu(bench):
         if bench.asked.tiny:
             argv += ["--limit-steps", 1]
         seconds, rows = bench.seconds(lambda: ddu.main([*map(str, argv)]))
-        metrics = ("accuracy", "nll", "ece15", "auroc_density", "auroc_entropy")
+        metrics = ("accuracy", "nll", "ece15", "auroc_density", "auroc_total")
         for row, key in itertools.product(rows, metrics):
             if row.get(key) is not None:
                 sets = " against ".join(filter(None, (row["set"], row.get("against"))))
@@ -255,10 +255,10 @@ def bench_swag(bench):
 
             seconds = min(bench.seconds(draw)[0] for _ in range(3)) / 8
             bench.add(f"SWAG draw of {len(mean):,} weights, rank {rank}", 1e3 * seconds, "ms")
-        study = sle.Study(args, None, data.Sets(own, own, own, {}, None), {})
+        study = sle.make_study(args, data.Splits(own, own, own, {}, None, {}), {})
 
         def evaluate():
-            return sle.summarise(study, sle.network_samples(study, [net], "test"), [1])
+            return sle.summarise(study, [sle.compute_outputs(study, net, "test")], [1])
 
         seconds = min(bench.seconds(evaluate)[0] for _ in range(2))
         bench.add(f"evaluation of a sample on {len(own):,} images, amp {amp}", seconds, "s")
