@@ -180,12 +180,6 @@ def _choose_from(what, value, choices):
         raise UserError(f"{what} {value!r} is unknown; choose from {', '.join(map(str, choices))}")
 
 
-@lru_cache(maxsize=None)
-def _print_once(note):
-    """Print on the main process what would be repeated each time that a set is read."""
-    common.print_on_main(note)
-
-
 def _generator(*key):
     """A CPU generator seeded by the integers of `key`; similar keys give unrelated numbers.
 
@@ -1044,12 +1038,12 @@ def _print_skipped(root, tree, used):
     """Report in one line each, once, which files and broken links below `root` are not used."""
     skipped = sorted(set(tree.files) - set(used))
     if skipped:
-        _print_once(f"folder:{root}: skipped {len(skipped)} file(s) that are not of the types "
-                    f"{' '.join(SUFFIXES)} or not directly in a class folder of train, the first "
-                    f"of them: {', '.join(skipped[:3])}")
+        common.print_once(f"folder:{root}: skipped {len(skipped)} file(s) that are not of the "
+                          f"types {' '.join(SUFFIXES)} or not directly in a class folder of train, "
+                          f"the first of them: {', '.join(skipped[:3])}")
     if tree.broken:
-        _print_once(f"folder:{root}: skipped {len(tree.broken)} link(s) that lead nowhere, the "
-                    f"first of them: {', '.join(tree.broken[:3])}")
+        common.print_once(f"folder:{root}: skipped {len(tree.broken)} link(s) that lead nowhere, "
+                          f"the first of them: {', '.join(tree.broken[:3])}")
 
 
 def _compare_images(root, split, other, trees):
@@ -1066,9 +1060,10 @@ def _compare_images(root, split, other, trees):
         raise UserError(f"folder {root}: {split} and {other} share images, by a link; a test set "
                         "is never the training set")
     if images:
-        _print_once(f"note: folder {root}: {len(images)} of {count} images in {split} are also in "
-                    f"{other}, which makes results look better than they are; the first of them: "
-                    f"{', '.join(str(path.relative_to(root)) for path in images[:3])}")
+        names = [str(path.relative_to(root)) for path in images[:3]]
+        common.print_once(f"note: folder {root}: {len(images)} of {count} images in {split} are "
+                          f"also in {other}, which makes results look better than they are; the "
+                          f"first of them: {', '.join(names)}")
 
 
 def _first_bytes(path):
@@ -1884,7 +1879,8 @@ def frozen_features(splits: Splits, args) -> Splits:
     time of the pass over the training images, with reading them.
     """
     train = splits.train
-    _print_once(f"{args.model}: a new head is trained on its features, which are computed once")
+    common.print_once(f"{args.model}: a new head is trained on its features, which are computed "
+                      "once")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(args.seed)  # for --weights none
         backbone, _ = common.pretrained_network(args, train.num_classes, train.shape)

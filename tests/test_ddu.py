@@ -910,7 +910,6 @@ def test_own_images_by_a_pretrained_network_of_other_classes(own, own_run, tmp_p
     options = [*own_run, "--model", SHUFFLENET, "--weights", str(tmp_path / "net.pt"),
                "--image-size", "33", "--epochs", "1", "--limit-train", "36", "--workers", "0",
                *more.split()]
-    data._print_once.cache_clear()
     common.print_once.cache_clear()
     [row] = ddu.main([*options, "--predict", f"folder:{own}/test"])
     assert "new head: 3 classes instead of 1000" in capsys.readouterr().out
