@@ -758,12 +758,13 @@ def prediction_row(name, outputs, key):
     is_wrong = mean.argmax(1) != labels
     row["nll_miss"] = None
     if is_wrong.any():
-        row["nll_miss"] = common.nll(mean[is_wrong], labels[is_wrong])
+        of_errors = common.prediction_metrics(mean[is_wrong], labels[is_wrong])
+        row["nll_miss"] = of_errors["nll"]
     for k in (2, 3):
         if k <= mean.shape[1]:
             row[f"top{k}_accuracy"] = common.top_k_accuracy(mean, labels, k)
-    member_accuracies = [common.accuracy(of_member, labels) for of_member in log_probs]
-    row["member_accuracy"] = np.mean(member_accuracies)
+    is_correct = log_probs.argmax(2) == labels                         # [M, N]
+    row["member_accuracy"] = is_correct.double().mean().item()
     row["disagreement"] = disagreement(log_probs)
     return row | moments(uncertainty)
 
@@ -903,15 +904,15 @@ def plot_shift(rows, test_name, corrupted_name, run):
     figure, axes = common.make_figure(2, 3, figsize=(11, 6.5))
     for axis, (metric, label) in zip(axes.flat, SHIFT_METRICS.items()):
         for method, colour, marker in zip(methods, common.colours(len(methods)), "osD^vP*"):
-            mean = []
-            error = []
+            values = []                                                # [severities, seeds]
             for name in sets:
-                values = [row[metric] for row in rows if row["method"] == method
-                          and row["set"] == name and "against" not in row]
-                mean.append(np.mean(values))
-                error.append(common.standard_error(values) or 0)
-            axis.errorbar(range(len(sets)), mean, error, marker=marker, ms=4, capsize=2,
-                          color=colour, label=TITLES[method])
+                values.append([row[metric] for row in rows if row["method"] == method
+                               and row["set"] == name and "against" not in row])
+            error = None
+            if len(values[0]) > 1:
+                error = np.std(values, 1, ddof=1) / math.sqrt(len(values[0]))
+            axis.errorbar(range(len(sets)), np.mean(values, 1), error, marker=marker, ms=4,
+                          capsize=2, color=colour, label=TITLES[method])
         axis.set(xlabel=f"severity ({corrupted_name}; 0 is clean)", ylabel=label)
     axes[0, 0].legend(frameon=False)
     run.save_figure(figure, "shift.png")
