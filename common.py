@@ -1342,7 +1342,7 @@ class Parser(argparse.ArgumentParser):
         # With --eval and without a shared disk, only the main process has read the run's options.
         args = broadcast(args)
         args.device = device
-        if args.eval and on_main(args.run_dir.is_dir):
+        if args.eval and on_main(os.path.isdir, args.run_dir):
             # Before data are read or downloaded, which `Run` then compares, too.
             on_main(lambda: check_same_run(args, read_options(args.run_dir), {}))
         if args.batch_size < world_size():

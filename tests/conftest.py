@@ -172,11 +172,11 @@ def wait_for(condition, timeout=200, what="condition"):
         time.sleep(0.005)
 
 
-def refusal(function, *arguments, kind=None):
+def refusal(function, *arguments, kind=None, **options):
     """The text, one line, of the UserError (or `kind`) that a call raises."""
     from common import UserError
     with pytest.raises(kind or UserError) as found:
-        function(*arguments)
+        function(*arguments, **options)
     text = str(found.value)
     assert "\n" not in text and "\0" not in text
     error = found.value

@@ -621,6 +621,10 @@ def fit(run, inputs=None, *, dim=6, name="last", in_epoch_2=None):
     return net.state_dict()
 
 
+def make_and_fit(folder, *argv, **options):
+    return fit(make_run(folder, *argv), **options)
+
+
 def load_last(folder):
     return common.load_tensors(folder / "x" / "name" / "last.pt")
 
@@ -656,10 +660,10 @@ def test_a_checkpoint_of_another_network_or_with_other_inputs_is_refused(tmp_pat
     before = snapshot(tmp_path)
     for argv in ([], ["--eval"]):
         for inputs in ({"teacher": "b"}, None):
-            text = refusal(lambda: fit(make_run(tmp_path, *argv), inputs))  # noqa: B023
+            text = refusal(make_and_fit, tmp_path, *argv, inputs=inputs)
             noun = "teacher" if inputs else "inputs"
             assert f"last.pt was trained with other {noun}; use another --name, or --fresh" in text
-        text = refusal(lambda: fit(make_run(tmp_path, *argv), {"teacher": "a"}, dim=7))  # noqa: B023
+        text = refusal(make_and_fit, tmp_path, *argv, inputs={"teacher": "a"}, dim=7)
         assert "last.pt does not fit this network (" in text
     assert snapshot(tmp_path) == before
     fit(make_run(tmp_path, "--fresh"), {"teacher": "b"}, dim=7)
@@ -667,7 +671,7 @@ def test_a_checkpoint_of_another_network_or_with_other_inputs_is_refused(tmp_pat
 
 def test_a_checkpoint_that_does_not_fit_is_refused_and_left_alone(tmp_path):
     path = tmp_path / "x" / "name" / "last.pt"
-    fit(make_run(tmp_path))
+    make_and_fit(tmp_path)
     state = torch.load(path, weights_only=True)
     for key, value in [
             ("optimiser", None), ("net", {"0.weight": torch.ones(2)}), ("net", "text"),
@@ -678,7 +682,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_left_alone(tmp_path):
             del damaged[key]
         torch.save(damaged, path)
         before = path.read_bytes()
-        assert "last.pt" in refusal(lambda: fit(make_run(tmp_path)))
+        assert "last.pt" in refusal(make_and_fit, tmp_path)
         assert path.read_bytes() == before
 
 
@@ -702,20 +706,20 @@ def test_what_cannot_be_saved_never_replaces_a_good_checkpoint(tmp_path, monkeyp
     for _ in range(2):  # and again: nothing was lost or changed
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", os.fsync)  # `spoil` may replace it
-            text = refusal(lambda: fit(make_run(tmp_path), in_epoch_2=partial(spoil, part)))
+            text = refusal(make_and_fit, tmp_path, in_epoch_2=partial(spoil, part))
         assert re.search(message, text)
         state = load_last(tmp_path)
         assert len(state["history"]) == 1 and common.all_finite(state)
-    assert same(fit(make_run(tmp_path)), fit(make_run(tmp_path / "calm")))
+    assert same(make_and_fit(tmp_path), fit(make_run(tmp_path / "calm")))
 
 
 def test_eval_needs_a_finished_run(tmp_path):
     assert f"no run in {tmp_path}/x/name; train it first" in refusal(make_run, tmp_path, "--eval")
     assert not list(tmp_path.iterdir())
-    refusal(lambda: fit(make_run(tmp_path), in_epoch_2=partial(spoil, "loss")))
+    refusal(make_and_fit, tmp_path, in_epoch_2=partial(spoil, "loss"))
     before = snapshot(tmp_path)
     for name, number in (("last", 1), ("seed2", 0)):
-        text = refusal(lambda name=name: fit(make_run(tmp_path, "--eval"), name=name))
+        text = refusal(make_and_fit, tmp_path, "--eval", name=name)
         assert f"{name}.pt has {number} of 3 epochs; finish this run first" in text
     assert snapshot(tmp_path) == before
     make_run(tmp_path, "--eval", "-e", "0", name="pretrained")  # there is nothing to train
@@ -723,10 +727,10 @@ def test_eval_needs_a_finished_run(tmp_path):
 
 def test_eval_may_change_how_it_is_evaluated_and_names_the_options_to_use(tmp_path):
     same_run = ["-e", "4", "--no-smooth"]
-    whole = fit(make_run(tmp_path, *same_run))
+    whole = make_and_fit(tmp_path, *same_run)
     free = "--measure 0.1 --flavours b --runs 4 --workers 0 --data-dir elsewhere".split()
     before = snapshot(tmp_path)
-    assert same(fit(make_run(tmp_path, "--eval", *same_run, *free)), whole)
+    assert same(make_and_fit(tmp_path, "--eval", *same_run, *free), whole)
     text = refusal(make_run, tmp_path, "--eval", *same_run, "--lr", "0.3")
     assert text.endswith("was made with lr 0.25 (not 0.3); --eval needs the options and the data "
                          "that it was made with")
@@ -735,7 +739,7 @@ def test_eval_may_change_how_it_is_evaluated_and_names_the_options_to_use(tmp_pa
     assert "preset None (not other)" in text and "taste sweet (not new)" in text
     assert "measure" not in text
     assert snapshot(tmp_path) == before
-    assert same(fit(make_run(tmp_path, *same_run)), whole)  # still the options of the training
+    assert same(make_and_fit(tmp_path, *same_run), whole)  # still the options of the training
 
 
 def test_eval_finds_data_that_have_moved(tmp_path):
@@ -743,22 +747,22 @@ def test_eval_finds_data_that_have_moved(tmp_path):
     for place in ("old", "new"):
         (tmp_path / place).mkdir()
     old, new = (["--dataset", f"folder:{tmp_path / place}"] for place in ("old", "new"))
-    whole = fit(make_run(tmp_path, *old))
-    assert same(fit(make_run(tmp_path, *new, "--eval")), whole)
+    whole = make_and_fit(tmp_path, *old)
+    assert same(make_and_fit(tmp_path, *new, "--eval"), whole)
     for argv in ([*new, "--eval"], [*old], [*old, "--eval"]):
-        text = refusal(lambda: make_run(tmp_path, *argv, fingerprints={"training data": "b"}))  # noqa
+        text = refusal(make_run, tmp_path, *argv, fingerprints={"training data": "b"})
         assert "was made with another training data" in text
     assert f"dataset folder:{tmp_path / 'old'} (not " in refusal(make_run, tmp_path, *new)
     assert "dataset folder:" in refusal(make_run, tmp_path, "--dataset", "other", "--eval")
 
 
 def test_other_data_are_refused_but_for_the_test_data(tmp_path):
-    fit(make_run(tmp_path))
+    make_and_fit(tmp_path)
     make_run(tmp_path, fingerprints=TRAINING_DATA | {"test data": "another"})
     before = snapshot(tmp_path)
     for changed in ({"training data": "b"}, {"file of --weights": "w"}):
         for argv in ([], ["--eval"]):
-            text = refusal(lambda: make_run(tmp_path, *argv, fingerprints=TRAINING_DATA | changed))  # noqa
+            text = refusal(make_run, tmp_path, *argv, fingerprints=TRAINING_DATA | changed)
             assert f"was made with another {next(iter(changed))}; " in text
     assert snapshot(tmp_path) == before
 
@@ -774,7 +778,7 @@ def test_fresh_starts_over(tmp_path):
     assert set(snapshot(run.dir)) == {"options.json", "notes.txt"}
     del run
     assert "lr 0.3" in refusal(make_run, tmp_path)
-    assert same(fit(make_run(tmp_path, "--fresh")), whole)
+    assert same(make_and_fit(tmp_path, "--fresh"), whole)
 
 
 class Killed(BaseException):
@@ -806,12 +810,12 @@ def test_a_start_with_fresh_that_is_killed_leaves_no_mixture(tmp_path, monkeypat
     files = snapshot(tmp_path)
     assert len(files) == len(old_files) - deleted and files.items() <= old_files.items()
     assert ("x/name/options.json" in files) == bool(files)
-    assert same(fit(make_run(tmp_path)), whole)
-    assert fit(make_run(tmp_path, "--fresh", "--lr", "0.3"))
+    assert same(make_and_fit(tmp_path), whole)
+    assert make_and_fit(tmp_path, "--fresh", "--lr", "0.3")
 
 
 def test_a_directory_belongs_to_one_set_of_options(tmp_path):
-    fit(make_run(tmp_path))
+    make_and_fit(tmp_path)
     make_run(tmp_path, "--measure", "0.1", "--plot", "--workers", "1", "--data-dir", "elsewhere")
     before = snapshot(tmp_path)
     text = refusal(make_run, tmp_path, "--lr", "0.3", "--taste", "bitter", "-b", "7")
@@ -826,7 +830,7 @@ def test_a_directory_belongs_to_one_set_of_options(tmp_path):
     '{"training": {}, "evaluation": {}, "fingerprints": 3}',
     '{"training": ["lr"], "evaluation": {}, "fingerprints": {}}'])
 def test_damaged_or_deleted_options_are_refused_beside_checkpoints(tmp_path, damage):
-    fit(make_run(tmp_path))
+    make_and_fit(tmp_path)
     path = tmp_path / "x" / "name" / "options.json"
     path.unlink()
     if damage == "directory":
@@ -839,7 +843,7 @@ def test_damaged_or_deleted_options_are_refused_beside_checkpoints(tmp_path, dam
         assert "options.json is missing or damaged (" in text and "--fresh" in text
     assert snapshot(tmp_path) == before
     if damage != "directory":
-        fit(make_run(tmp_path, "--fresh"))
+        make_and_fit(tmp_path, "--fresh")
 
 
 @pytest.mark.parametrize("name, value", [
@@ -892,7 +896,8 @@ def test_a_name_is_one_plain_part_of_a_path(tmp_path, argv):
 def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("kept")
     (tmp_path / "y" / "x" / "name" / ".last.pt.tmp").mkdir(parents=True)
-    for place in ("file", "x" * 300, "y"):
+    (tmp_path / "circle").symlink_to("circle")
+    for place in ("file", "x" * 300, "y", "circle"):
         assert "cannot write to " in refusal(make_run, tmp_path / place)
     assert refusal(make_run, tmp_path / ("x" * 300), "--eval", "--name", "name")
     assert (tmp_path / "file").read_text() == "kept"
@@ -932,7 +937,7 @@ def remake(folder):
 def test_a_directory_that_was_removed_or_made_again_gets_no_more_files(tmp_path, change):
     """Another run may have it by then: its files must not be mixed with those of this one."""
     run = make_run(tmp_path)
-    text = refusal(lambda: fit(run, in_epoch_2=lambda *_: change(run.dir)))
+    text = refusal(fit, run, in_epoch_2=lambda *_: change(run.dir))
     assert "was removed or replaced while this command was running" in text
     assert not snapshot(tmp_path)
 
@@ -942,7 +947,7 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    fit(make_run(tmp_path))
+    make_and_fit(tmp_path)
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert len(notes) == 1 and "cannot be locked (No locks available)" in notes[0]
 
