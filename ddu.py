@@ -793,23 +793,14 @@ def result_rows(method, seed, predictions, splits, args):
     return rows
 
 
-def decision_metrics(row, predictions, thresholds):
-    """What `decide` says of the set of a row: for each region its fraction, size and accuracy.
-
-    A row that compares two sets has the fractions of the set in "against", as
-    "against_fraction_<region>".
-    """
-    of_set = predictions[row.get("against", row["set"])]
-    region = decide(of_set.scores["density"], of_set.scores["total_scaled"], *thresholds)
-    is_correct = of_set.log_probs.argmax(1) == of_set.labels           # [N]
+def region_metrics(predictions, thresholds):
+    """What `decide` says of a set: for each region its share, its size, and the accuracy in it."""
+    region = decide(predictions.scores["density"], predictions.scores["total_scaled"], *thresholds)
+    is_correct = predictions.log_probs.argmax(1) == predictions.labels  # [N]
     metrics = {}
     for number, name in enumerate(REGIONS):
         is_inside = region == number
-        fraction = is_inside.double().mean().item()
-        if "against" in row:
-            metrics[f"against_fraction_{name}"] = fraction
-            continue
-        metrics[f"fraction_{name}"] = fraction
+        metrics[f"fraction_{name}"] = is_inside.double().mean().item()
         metrics[f"n_{name}"] = int(is_inside.sum())
         metrics[f"accuracy_{name}"] = None
         if is_inside.any():
@@ -1372,7 +1363,11 @@ def evaluate(outputs, splits, network_bytes, seed, args, run):
                 "ms": splits.backbone_ms + outputs["test"][0].ms + scoring_ms,
                 "bytes": splits.backbone_bytes + network_bytes + gaussians.normal.loc.nbytes
                 + gaussians.normal.scale_tril.nbytes + gaussians.log_prior.nbytes}
-        row |= decision_metrics(row, predictions, thresholds)
+        if "against" not in row:
+            row |= region_metrics(predictions[row["set"]], thresholds)
+        else:
+            regions = region_metrics(predictions[row["against"]], thresholds)
+            row |= {f"against_fraction_{name}": regions[f"fraction_{name}"] for name in REGIONS}
     print_decisions(rows[0])
 
     if args.ensemble > 1:
