@@ -938,8 +938,9 @@ def run_features(args):
     thresholds = choose_thresholds(val_density, softmax_entropy(val_logits / temperature), args)
 
     # Nothing is trained, so there are no training data that another command could change.
+    dim = train.values.shape[1]
     run = common.Run(args, {}, f"{args.features}: {num_classes} classes, {len(fitted):,} fitted "
-                               f"and {len(held_out):,} held-out rows of {train.values.shape[1]} features")
+                               f"and {len(held_out):,} held-out rows of {dim} features")
     rows = []
     scores = {}
     inside = Path(args.score[0]).stem
