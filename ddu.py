@@ -19,8 +19,8 @@ Usage:
   python ddu.py --features train.npz --score test.npz ood.npz          # your own features
 
 Expected (more in tests/RESULTS.md): `python ddu.py --runs 3`: AUROC of letters against digits and
-  blends of digits 0.966 +- 0.005 by the density, 0.721 +- 0.017 by the softmax entropy; of blends
-  against digits 0.914 +- 0.007 and 0.995 +- 0.001 (mean +- standard error, n = 3).
+  blends of digits 0.963 +- 0.003 by the density, 0.719 +- 0.013 by the softmax entropy; of blends
+  against digits 0.912 +- 0.003 and 0.994 +- 0.000 (mean +- standard error, n = 3).
 
 Where the method is: step 1: `spectral_normalise` and `train`; step 2: `fit_gaussians`; step 3:
 `log_density`, `softmax_entropy`, `decide`; acquisition functions: `acquisition_score`.
