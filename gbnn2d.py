@@ -61,7 +61,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy.spatial import KDTree
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call
 
@@ -229,7 +229,7 @@ def log_joint(x: Tensor, mixture: GaussianMixture, k: Tensor | slice = slice(Non
     return log_scale[k] - 0.5 * mahalanobis_squared(x, mixture, k)
 
 
-def kmeans_plus_plus(x: Tensor, k: int, generator: torch.Generator) -> Tensor:
+def kmeans_plus_plus(x: Tensor, k: int, generator: Generator) -> Tensor:
     """At most k different rows of points x [n, 2], far from each other.
 
     The probability of each is proportional to its squared distance from the nearest one before.
@@ -272,7 +272,7 @@ def em_step(x: Tensor, k: Tensor, mixture: GaussianMixture,
     return GaussianMixture(sums[:, 0] / len(x), centre, covariance), log_likelihood
 
 
-def fit_mixture(x: Tensor, k: int, generator: torch.Generator, iterations: int = 30,
+def fit_mixture(x: Tensor, k: int, generator: Generator, iterations: int = 30,
                 most: int = 1_000_000) -> tuple[GaussianMixture, list[float]]:
     """Fit at most k Gaussians to points x [n, 2], float64, by EM from k-means++.
 
@@ -479,7 +479,7 @@ class CompressionOptions(NamedTuple):
 
 
 def compress(mu: Tensor, sigma: Tensor, gradient: Tensor, options: CompressionOptions,
-             generator: torch.Generator) -> tuple[SharedWeights, SharedWeights, dict]:
+             generator: Generator) -> tuple[SharedWeights, SharedWeights, dict]:
     """Steps 2 and 3 for the posteriors N(mu_i, sigma_i^2) of N weights.
 
     gradient [N]: the magnitude |dL/dmu_i| of each weight, not the signed gradient. All tensors and
@@ -600,7 +600,7 @@ def fill_in(weights: SharedWeights, m: Tensor, s: Tensor, eps: Tensor) -> Tensor
     component its (m, s), each ellipse point the blend of its two components, and each outlier its
     (mu, sigma). Differentiable.
     """
-    own = weights.label[weights.ellipse_point]                         # [n_ell]
+    own = weights.label[weights.ellipse_point].long()                  # [n_ell]
     second = weights.second
     mean = torch.cat([m, m[second].lerp(m[own], weights.alpha), weights.outlier_mu])
     deviation = torch.cat([s, s[second].lerp(s[own], weights.alpha), weights.outlier_sigma])
@@ -946,13 +946,11 @@ def train(module, stage, name, seed, epochs, train_set, args, run, kl_weight=0.0
             loss = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
             loss = loss / batch.global_size
             kl = module.posterior.kl() / len(train_set) if kl_weight > 0 else loss.new_zeros(())
-
             # DDP averages over processes: each has its part of the loss, and the whole KL.
             objective = loss * common.world_size() + kl_weight * kl
             optimiser.zero_grad()
             objective.backward()
             optimiser.step()
-
             totals[0] += loss.detach()
             totals[1] += kl.detach() / common.world_size()
             totals[2] += (logits.argmax(1) == batch.labels).sum()
@@ -1146,36 +1144,55 @@ def write_predictions(predictions, splits, args, run):
 # ---- Plots --------------------------------------------------------------------------------------
 
 
-def plot_plane(posterior, planes, size, run):
-    """The plane of (mu, sigma) with the Gaussians {name: SharedWeights}, clustered and merged."""
-    figure, axes = common.make_figure(1, 2, figsize=(12, 4.8), sharex=True, sharey=True)
+def plot_sharing(posterior, planes, rows, run):
+    """Which weights share a Gaussian, in the plane of (mu, sigma), and what the networks cost.
+
+    planes: {name: SharedWeights} before and after merging; rows: the results of all stages
+    """
+    figure, axes = common.make_figure(1, 3, figsize=(12.5, 4.2), width_ratios=(3, 3, 2))
     points = torch.stack([posterior.mu, posterior.sigma], 1).detach().cpu().numpy()
-    low, high = np.quantile(points, [0.001, 0.999], axis=0)
-    shown = np.linspace(0, len(points) - 1, 50_000).astype(int)
-    for axis, (name, weights) in zip(axes, planes.items()):
-        draw_plane(axis, points[shown], shown, weights)
-        axis.set(title=f"{name}: {len(weights.centre)} Gaussians", xlabel="mu", ylabel="sigma",
-                 xlim=(low[0], high[0]), ylim=(low[1], high[1]))
-    axes[0].legend(loc="upper center", ncols=3, markerscale=6)
-    figure.suptitle(f"{size['bytes_vs_mean_field']:.0%} of the bytes of the mean-field network")
+    low, high = np.quantile(points, [0.002, 0.998], axis=0)
+    clustered, merged = [len(weights.centre) for weights in planes.values()]
+    titles = [f"{len(points):,} weights share {clustered} Gaussians",
+              f"{merged} are left when close ones have merged"]
+    for axis, weights, title in zip(axes, planes.values(), titles):
+        draw_components(axis, points, weights)
+        axis.set(title=title, xlabel="mean mu of a weight", xlim=(low[0], high[0]),
+                 ylim=(low[1], high[1]))
+    axes[0].set(ylabel="its standard deviation sigma")
+    axes[0].legend(loc="upper right", markerscale=5)
+    draw_sizes(axes[2], rows)
     run.save_figure(figure, "plane.png")
 
 
-def draw_plane(axis, points, rows, weights):
-    """Points [n, 2], the weights `rows`, with the 95 % ellipses of the Gaussians."""
-    is_outlier = weights.label[rows].numpy() < 0
-    is_ellipse_point = np.isin(rows, weights.ellipse_point.numpy())
-    inlier_colour, outlier_colour, point_colour, ellipse_colour = common.colours(4)
-    for mask, colour, name in ((~is_outlier, inlier_colour, "inliers"),
-                               (is_outlier, outlier_colour, "outliers"),
-                               (is_ellipse_point, point_colour, "ellipse points")):
-        axis.plot(*points[mask].T, ".", ms=1.2, color=colour, label=name, rasterized=True)
+def draw_components(axis, points, weights):
+    """Points [N, 2], in one of six colours for each component, and the ellipses of 95 %."""
+    shown = np.linspace(0, len(points) - 1, 60_000).astype(int)
+    label = weights.label.numpy()[shown]
+    for number, colour in enumerate(common.colours(6)):
+        rows = shown[(label >= 0) & (label % 6 == number)]
+        axis.plot(*points[rows].T, ".", ms=1.2, color=colour, rasterized=True)
+    axis.plot(*points[shown[label < 0]].T, ".", ms=1.5, color="black", label="outliers")
     # The ellipse that holds 95 % is the image under L of a circle of radius sqrt(5.991).
     angle = torch.linspace(0, 2 * math.pi, 50)
     circle = math.sqrt(5.991) * torch.stack([angle.cos(), angle.sin()])  # [2, 50]
     ellipses = weights.centre[:, :, None] + weights.factor @ circle    # [K, 2, 50]
     u, v = ellipses.permute(1, 2, 0).numpy()                           # [50, K]
-    axis.plot(u, v, color=ellipse_colour, lw=0.6)
+    axis.plot(u, v, color="black", lw=0.5)
+
+
+def draw_sizes(axis, rows):
+    """Bars of the bytes of three networks, with their accuracies on the test set."""
+    names = {"final": "shared\nGaussians", "deterministic": "a number\nper weight",
+             "mean-field": "a Gaussian\nper weight"}
+    for row in rows:
+        if row["method"] in names and "accuracy" in row:
+            megabytes = row["bytes"] / 1e6
+            axis.barh(names[row["method"]], megabytes, color=common.colours(1)[0])
+            text = f" {megabytes:.2g} MB, accuracy {row['accuracy']:.1%}"
+            axis.text(0, names[row["method"]], text, va="center", size=9,
+                      bbox=dict(facecolor="white", alpha=0.8, lw=0, pad=1))
+    axis.set(title="size of the network", xlabel="MB")
 
 
 # ---- Compressed networks ------------------------------------------------------------------------
@@ -1249,12 +1266,10 @@ def read_file(args):
 
 def read_own_file(state):
     """A file of `write_compressed`."""
-    weights = {}
-    for name, tensor in state["weights"].items():
-        if not tensor.is_floating_point():
-            tensor = tensor.long()
-        weights[name] = tensor
-    weights = SharedWeights(**weights)
+    stored = SharedWeights(**state["weights"])
+    weights = stored._replace(label=stored.label.int(), outlier=stored.outlier.long(),
+                              ellipse_point=stored.ellipse_point.long(),
+                              second=stored.second.long())
     check_shared_weights(weights)
     mean, std = state["statistics"]
     return CompressedFile(dict(state["options"]), weights, state["rest"], (tuple(mean), tuple(std)),
@@ -1379,7 +1394,8 @@ def load_network(file, splits, args):
     """The RandomNetwork of a CompressedFile, for these sets; a UserError if they do not fit."""
     shape = splits.train.shape
     num_classes = splits.train.num_classes
-    if file.layout is None and (file.classes, file.shape) != (list(splits.train.classes), list(shape)):
+    made_for = (file.classes, file.shape)
+    if file.layout is None and made_for != (list(splits.train.classes), list(shape)):
         raise UserError(f"--load {args.load} was made for other classes or another image size, "
                         f"those of --dataset {file.options['dataset']}")
     if file.backbone != splits.fingerprints.get("frozen backbone"):
@@ -1628,7 +1644,7 @@ def run_seed(seed, splits, args, run):
         predictions = {"final": predict(shared, splits.predict, seed, args)} | predictions
         common.on_main(write_predictions, predictions, splits, args, run)
     if seed == args.seed and args.plot:
-        common.on_main(plot_plane, field.posterior, planes, size, run)
+        common.on_main(plot_sharing, field.posterior, planes, rows, run)
     return rows
 
 
