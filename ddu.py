@@ -808,6 +808,16 @@ def region_metrics(predictions, thresholds):
     return metrics
 
 
+def add_decisions(rows, predictions, thresholds):
+    """Add the metrics of regions to the rows; to those of pairs, the shares of the second set."""
+    for row in rows:
+        if "against" not in row:
+            row |= region_metrics(predictions[row["set"]], thresholds)
+        else:
+            regions = region_metrics(predictions[row["against"]], thresholds)
+            row |= {f"against_fraction_{name}": regions[f"fraction_{name}"] for name in REGIONS}
+
+
 def print_decisions(row):
     """Print how many images of a test set are in each region, and the accuracy in it."""
     print(f"\nseed {row['seed']}, decisions on {row['n']} images of {row['set']}:")
@@ -937,7 +947,7 @@ def run_features(args):
     val_density = val_logits.logsumexp(1)
     thresholds = choose_thresholds(val_density, softmax_entropy(val_logits / temperature), args)
 
-    # Nothing is trained, so there are no training data that another command could change.
+    # Nothing is trained, so a run of features has no fingerprints.
     dim = train.values.shape[1]
     run = common.Run(args, {}, f"{args.features}: {num_classes} classes, {len(fitted):,} fitted "
                                f"and {len(held_out):,} held-out rows of {dim} features")
@@ -1161,7 +1171,7 @@ PRESETS = {
     "cifar100": dict(augment=True, ood=["svhn", "tiny_imagenet"]),
     "svhn": dict(ood=["cifar10", "cifar100"]),
     "tiny_imagenet": dict(model="resnet50", augment=True),
-    # This network is pretrained, so there is no epoch of training.
+    # This network is pretrained, and not trained here.
     "imagenet": dict(model="torchvision/resnet50", sn=False, mod=False, epochs=0, batch_size=256,
                      ood=["imagenet_o"]),
     "mnist": MNIST,
@@ -1364,11 +1374,7 @@ def evaluate(outputs, splits, network_bytes, seed, args, run):
                 "ms": splits.backbone_ms + outputs["test"][0].ms + scoring_ms,
                 "bytes": splits.backbone_bytes + network_bytes + gaussians.normal.loc.nbytes
                 + gaussians.normal.scale_tril.nbytes + gaussians.log_prior.nbytes}
-        if "against" not in row:
-            row |= region_metrics(predictions[row["set"]], thresholds)
-        else:
-            regions = region_metrics(predictions[row["against"]], thresholds)
-            row |= {f"against_fraction_{name}": regions[f"fraction_{name}"] for name in REGIONS}
+    add_decisions(rows, predictions, thresholds)
     print_decisions(rows[0])
 
     if args.ensemble > 1:
