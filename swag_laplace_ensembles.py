@@ -51,6 +51,7 @@ import copy
 import itertools
 import math
 import os
+import pickle
 import random
 import re
 import time
@@ -221,16 +222,15 @@ def full_spectrum(theta: Tensor, last: LastLayer) -> Spectrum:
     (x) is the Kronecker product. No Jacobian is formed: the block of the classes a and b is the
     Gram matrix of the features, in which example n has the weight p_a ([a = b] - p_b). Sums and
     eigenvalues are float64. Adding the same to all logits changes no probability, so H has D + 1
-    eigenvalues 0 (negative ones are rounding errors). The posterior has the width of the prior
-    there, which is harmless.
+    eigenvalues 0 (negative ones are rounding errors). In these directions the posterior is as wide
+    as the prior, which is harmless.
     """
     probs = head_outputs(theta[None], last)[0].exp()                           # [N, C]
     classes = probs.shape[1]
     x = torch.cat([last.x, last.x.new_ones(len(last.x), 1)], 1)                # [N, D + 1]
     dim = x.shape[1]
     blocks = torch.zeros(classes, dim, classes, dim, dtype=torch.float64, device=x.device)
-    rows = 8192 if x.is_cuda else 1024  # which stay in a CPU's cache
-    for x_rows, p in zip(x.split(rows), probs.split(rows)):
+    for x_rows, p in zip(x.split(4096), probs.split(4096)):  # because a copy of x may not fit
         for a in range(classes):
             for b in range(a, classes):
                 weight = p[:, a] * (float(a == b) - p[:, b])                   # [n]
@@ -253,7 +253,7 @@ def energy_spectrum(theta: Tensor, last: LastLayer) -> Spectrum:
     """
     last = last._replace(x=last.x.double())
 
-    def loss(theta):
+    def loss(theta: Tensor) -> Tensor:
         return summed_loss(head_outputs(theta[None], last)[0], last.labels, energies=True)
 
     return symmetric_spectrum(torch.autograd.functional.hessian(loss, theta.double()))
@@ -719,30 +719,33 @@ class Published(NamedTuple):
 
 def read_published(path):
     """The Published of a file, after its checksums are verified, record by record."""
-    kind = None
     try:
         with zipfile.ZipFile(path) as archive:
-            reason = archive.testzip()
+            damaged = archive.testzip()
             checksums = [record.CRC for record in archive.infolist()]
-        if reason is None:
-            with torch.serialization.safe_globals(ALLOWED):
-                file = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            config = file["cfg"]
-            kind = config.value("inference", "init", "_target_").split(".")[-1]
-            state = file["state_dict"]
-            if kind in PUBLISHED_CLASSES:
-                name = PUBLISHED_CLASSES[kind] + str(state.get("num_transforms", ""))
-                return Published(str(path), name, config.value("seed"), state, config, checksums)
+        if damaged:
+            raise ValueError(f"wrong checksum of {damaged}")
+        with torch.serialization.safe_globals(ALLOWED):
+            file = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        config = file["cfg"]
+        kind = config.value("inference", "init", "_target_").split(".")[-1]
+        state = file["state_dict"]
+        name = PUBLISHED_CLASSES.get(kind, kind) + str(state.get("num_transforms", ""))
+        seed = config.value("seed")
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from None
-    except Exception as error:  # of many types; PyTorch's own text has escape codes
-        unsafe = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
-        reason = f"it holds an object of {unsafe[1]}" if unsafe else type(error).__name__
-    if kind in NOT_READ:
-        raise UserError(f"{path} holds {NOT_READ[kind]}, which is not read here; give files of "
-                        "MAP, SWA, SWAG, LLLA and LA-NF")
-    raise UserError(f"{path} is damaged, or is not a published network, SWA, SWAG, LLLA or LA-NF "
-                    f"({reason or kind})")
+    except Exception as error:  # of many types
+        # PyTorch's text has escape codes, and proposes to run any code that the file holds.
+        reason = common.one_line(error)
+        if isinstance(error, pickle.UnpicklingError):
+            unsafe = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+            reason = f"it holds an object of {unsafe[1]}" if unsafe else "it is not plain tensors"
+        raise UserError(f"{path} is damaged, or is not a published network, SWA, SWAG, LLLA or "
+                        f"LA-NF ({reason})") from None
+    if kind not in PUBLISHED_CLASSES:
+        raise UserError(f"{path} holds {NOT_READ.get(kind, kind)}, which is not read here; give "
+                        "files of MAP, SWA, SWAG, LLLA and LA-NF")
+    return Published(str(path), name, seed, state, config, checksums)
 
 
 def configured_options(args):
@@ -1207,7 +1210,7 @@ class Member:
         dataset = self.study.loaders[split].dataset
         rows = outputs.rows
         if self.study.energies:
-            rows = data.entries_of(rows, dataset.sizes)  # there are features of each atom
+            rows = data.entries_of(rows, dataset.sizes)  # features have a row for each atom
         columns = common.gather_rows([{"index": rows, "x": outputs.features}])
         if not columns:
             return None
@@ -1916,7 +1919,7 @@ def detection_rows(study, name, inside):
     for names in ood_unions(study.args.ood).values():
         sets = [data.name_of_other(set_name) for set_name in names]
         if not study.splits.ood.keys() >= set(sets):
-            continue  # one was not found, which has been printed
+            continue  # one is missing, which has been printed
         predictions = [read_predictions(study, name, f"ood-{set_name}") for set_name in sets]
         for ensemble, of_test in inside.items():
             of_sets = [combine_members(study, of_set, ensemble).uncertainties()

@@ -772,9 +772,9 @@ def test_only_tensors_and_configurations_are_unpickled(save_published, tmp_path)
             return os.mkdir, (str(tmp_path / "evil"),)
 
     path = tmp_path / "x.pt"
-    for content, said in (({"cfg": Evil(), "state_dict": {}}, "UnpicklingError"),
+    for content, said in (({"cfg": Evil(), "state_dict": {}}, "not plain tensors"),
                           ({"cfg": Path(), "state_dict": {}}, "an object of pathlib.PosixPath"),
-                          ({"a": 1}, "KeyError")):
+                          ({"a": 1}, "cfg")):
         torch.save(content, path)
         text = conftest.refusal(sl.read_published, path)
         assert "is not a published network" in text and said in text and "\x1b" not in text
