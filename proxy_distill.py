@@ -1104,13 +1104,12 @@ def parse_args(argv=None):
         help="resize images to 256 x 256 pixels before the crop, ImageNet-C's too, as the "
         "published code does; its calibration errors are ece10 and mce10 in results.csv")
     args = parser.parse(argv, run_name)
-    check_options(args)
     args.ensemble_paths = sorted(args.ensemble_paths)  # in any order, they are the same ensemble
     if args.ensemble_paths or args.student_path:
         args.members = len(args.ensemble_paths)
     if args.members == 0 and "losses" not in args.explicit:
         args.losses = []
-    check_ensemble(args)
+    check_options(args)
     return args
 
 
@@ -1155,9 +1154,6 @@ def check_options(args):
         (args.freeze, ["noise", "shift"], "with --freeze"),
     ])
 
-
-def check_ensemble(args):
-    """Refuse an ensemble that is none."""
     if not (args.members or args.mimo or args.student_path):
         raise UserError("--members 0 is for --mimo alone; add --mimo 2")
     if args.losses and args.members == 0:

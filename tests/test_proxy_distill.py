@@ -93,7 +93,7 @@ def exact_reverse_kl(z, ensemble, offset):
     """The textbook loss and its gradient, by mpmath; without terms that do not depend on z."""
     k = len(z)
     b = (pd.proxy_precision(ensemble) + k).item()
-    with mpmath.workdps(60):
+    with mpmath.workdps(40):
         target = [mpmath.mpf(p) * b + 1 for p in ensemble.log_probs[0].exp().tolist()]
         alpha = [mpmath.exp(x) + offset for x in z.tolist()]
         total = mpmath.fsum(alpha)
@@ -107,9 +107,9 @@ def exact_reverse_kl(z, ensemble, offset):
     return float(value / b), slopes
 
 
-@pytest.mark.parametrize("above, rtol", [(0, 1e-8), (5, 1e-8), (15, 3e-6)])
-@pytest.mark.parametrize("offset", [1, 0])
-def test_the_reverse_kl_is_that_of_mpmath_where_training_goes(above, rtol, offset):
+@pytest.mark.parametrize("above, offset, rtol", [(0, 1, 1e-8), (5, 1, 1e-8), (15, 1, 3e-6),
+                                                 (5, 0, 1e-8)])
+def test_the_reverse_kl_is_that_of_mpmath_where_training_goes(above, offset, rtol):
     """A thousand classes, the largest logit that far above the optimum; members that agree or not.
 
     At 15 above ln b the gradient has lost a few digits; beyond, logits are clamped.
