@@ -19,7 +19,8 @@ Usage:
   python proxy_distill.py --dataset imagenet --published-evaluation --losses --ensemble-paths FILES
     # the published members (see README.md); without --losses they also teach students
 
-Expected (more in tests/RESULTS.md): EXPECTED
+Expected (more in tests/RESULTS.md): of five networks 98.2 % right each, ensemble 99.6, student 98.8;
+  AUROC of letters 0.987 by one network, 0.997 by the student's mutual information (seed 301).
 
 Where the method is: step 1: `train_member`; step 2: `ensemble_statistics`, `proxy_precision`; step
 3: `rkl_proxy_loss`, `train_student`; step 4: `student_outputs`, `predict`.
@@ -1034,8 +1035,8 @@ PRESETS = {
     "cifar100": dict(CIFAR, ood=["svhn"]),
     # Without noise these images are too easy for an ensemble to disagree. With weight decay,
     # members are not sure of what they know, and their mean is under-confident.
-    "numbers": dict(model="convnet", width=0.25, members=4, epochs=10, member_epochs=5,
-                    mimo_epochs=10, batch_size=128, lr=0.012, opt="adam", schedule="cosine",
+    "numbers": dict(model="convnet", width=0.25, members=5, epochs=8, member_epochs=4,
+                    mimo_epochs=8, batch_size=128, lr=0.012, opt="adam", schedule="cosine",
                     weight_decay=0.0, augment=False, noise=3, shift="computed", shift_examples=40,
                     ood=["numbers_letters", "numbers_ambiguous"]),
     # Your own images: small networks that train on two CPU cores in minutes.
