@@ -1350,7 +1350,8 @@ def test_frozen_features_are_those_of_a_direct_forward():
     assert batch.images.mean(0).abs().max() < 1e-3
     assert batch.images.square().sum((1, 2, 3)).mean() == pytest.approx(512, abs=0.1)
     assert len(set(frozen.train.std)) == 1
-    assert frozen.val is None and frozen.fingerprints == {}
+    assert frozen.val is None
+    assert frozen.fingerprints == {"frozen backbone": common.fingerprint(backbone)}
     assert frozen.backbone_bytes == sum(x.nbytes for x in backbone.state_dict().values())
 
 
