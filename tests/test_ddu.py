@@ -63,7 +63,6 @@ def modules(net, kind):
 
 # ---- Options ------------------------------------------------------------------------------------
 
-
 FEATURES = "--features a.npz --score b.npz"
 
 
@@ -635,7 +634,6 @@ def test_the_storys_rows(story):
 
 def test_eval_repeats_the_storys_table_and_predicts_any_set(story, monkeypatch, capsys):
     options, folder, rows = story
-    kept = (folder / "seed1.pt").read_bytes()
     seen = []
     fit_temperature = common.fit_temperature
     monkeypatch.setattr(common, "fit_temperature",
@@ -643,7 +641,6 @@ def test_eval_repeats_the_storys_table_and_predicts_any_set(story, monkeypatch, 
     monkeypatch.setattr(ddu.torch.optim.SGD, "step", None)  # no training
     again = [*options, "--eval", "--no-plot", "--predict", "glyphs_letters"]
     assert_close_rows(ddu.main(again), rows)
-    assert (folder / "seed1.pt").read_bytes() == kept
     [(logits, labels)] = seen
     row = row_of(rows, set="dirty_glyphs")
     assert len(labels) > 100 and row["temperature"] == fit_temperature(logits, labels)
@@ -660,7 +657,6 @@ def test_eval_repeats_the_storys_table_and_predicts_any_set(story, monkeypatch, 
         assert share == pytest.approx(pair[f"against_fraction_{region}"])
     far_out = column(letters, "log_density") < row["density_threshold"]
     assert [letter["decision"] == "ood" for letter in letters] == far_out.tolist()
-    assert column(letters, "density_percentile")[far_out].max() <= 2  # 1 % are below
     # Probabilities are those after scaling, and so is the entropy that decides.
     assert column(letters, "temperature") == pytest.approx(row["temperature"], rel=1e-5)
     ambiguous = column(letters, "total") > row["entropy_threshold"]
@@ -799,8 +795,9 @@ def own_run(own, tmp_path):
 
 
 def test_own_images_by_the_preset(own, own_run, tmp_path, capsys, recwarn):
-    """No OOD set. Classes have names, and the columns of an ensemble are its own."""
-    options = [*own_run, "--epochs", "1", "--width", "0.05", "--ensemble", "2"]
+    """No OOD set. Classes have names, and the columns of an ensemble are its own. The last of 117
+    training images joins the second batch of 58, because batch norm fails on one image."""
+    options = [*own_run, "--epochs", "1", "--width", "0.05", "--ensemble", "2", "-b", "58"]
     rows = ddu.main([*options, "--predict", f"folder:{own}/test"])
     assert [(row["method"], row["set"], row["n"], "against" in row) for row in rows] == [
         ("DDU", "dirty_glyphs", 15, False), ("ensemble of 2", "dirty_glyphs", 15, False)]
@@ -849,6 +846,9 @@ def evaluated(own, small_data, tmp_path_factory):
 def test_a_changed_evaluation_option_gives_the_result_of_a_fresh_directory(
         evaluated, option, small_data, tmp_path):
     line, runs, rows = evaluated
+    # Those of active learning and of --features have tests of their own.
+    others = {"score", "active_learning", "max_training_samples"}
+    assert set(common.options(options(), "evaluation")) == CHANGES.keys() | others
     if option == "data_dir":
         shutil.copytree(small_data, tmp_path / "other")
         images = tmp_path / "other" / "tiny-imagenet-200" / "val" / "images"
@@ -861,32 +861,19 @@ def test_a_changed_evaluation_option_gives_the_result_of_a_fresh_directory(
     assert [{**row, "ms": 0} for row in again] != [{**row, "ms": 0} for row in rows]
 
 
-def test_every_evaluation_option_is_tried():
-    """Those of active learning and of --features have tests of their own."""
-    others = {"score", "active_learning", "max_training_samples"}
-    assert set(common.options(options(), "evaluation")) == CHANGES.keys() | others
-
-
 def test_training_images_that_changed_or_moved_are_noticed(own, own_run, tmp_path):
     shutil.copytree(own, tmp_path / "own")
     line = [*own_run, "--epochs", "1", "--width", "0.05", "--limit-steps", "1"]
     rows = ddu.main([*line, "--dataset", f"folder:{tmp_path}/own"])
     shutil.move(tmp_path / "own", tmp_path / "elsewhere")
     moved = ["--dataset", f"folder:{tmp_path}/elsewhere"]
-    found = ddu.main([*own_run, *moved, "--eval"])
-    names = {"set": "own"}
-    assert_close_rows([{**row, **names} for row in found], rows)
+    [row] = ddu.main([*own_run, *moved, "--eval"])
+    assert_close_rows([row | {"set": "own"}], rows)
     shutil.copy(own / "train/eel/3.png", tmp_path / "elsewhere/train/cat/3.png")
     for more in (["--eval"], ["--dataset", f"folder:{tmp_path}/own"]):
         shutil.copytree(tmp_path / "elsewhere", tmp_path / "own", dirs_exist_ok=True)
         text = refusal(ddu.main, [*line, *moved, *more])
         assert "was made with another training data" in text
-
-
-def test_a_last_batch_of_one_image_joins_the_one_before_it(own_run):
-    """117 training images in batches of 58: batch norm fails on one image."""
-    [row] = ddu.main([*own_run, "--width", "0.05", "--epochs", "1", "-b", "58"])
-    assert row["n"] == 15
 
 
 def test_a_network_that_fails_is_one_line_before_there_is_a_directory(own_run, tmp_path,
@@ -920,7 +907,6 @@ def test_own_images_by_a_pretrained_network_of_other_classes(own, own_run, tmp_p
     weights = sum(tensor.nbytes for tensor in net.state_dict().values())
     gaussians = 8 * (3 * 1024 * 1024 + 3 * 1024 + 3)
     assert row["bytes"] == pytest.approx(weights - 997 * 4 * 1025 + gaussians, rel=1e-3)
-    assert row["ms"] > 0.1
     folder = tmp_path / "runs" / "ddu" / "run"
     state = common.load_tensors(folder / "seed1.pt")["net"]
     assert state["head.weight"].shape == (3, 1024) and (len(state) == 2) == bool(more)
