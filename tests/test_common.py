@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -1398,15 +1399,28 @@ def test_closed_streams_hide_no_error_and_spoil_no_file(tmp_path, closed):
     assert ("x.py: error: wrong\n" in text) == (closed != (1, 2))
 
 
-def test_all_scripts_say_what_they_do_under_python_oo():
-    """Without docstrings and assertions."""
-    code = "import contextlib, importlib, sys\n"
+def show_help_under_oo():
+    """Import the files of the repository as `python -OO` does: without docstrings and assertions.
+
+    PyTorch itself would have to be compiled again.
+    """
+    for name in ("common", "data", *SCRIPTS):
+        module = types.ModuleType(name)
+        module.__file__ = str(REPO / f"{name}.py")
+        sys.modules[name] = module
+        code = compile(Path(module.__file__).read_text(), module.__file__, "exec", optimize=2)
+        exec(code, vars(module))
+        assert module.__doc__ is None
     for name in SCRIPTS:
-        code += f"sys.argv = ['{name}.py']\nwith contextlib.suppress(SystemExit):\n"
-        code += f"    importlib.import_module('{name}').parse_args(['--help'])\n"
-    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\nusage: ") + done.stdout.startswith("usage: ") == len(SCRIPTS)
+        sys.argv = [f"{name}.py"]
+        with contextlib.suppress(SystemExit):
+            sys.modules[name].parse_args(["--help"])
+
+
+def test_all_scripts_say_what_they_do_under_python_oo(tmp_path):
+    child = Child(tmp_path, show_help_under_oo)
+    child.value()
+    assert child.stdout.count("usage: ") == len(SCRIPTS)
 
 
 def train_for_ever(folder):
@@ -1538,27 +1552,26 @@ def write_images(folder):
         Image.new("RGB", (8, 8), (gray, gray, gray)).save(folder / f"{i}.png")
 
 
-def test_the_readmes_example_of_own_data_runs(tmp_path):
-    """With ddu.py, common.py and data.py beside it, small images and one epoch."""
+def test_the_readmes_example_of_own_data_runs(tmp_path, monkeypatch):
+    """With small images and one epoch."""
     for part in ("images/train/cat", "images/train/dog", "images/test/cat", "images/test/dog",
                  "new_images"):
         write_images(tmp_path / part)
-    for file in ("ddu.py", "common.py", "data.py"):
-        shutil.copy(REPO / file, tmp_path)
     # The weights of ImageNet, as if they had been downloaded: random ones here.
     name = Path(models.ResNet18_Weights.DEFAULT.url).name
     weights = tmp_path / "torch/hub/checkpoints" / name
     weights.parent.mkdir(parents=True)
     torch.save(models.resnet18().state_dict(), weights)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    monkeypatch.chdir(tmp_path)
     [example] = [block for block in blocks() if "new_images" in block]
     assert example.count("torchvision/resnet18") == 2
     example = example.replace("folder:images", "folder:images --epochs 1 --no-plot")
     example = example.replace("resnet18", "resnet18 --image-size 32")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_HOME": str(tmp_path / "torch"),
-                   "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-euc", example], cwd=tmp_path, env=environment,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    for line in example.splitlines():
+        python, script, *argv = shlex.split(line, comments=True)
+        assert (python, script) == ("python", "ddu.py")
+        importlib.import_module("ddu").main(argv)
     header, *lines = (tmp_path / "runs/ddu/tuned/predictions.csv").read_text().splitlines()
     assert len(lines) == 10
     [explained] = [block for block in blocks() if "density_percentile" in block]
@@ -1578,12 +1591,16 @@ def test_the_readmes_comparison_of_scripts_parses(tmp_path, monkeypatch):
         assert importlib.import_module(name).parse_args(words).name == "images"
 
 
+def run_file(path, *argv):
+    os.chdir(path.parent)
+    sys.argv = [path.name, *argv]
+    runpy.run_path(str(path), run_name="__main__")
+
+
 def test_the_readmes_network_of_ones_own_runs(tmp_path):
     [code] = [block for block in blocks(language="python") if "common.launch" in block]
-    (tmp_path / "mine.py").write_text(code)
-    command = [sys.executable, "mine.py", "--model", "mine", "--dataset", "glyphs", "--epochs", "1",
-               "--limit-train", "300", "--ood", "--no-plot"]
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPO)},
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    path = tmp_path / "mine.py"
+    path.write_text(code)
+    options = "--model mine --dataset glyphs --epochs 1 --limit-train 300 --ood --no-plot"
+    Child(tmp_path, run_file, path, *options.split()).value()
     assert [*tmp_path.glob("runs/ddu/glyphs-mine-*/results.csv")]
