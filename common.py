@@ -568,7 +568,7 @@ def print_once(text: str):
     print_on_main(text)
 
 
-def broadcast(value):
+def broadcast(value: object) -> object:
     """The main process's value (numbers, strings, bytes, CPU tensors) on all processes."""
     box = [value]
     if world_size() > 1:
@@ -637,7 +637,7 @@ def seed_all(*key: int):
     torch.manual_seed(seed)
 
 
-def progress(loader, epoch: int):
+def progress(loader: object, epoch: int) -> tqdm:
     """The batches of an epoch, with a progress bar where the main process has a terminal."""
     hide = not (is_main() and sys.stderr.isatty())
     return tqdm(loader.epoch(epoch), f"epoch {epoch + 1}", len(loader), leave=False, disable=hide)
@@ -700,7 +700,7 @@ def autocast(args) -> torch.autocast:
     return torch.autocast(args.device.type, torch.bfloat16, enabled=args.amp == "bf16")
 
 
-def try_batch(forward: Callable, train_set, args):
+def try_batch(forward: Callable, train_set: object, args) -> None:
     """Refuse, before hours of training, a network that fails on a small batch.
 
     forward: the network, or a function that also makes a backward pass; it is called with images
@@ -1205,8 +1205,8 @@ class Parser(argparse.ArgumentParser):
     options, where no preset sets them.
     """
 
-    def __init__(self, script: str, doc: str | None, presets: dict[str, dict], networks,
-                 **defaults):
+    def __init__(self, script: str, doc: str | None, presets: dict[str, dict],
+                 networks: dict[str, Callable], **defaults):
         # Under python -OO, a script has no docstring.
         super().__init__(prog=Path(sys.argv[0]).name, usage="%(prog)s [options]",
                          description=(doc or script).splitlines()[0],
@@ -1232,7 +1232,7 @@ class Parser(argparse.ArgumentParser):
                 group._group_actions.remove(action)
         getattr(self, role)._group_actions.append(action)
 
-    def error(self, message):
+    def error(self, message: str):
         if message.startswith("unrecognized arguments"):
             message += "; --help lists all options"
         raise UserError(message.removeprefix("argument "))
@@ -1831,7 +1831,7 @@ class Run:
         self.write(name, to_csv(rows))
         print(f"{self.dir / name}: {len(rows)} rows", flush=True)
 
-    def save_figure(self, figure, name: str):
+    def save_figure(self, figure: object, name: str):
         """Write a matplotlib figure as a PNG file of the directory."""
         buffer = io.BytesIO()
         figure.savefig(buffer, dpi=150, format="png")
@@ -1879,7 +1879,7 @@ def environment(device: torch.device) -> dict:
 # ---- Tables -------------------------------------------------------------------------------------
 
 
-def write_predictions(run: Run, dataset, log_probs: dict[str, Tensor], classes: tuple = (),
+def write_predictions(run: Run, dataset: object, log_probs: dict[str, Tensor], classes: tuple = (),
                       temperatures: dict[str, float] | None = None, extra: dict | None = None,
                       file: str = "predictions.csv"):
     """Write a CSV file that says what each example of a set is, and what is predicted for it.
@@ -1912,7 +1912,7 @@ def write_predictions(run: Run, dataset, log_probs: dict[str, Tensor], classes: 
     run.write_csv(file, columns | (extra or {}))
 
 
-def example_columns(dataset, classes: tuple = ()) -> dict:
+def example_columns(dataset: object, classes: tuple = ()) -> dict:
     """File (or index) and label, if any is known, of each example of a set of data.py."""
     files = getattr(dataset, "files", None)
     columns = {"file": list(files)} if files else {"index": list(range(len(dataset)))}

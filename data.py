@@ -1403,7 +1403,7 @@ def convert_like(dataset: Images, reference: Images) -> Images:
 NAMES_OF_SPLITS = ("train", "val", "test", "predict")
 
 
-def name_of_other(name):
+def name_of_other(name: str) -> str:
     """The name of an OOD or predicted set; that of folder:images/test is images_test."""
     set_name = common.set_name(name)
     if set_name in NAMES_OF_SPLITS:
