@@ -1214,6 +1214,7 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=HelpFormatter, add_help=False)
         self.script = script
         self.presets = presets
+        self.most_used = self.add_argument_group("the options that most people need")
         self.training = self.add_argument_group("training options", ROLES["training"])
         self.evaluation = self.add_argument_group("evaluation options", ROLES["evaluation"])
         self.runtime = self.add_argument_group("runtime options", ROLES["runtime"])
@@ -1237,23 +1238,11 @@ class Parser(argparse.ArgumentParser):
             message += "; --help lists all options"
         raise UserError(message.removeprefix("argument "))
 
-    def format_help(self):
+    def format_help(self) -> str:
         """The options that most people need, then the others by their role."""
-        formatter = self._get_formatter()
-        formatter.add_usage(self.usage, [], [])
-        formatter.add_text(self.description)
-        most_used = [self._option_string_actions[flag] for flag in MOST_USED]
-        formatter.start_section("the options that most people need")
-        formatter.add_arguments(most_used)
-        formatter.end_section()
-        for group in (self.training, self.evaluation, self.runtime):
-            formatter.start_section(group.title)
-            formatter.add_text(group.description)
-            formatter.add_arguments([action for action in group._group_actions
-                                     if action not in most_used])
-            formatter.end_section()
-        formatter.add_text(self.epilog)
-        return formatter.format_help()
+        for flag in MOST_USED:
+            self.move(flag, "most_used")
+        return super().format_help()
 
     def parse(self, argv: list[str] | None, run_name: Callable,
               options_of_file: Callable | None = None) -> argparse.Namespace:
@@ -1540,10 +1529,7 @@ def set_name(dataset: str) -> str:
     become "_".
     """
     if dataset.startswith("folder:"):
-        path = folder_path(dataset)
-        with contextlib.suppress(OSError, RuntimeError):  # a link that points to itself
-            path = path.resolve()
-        dataset = path.name
+        dataset = os.path.basename(os.path.realpath(folder_path(dataset)))
     return re.sub(r"[^A-Za-z0-9._-]+", "_", dataset).lstrip(".") or "folder"
 
 

@@ -12,8 +12,8 @@ from PIL import Image
 import common
 
 SHAPE = (3, 32, 32)
-SMALL = ("--model torchvision/shufflenet_v2_x0_5 --image-size 32 --batch-size 8 --epochs 1 --no-plot "
-         "--no-augment --ood --name tiny").split()
+SMALL = ("--model torchvision/shufflenet_v2_x0_5 --image-size 32 --batch-size 8 --epochs 1 "
+         "--no-augment --no-plot --ood --name tiny").split()
 OPTIONS = {"ddu": "", "forde": "--members 2 --methods deep_ensemble --shift none",
            "gbnn2d": "--stoch-epochs 1 --final-epochs 1 --k0 8 --mc 1",
            "proxy_distill": "--members 2 --member-epochs 1 --losses rkl_proxy --shift none",
