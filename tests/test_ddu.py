@@ -1097,13 +1097,18 @@ def test_active_learning_resumes_and_does_not_reuse_other_options(few, tmp_path,
     assert "training diverged; use a lower --lr" in refusal(ddu.main, diverging)
 
 
-@pytest.mark.parametrize("change", ["--active-learning random pe", "--max-training-samples 10",
+@pytest.mark.parametrize("change", ["--active-learning random pe", "--max-training-samples 60",
                                     "--shrinkage", "--ensemble 3"])
-def test_changed_options_of_active_learning_give_the_result_of_a_fresh_directory(few, change):
-    line = [*few, "density", "pe", "--ensemble", "2", "--max-training-samples", "9"]
+def test_changed_options_of_active_learning_give_the_result_of_a_fresh_directory(few, change,
+                                                                                 tmp_path):
+    line = [*few, *("density pe --ensemble 2 --num-initial-samples 40 --max-training-samples 50 "
+                    "--acquisition-batch-size 10").split()]
     ddu.main(line)
     changed = [*line, *change.split()]
     assert_close_rows(ddu.main(changed), ddu.main([*changed, "--name", "fresh"]))
+    for path in (tmp_path / "runs/ddu/fresh").glob("*.pt"):
+        same = common.load_tensors(tmp_path / "runs/ddu/run" / path.name)
+        assert torch.equal(common.load_tensors(path)["chosen"], same["chosen"])
 
 
 def test_a_changed_test_set_changes_the_accuracies_of_active_learning(own, own_run, tmp_path):
