@@ -1277,7 +1277,7 @@ class Parser(argparse.ArgumentParser):
                        "begins with a letter or a digit; not a path")
         run_dir = Path(args.out_dir, self.script, name)
         if args.eval and os.path.isdir(run_dir):
-            args = self._parse_with_presets(argv, self._stored_options(run_dir))
+            args = self._parse_with_stored(argv, run_dir)
         args.run_dir = run_dir
         args.explicit = explicit
         args.dataset = args.dataset.rstrip("/")  # of a folder, from the shell's completion
@@ -1285,16 +1285,26 @@ class Parser(argparse.ArgumentParser):
             args.image_size = default_image_size(args)
         return self._start(args)
 
-    def _stored_options(self, run_dir):
-        """The options of a run, if their types are those of this script's defaults."""
+    def _parse_with_stored(self, argv, run_dir):
+        """Parse the command line, whose defaults are the options of a run; refuse other types."""
         stored = read_options(run_dir)
         values = stored["evaluation"] | stored["training"]
-        for name in self.initial.keys() & values.keys():
-            settings = [self.initial, *self.presets.values()]
-            kinds = {type(as_json(setting[name])) for setting in settings if name in setting}
-            if type(values[name]) not in kinds and type(None) not in kinds:
-                self.error(f"{run_dir}/options.json is damaged: {name} {values[name]!r}; {FRESH}")
-        return values
+        settings = [self.initial, *self.presets.values()]
+        try:
+            for action in self._actions:
+                name = action.dest
+                if name not in values:
+                    continue
+                value = values[name]
+                if action.type is not None and isinstance(value, (str, int, float)):
+                    values[name] = str(value)  # argparse checks defaults that are texts
+                    continue
+                kinds = {type(as_json(setting[name])) for setting in settings if name in setting}
+                if not kinds & {type(value), type(None)}:
+                    self.error(f"{name} {value!r}")
+            return self._parse_with_presets(argv, values)
+        except UserError as error:
+            raise UserError(f"{run_dir}/options.json is damaged ({error}); {FRESH}") from None
 
     def _parse_with_presets(self, argv, stored):
         """Parse the command line, whose defaults are `stored` ones, then those of the presets."""

@@ -48,6 +48,11 @@ PRESETS = {"main": dict(taste="sweet", lr=0.25, smooth=False),
            "--freeze": dict(epochs=50, augment=False), "--quick-start": dict(epochs=1)}
 
 
+def distance(text):
+    """A number, or "auto"."""
+    return text if text == "auto" else float(text)
+
+
 def make_parser():
     parser = common.Parser("x", "One line.\n\nMore.", PRESETS, ["small", "big"], dataset="main",
                            model="small", epochs=3, batch_size=32, lr=0.5, augment=True)
@@ -57,6 +62,7 @@ def make_parser():
     parser.evaluation.add_argument("--flavours", nargs="*", default=[], help="names")
     parser.evaluation.add_argument("--measure", type=common.between(0, 1), default=0.5,
                                    help="a distance")
+    parser.training.add_argument("--distance", type=distance, default="auto", help="how far")
     parser.evaluation.add_argument("--quick-start", action="store_true", help="start quickly")
     return parser
 
@@ -109,11 +115,12 @@ def test_the_size_of_images_is_told_before_they_are_read():
 
 def test_the_evaluation_of_a_named_run_needs_no_other_option(tmp_path):
     fit(make_run(tmp_path, *"--dataset other --lr 0.3 -e 2 --no-smooth --flavours a".split(),
-                 *"--measure 0.1 --runs 2".split()))
+                 *"--measure 0.1 --distance 0.5 --runs 2".split()))
     evaluation = ("--eval", "--name", "name", "--out-dir", str(tmp_path))
     args = parse(*evaluation)
     assert (args.dataset, args.lr, args.epochs, args.smooth) == ("other", 0.3, 2, False)
-    assert (args.flavours, args.measure, args.runs) == (["a"], 0.1, 1)  # --runs belongs to no run
+    assert (args.flavours, args.measure, args.distance) == (["a"], 0.1, 0.5)
+    assert args.runs == 1  # which belongs to no run
     assert args.explicit == {"eval", "name", "out_dir", "device"}
     assert fit(common.Run(args, TRAINING_DATA))
     args = parse(*evaluation, "--measure", "0.2")
@@ -848,8 +855,8 @@ def test_damaged_or_deleted_options_are_refused_beside_checkpoints(tmp_path, dam
 
 
 @pytest.mark.parametrize("name, value", [
-    ("epochs", None), ("epochs", "three"), ("lr", [1]), ("smooth", 3), ("flavours", 3),
-    ("measure", "far"), ("dataset", None), ("dataset", 3)])
+    ("epochs", None), ("epochs", "three"), ("epochs", 2.5), ("lr", [1]), ("smooth", 3),
+    ("flavours", 3), ("measure", "far"), ("dataset", None), ("dataset", 3)])
 def test_stored_options_of_another_type_are_refused(tmp_path, name, value):
     run = make_run(tmp_path)
     fit(run)
@@ -860,7 +867,26 @@ def test_stored_options_of_another_type_are_refused(tmp_path, name, value):
     stored[role][name] = value
     path.write_text(json.dumps(stored))
     text = refusal(make_run, tmp_path, "--eval")
-    assert f"options.json is damaged: {name} {value!r}; use --fresh to start over" in text
+    assert re.search(rf"options.json is damaged \(.*{name}.*\); use --fresh to start over", text)
+
+
+TYPED = {"gbnn2d": "--tau-d 0.5 --k0 7", "ddu": "--no-sn --entropy-threshold 0.5", "forde": "-m 3",
+         "proxy_distill": "--losses rkl_proxy", "swag_laplace_ensembles": "--ensembles 1 2"}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_eval_reads_all_options_of_a_script_as_they_were(name, tmp_path):
+    script = importlib.import_module(name)
+    datasets = [key for key in script.PRESETS if key != "folder" and not key.startswith("--")]
+    places = [*CPU, "--out-dir", str(tmp_path), "--name", "name"]
+    for dataset in datasets:
+        for words in ("", TYPED[name]):
+            args = script.parse_args(["--dataset", dataset, *words.split(), *places])
+            roles = {role: common.options(args, role) for role in ("training", "evaluation")}
+            args.run_dir.mkdir(parents=True, exist_ok=True)
+            (args.run_dir / "options.json").write_text(json.dumps(roles | {"fingerprints": {}}))
+            again = script.parse_args(["--eval", *places])
+            assert roles == {role: common.options(again, role) for role in roles}
 
 
 def hold(folder):
