@@ -22,8 +22,8 @@ Usage:
   python gbnn2d.py --dataset folder:images --model torchvision/resnet18   # your images and network
   With --weights FILE of the authors' first or second stage, the stages after it follow.
 
-Expected (more in tests/RESULTS.md): `--runs 3`: 572 Gaussians merge into 120; accuracy 99.77 +- 0.11
-  % (deterministic: 99.72 +- 0.08), ECE 1.1 +- 0.2 % (0.24 +- 0.02), 64 % of the deterministic bytes.
+Expected (more in tests/RESULTS.md), n = 3: 572 Gaussians merge into 120; accuracy 99.77 +- 0.11 %,
+  ECE 1.1 +- 0.2 % (deterministic: 99.72 +- 0.08, 0.24 +- 0.02), 64 % of the deterministic bytes.
 
 Where the method is: step 1: `MeanField`, `train`; step 2: `outlier_mask`, `fit_mixture`, `assign`;
 step 3: `merge_mixture`; step 4: `SharedGaussians`, `fill_in`.

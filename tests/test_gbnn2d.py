@@ -887,7 +887,8 @@ def test_what_is_no_compressed_file_of_the_story_is_refused(story, tmp_path):
         text = refusal(load, path, tmp_path)
         assert "other.pt" in text and said in text
     path.write_bytes(source.read_bytes()[:-1000])
-    assert "other.pt" in refusal(load, path, tmp_path)
+    text = refusal(load, path, tmp_path)
+    assert "other.pt" in text and "download it again" in text and "--fresh" not in text
     text = refusal(load, source, tmp_path, "--draw", "equal")
     assert "--draw has no effect with --load" in text and [*tmp_path.iterdir()] == [path]
 
