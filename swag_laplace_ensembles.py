@@ -863,46 +863,45 @@ def published_tensors(file):
     return {name.removeprefix("model."): file.state[name] for name in names}
 
 
-def published_state(net, file):
-    """The state dict of `net` in a file of MAP, SWA or SWAG."""
-    with reading(file):
-        tensors = published_tensors(file)
-        take = take_of(net)
-        state = {}
-        for name, here in net.state_dict().items():
-            state[name] = take(name, tensors)
-            if here.is_floating_point():
-                checked(name, state[name], *here.shape)
-        left = [name for name in tensors if not UNUSED.search(name)]
-        if left:
-            raise ValueError(f"{left[0]} is left over")
+def state_of(net, tensors):
+    """The state dict of `net` from tensors by their published names; ValueError if one is left."""
+    tensors = dict(tensors)
+    take = take_of(net)
+    state = {}
+    for name, here in net.state_dict().items():
+        state[name] = take(name, tensors)
+        if here.is_floating_point():
+            checked(name, state[name], *here.shape)
+    left = [name for name in tensors if not UNUSED.search(name)]
+    if left:
+        raise ValueError(f"{left[0]} is left over")
     return state
 
 
 def load_published(net, file):
     """Give `net` the weights of a published network; returns it."""
-    net.load_state_dict(published_state(net, file))
+    with reading(file):
+        net.load_state_dict(state_of(net, published_tensors(file)))
     return net.eval()
 
 
 def published_iterates(net, file):
     """SWAG's iterates [R, P] in the order of the parameters of `net`, without FRN's epsilons."""
-    published_state(net, file)  # refuses a file that does not fit
     with reading(file):
-        # The places of all parameters in an iterate, which follow each other as in the file.
-        places = {}
-        count = 0
-        for name, tensor in published_tensors(file).items():
-            if not BUFFERS.search(name):
-                place = torch.arange(count, count + tensor.numel())
-                places[name] = place.view(tensor.shape)
-                count += tensor.numel()
-        take = take_of(net)
-        order = torch.cat([take(name, places).flatten() for name, _ in net.named_parameters()])
-        iterates = file.state["iterates"]                              # [count, R]
-        if iterates.shape[1] < 2:
-            raise ValueError(f"SWAG needs at least 2 iterates, not {iterates.shape[1]}")
-        return checked("iterates", iterates, count, iterates.shape[1])[order].T.contiguous()
+        tensors = published_tensors(file)
+        # In an iterate, all parameters follow each other as in the file.
+        names = [name for name in tensors if not BUFFERS.search(name)]
+        sizes = [tensors[name].numel() for name in names]
+        iterates = []
+        for column in file.state["iterates"].T:                        # [number of parameters]
+            for name, values in zip(names, column.split(sizes)):
+                tensors[name] = values.view(tensors[name].shape)
+            state = state_of(net, tensors)
+            vector = torch.cat([state[name].flatten() for name, _ in net.named_parameters()])
+            iterates.append(vector)
+        if len(iterates) < 2:
+            raise ValueError(f"SWAG needs at least 2 iterates, not {len(iterates)}")
+        return torch.stack(iterates)
 
 
 def published_laplace(theta, file):
@@ -971,9 +970,8 @@ class Study(NamedTuple):
     seeds: list         # of the members
     published: dict     # {(posterior, seed): Published}
     energies: bool      # whether energies are predicted, or classes
-    map_loader: Any     # of the training set, shuffled, augmented with --augment
-    swag_loader: Any    # the same, never augmented, as published
-    loaders: dict       # {split: loader}: train, val, test, ood-<name>, predict
+    loaders: dict       # {split: loader}: train, val, test, ood-<name>, predict; and for training
+                        # map and swag, of which only the first one augments, as published
     fingerprints: dict  # {split: fingerprint} of the sets that are evaluated
 
 
@@ -982,21 +980,21 @@ def make_study(args, splits, published):
     seeds = sorted(seed for name, seed in published if name == "map")
     if not args.map_paths:
         seeds = list(range(args.seed, args.seed + args.members * args.runs))
-    swag_loader = make_loader(splits.train, args)
-    map_loader = swag_loader
-    if args.augment:
-        map_loader = make_loader(splits.train, args, augment="crop_flip")
     evaluated = {"test": splits.test}
     for name, dataset in splits.ood.items():
         evaluated[f"ood-{name}"] = dataset
     if splits.predict is not None:
         evaluated["predict"] = splits.predict
     fingerprints = {split: data.fingerprint(dataset) for split, dataset in evaluated.items()}
-    loaders = {"train": make_evaluation_loader(splits.train, args, shuffle=True)}
-    for split, dataset in ({"val": splits.val} | evaluated).items():
-        loaders[split] = make_evaluation_loader(dataset, args)
-    return Study(args, None, splits, seeds, published, args.dataset in data.MOLECULES, map_loader,
-                 swag_loader, loaders, fingerprints)
+    loaders = {}
+    for split, dataset in ({"train": splits.train, "val": splits.val} | evaluated).items():
+        loaders[split] = make_evaluation_loader(dataset, args, is_train=split == "train")
+    loaders["swag"] = make_loader(splits.train, args)
+    loaders["map"] = loaders["swag"]
+    if args.augment:
+        loaders["map"] = make_loader(splits.train, args, augment="crop_flip")
+    return Study(args, None, splits, seeds, published, args.dataset in data.MOLECULES, loaders,
+                 fingerprints)
 
 
 def has_images(args):
@@ -1012,7 +1010,7 @@ def make_loader(train_set, args, **options):
     return data.SequenceLoader(train_set, args.batch_size, args.device, **options)
 
 
-def make_evaluation_loader(dataset, args, shuffle=False):
+def make_evaluation_loader(dataset, args, is_train):
     """Batches of all examples of a set.
 
     Training images are shuffled, always alike, because the statistics of batch norm are means over
@@ -1020,7 +1018,7 @@ def make_evaluation_loader(dataset, args, shuffle=False):
     """
     batch_size = 512 if args.device.type == "cuda" else 100
     if has_images(args):
-        return data.evaluation_loader(dataset, args, batch_size, shuffle=shuffle)
+        return data.evaluation_loader(dataset, args, batch_size, shuffle=is_train)
     return data.SequenceLoader(dataset, batch_size, args.device)
 
 
@@ -1095,9 +1093,10 @@ def validation_metrics(study, predictions, count):
     return {"val_accuracy": accuracy, "val_nll": -log_predictive_density(log_probs[None], labels)}
 
 
-def train_epoch(study, model, optimiser, loader, seed, epoch, factor=1.0):
+def train_epoch(study, model, optimiser, stage, seed, epoch, factor=1.0):
     """Minimise `summed_loss` for an epoch; returns {"loss", and for classes "train_accuracy"}."""
     args = study.args
+    loader = study.loaders[stage]
     # The order and the augmentation of examples, and masks of dropout, depend on (seed, epoch).
     loader.seed = seed
     common.seed_all(seed, STREAMS["epoch"], epoch, common.rank())
@@ -1155,7 +1154,7 @@ def train_map(study, seed, dropout):
         lr = 0.5 * args.lr * (1 + math.cos(math.pi * epoch / args.epochs))
         optimiser.param_groups[0]["lr"] = lr
         row = {"epoch": epoch + 1}
-        row |= train_epoch(study, model, optimiser, study.map_loader, seed, epoch, MAP_LOSS_FACTOR)
+        row |= train_epoch(study, model, optimiser, "map", seed, epoch, MAP_LOSS_FACTOR)
         row |= validate(study, [compute_outputs(study, net.eval(), "val")], 1)
         if row["val_nll"] < min([old["val_nll"] for old in history], default=math.inf):
             best.load_state_dict(net.state_dict())
@@ -1413,7 +1412,7 @@ def train_swag(member, rate):
     for epoch in range(len(history), args.swag_epochs):
         start = time.perf_counter()
         row = {"epoch": epoch + 1}
-        row |= train_epoch(study, model, optimiser, study.swag_loader, member.seed, epoch)
+        row |= train_epoch(study, model, optimiser, "swag", member.seed, epoch)
         # The iterate is written before the checkpoint that counts it.
         common.on_main(write_iterate, path, net, epoch)
         history.append(row | {"lr": rate, "seconds": time.perf_counter() - start})
@@ -2243,10 +2242,16 @@ def load_sequences(args, ood_names):
     if args.dataset in data.TEXTS:
         train = data.load_text(args.dataset, "train", args.data_dir, vocab_file=args.vocab)
         read = partial(data.load_text, args.dataset, data_dir=args.data_dir, reference=train)
-        print_notes_on_sst2(args)
     else:
         read = partial(data.load_molecules, args.dataset, data_dir=args.data_dir)
         train = read("train")
+    if args.dataset == "sst2" and not common.on_main(data.sst2_has_test_labels, args.data_dir):
+        common.print_on_main("note: test.tsv of SST-2 has no labels (GLUE), so dev.tsv is the test "
+                             "set, and rows of train.tsv are the validation set; for labels, write "
+                             "those of huggingface.co/datasets/SetFit/sst2 as sentence<TAB>label")
+    if args.dataset == "sst2" and not args.vocab:
+        common.print_on_main("note: word pieces are made from the training sentences; BERT's are "
+                             "vocab.txt of huggingface.co/google-bert/bert-base-uncased (--vocab)")
     val = read("val")
     test = read("test")
     fingerprints = data.fingerprints(args, test, train, val)
@@ -2256,17 +2261,6 @@ def load_sequences(args, ood_names):
     if args.predict:
         predicted = data.predict_set(args.predict, train, args.data_dir)
     return data.Splits(train, val, test, ood, predicted, fingerprints)
-
-
-def print_notes_on_sst2(args):
-    """Say what of SST-2 is not as published."""
-    if args.dataset == "sst2" and not common.on_main(data.sst2_has_test_labels, args.data_dir):
-        common.print_on_main("note: test.tsv of SST-2 has no labels (GLUE), so dev.tsv is the test "
-                             "set, and rows of train.tsv are the validation set; for labels, write "
-                             "those of huggingface.co/datasets/SetFit/sst2 as sentence<TAB>label")
-    if args.dataset == "sst2" and not args.vocab:
-        common.print_on_main("note: word pieces are made from the training sentences; BERT's are "
-                             "vocab.txt of huggingface.co/google-bert/bert-base-uncased (--vocab)")
 
 
 def read_all_published(args):
