@@ -16,9 +16,9 @@ Usage:
   torchrun --nproc_per_node 8 forde.py --dataset cifar100  # the paper's: 10 members, 300 epochs
   python forde.py --dataset folder:images --model torchvision/resnet18  # your images and network
 
-Expected (more in tests/RESULTS.md): `python forde.py --runs 10`: NLL under corruption 0.541 +-
-  0.007 (deep ensemble), by FoRDE-PCA 0.008 +- 0.003 and by FoRDE-identity 0.020 +- 0.004 lower; ECE
-  by 0.9 +- 0.2 % and 0.6 +- 0.1 % lower (mean +- standard error of paired differences, n = 10).
+Expected (more in tests/RESULTS.md): `python forde.py --runs 10`: NLL under corruption 0.542 +-
+  0.007 (deep ensemble), by FoRDE-PCA 0.008 +- 0.002 and by FoRDE-identity 0.021 +- 0.003 lower; ECE
+  by 0.9 +- 0.1 % and 0.6 +- 0.1 % lower (mean +- standard error of paired differences, n = 10).
 
 Where the method is: step 1: `input_gradient`; step 2: `pca`, `metric_root`, `unit_rows`; step 3:
 `log_kernel`; step 4: `repulsion`; all four: `ensemble_step`, which `train` calls.
