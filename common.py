@@ -1283,7 +1283,7 @@ class Parser(argparse.ArgumentParser):
         args.dataset = args.dataset.rstrip("/")  # of a folder, from the shell's completion
         if args.image_size is None:
             args.image_size = default_image_size(args)
-        return self._start(args)
+        return _start_with(args)
 
     def _parse_with_stored(self, argv, run_dir):
         """Parse the command line, whose defaults are the options of a run; refuse other types."""
@@ -1314,16 +1314,7 @@ class Parser(argparse.ArgumentParser):
         if dataset not in self.presets or dataset.startswith("--"):
             self.error(f"--dataset or --preset {dataset}: choose one of {self.datasets}; or "
                        "--dataset folder:PATH for your own images")
-        defaults = dict(self.presets[dataset])
-        # The preset of ImageNet may be for a pretrained network already.
-        if not defaults.get("model", "").startswith("torchvision/"):
-            if args.model.startswith("torchvision/"):
-                defaults |= self.presets.get("--model torchvision/NAME", {})
-        for name, preset in self.presets.items():
-            option = name.removeprefix("--").replace("-", "_")
-            if name.startswith("--") and getattr(args, option, None):
-                defaults |= preset
-        self.set_defaults(**defaults | stored)
+        self.set_defaults(**_preset(self.presets, dataset, args) | stored)
         return self.parse_args(argv)
 
     def _explicit_options(self, argv, args):
@@ -1333,21 +1324,36 @@ class Parser(argparse.ArgumentParser):
         typed = vars(self.parse_args(argv, nothing))
         return {name for name, value in typed.items() if value is not None}
 
-    def _start(self, args):
-        """Start the device and the processes; the options of the main process hold for all."""
-        device = start(args.device)
-        # Without matplotlib a script runs to its end, but draws nothing.
-        args.plot = args.plot and on_main(can_draw)
-        # With --eval and without a shared disk, only the main process has read the run's options.
-        args = broadcast(args)
-        args.device = device
-        if args.eval and on_main(os.path.isdir, args.run_dir):
-            # Before data are read or downloaded, which `Run` then compares, too.
-            on_main(lambda: check_same_run(args, read_options(args.run_dir), {}))
-        if args.batch_size < world_size():
-            self.error(f"--batch-size {args.batch_size}: this is the global batch size, which must "
-                       f"be at least the number of processes, {world_size()}")
-        return args
+
+def _preset(presets, dataset, args):
+    """The preset of a data set, and those of the options in use."""
+    preset = dict(presets[dataset])
+    # The preset of ImageNet may be for a pretrained network already.
+    if not preset.get("model", "").startswith("torchvision/"):
+        if args.model.startswith("torchvision/"):
+            preset |= presets.get("--model torchvision/NAME", {})
+    for name, addition in presets.items():
+        option = name.removeprefix("--").replace("-", "_")
+        if name.startswith("--") and getattr(args, option, None):
+            preset |= addition
+    return preset
+
+
+def _start_with(args):
+    """Start the device and the processes; the options of the main process hold for all."""
+    device = start(args.device)
+    # Without matplotlib a script runs to its end, but draws nothing.
+    args.plot = args.plot and on_main(can_draw)
+    # With --eval and without a shared disk, only the main process has read the run's options.
+    args = broadcast(args)
+    args.device = device
+    if args.eval and on_main(os.path.isdir, args.run_dir):
+        # Before data are read or downloaded, which `Run` then compares, too.
+        on_main(lambda: check_same_run(args, read_options(args.run_dir), {}))
+    if args.batch_size < world_size():
+        raise UserError(f"--batch-size {args.batch_size}: this is the global batch size, which "
+                        f"must be at least the number of processes, {world_size()}")
+    return args
 
 
 def add_training_options(training: Callable, datasets: str, networks: str):
