@@ -19,7 +19,7 @@ Usage:
   python proxy_distill.py --dataset imagenet --published-evaluation --losses --ensemble-paths FILES
     # the published members (see README.md); without --losses they also teach students
 
-Expected (more in tests/RESULTS.md, n = 3): one network is right on 98.1 %, the ensemble on 99.6, the
+Expected (more in tests/RESULTS.md): one network is right on 98.1 %, the ensemble on 99.6, the
   student on 98.6; AUROC of letters 0.984 by one network, 0.999 by the ensemble, 0.993 by the
   student, 0.998 by its mutual information. The student's NLL is worse: 0.098, one network's 0.070.
 
