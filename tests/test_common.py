@@ -1588,6 +1588,7 @@ def test_the_readmes_example_of_own_data_runs(tmp_path, monkeypatch):
     weights = tmp_path / "torch/hub/checkpoints" / name
     weights.parent.mkdir(parents=True)
     torch.save(models.resnet18().state_dict(), weights)
+    torch.save(models.resnet18(num_classes=2).state_dict(), tmp_path / "mine.pt")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.chdir(tmp_path)
     [example] = [block for block in blocks() if "new_images" in block]
