@@ -20,8 +20,8 @@ Usage:
   python swag_laplace_ensembles.py --members 1 --seed 3     # one member, on any machine: its files
       seed3-* go into the directory of a study, which then trains the others
 
-Expected (more in tests/RESULTS.md): LPD minus that of DE of the same members, mean of --seed 1
-  and 11, K = 1 and 5: SWA +.018, +.010; SWAG +.051, +.000; LLLA +.026, -.011; LA-NF +.047, -.015.
+Expected (more in tests/RESULTS.md): LPD minus that of DE of the same members, mean of --seed 1, 6
+  and 11, K = 1 and 5: SWA +.020, +.012; SWAG +.053, +.005; LLLA +.031, -.012; LA-NF +.051, -.015.
 
 Where the method is: SWAG: `swag_moments`, `swag_samples`, `fit_swag`; LLLA: `full_spectrum`,
 `laplace_samples`, `fit_llla`; LA-NF: `apply_flow`, `negative_elbo`, `fit_la_nf`; MC dropout:
