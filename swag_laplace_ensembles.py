@@ -51,7 +51,6 @@ import copy
 import itertools
 import math
 import os
-import pickle
 import random
 import re
 import time
@@ -736,10 +735,13 @@ def read_published(path):
         raise UserError(f"{path} cannot be read ({error.strerror})") from None
     except Exception as error:  # of many types
         # PyTorch's text has escape codes, and proposes to run any code that the file holds.
-        reason = common.one_line(error)
-        if isinstance(error, pickle.UnpicklingError):
-            unsafe = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
-            reason = f"it holds an object of {unsafe[1]}" if unsafe else "it is not plain tensors"
+        unsafe = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+        if unsafe:
+            reason = f"it holds an object of {unsafe[1]}"
+        elif "Weights only load failed" in str(error):
+            reason = "it is not plain tensors"
+        else:
+            reason = common.one_line(error)
         raise UserError(f"{path} is damaged, or is not a published network, SWA, SWAG, LLLA or "
                         f"LA-NF ({reason})") from None
     if kind not in PUBLISHED_CLASSES:
