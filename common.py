@@ -153,9 +153,9 @@ def nll(log_probs: ArrayLike, labels: ArrayLike) -> float:
 
 
 def lpd(log_probs: ArrayLike, labels: ArrayLike) -> float:
-    """Log predictive density (1/N) sum_n log (1/S) sum_s p_s(y_n) of an equal mixture, in nats.
+    """Log predictive density (1/N) sum_n log (1/S) sum_s p_s(y_n) of log_probs [S, N, K].
 
-    log_probs [S, N, K]; finite where the mean probability underflows.
+    It is in nats, and finite where the mean probability underflows.
     """
     log_probs = _tensor(log_probs, "log_probs", 3)
     labels = _labels(labels, log_probs)
@@ -175,42 +175,25 @@ def brier(probs: ArrayLike, labels: ArrayLike) -> float:
     return (probs.double() - target).square().sum(1).mean().item()
 
 
-class Reliability(NamedTuple):
-    """The bars of a reliability diagram, arrays [bins]; the means of an empty bin are 0."""
+def ece(probs: ArrayLike, labels: ArrayLike, bins: int = 15) -> float:
+    """Expected calibration error sum_b n_b / N |accuracy_b - confidence_b|.
 
-    counts: np.ndarray
-    confidence: np.ndarray
-    accuracy: np.ndarray
-
-
-def reliability(confidence: ArrayLike, correct: ArrayLike, bins: int = 15) -> Reliability:
-    """Count, mean confidence and accuracy in the equal-width bins (b / bins, (b + 1) / bins].
-
-    confidence [N] in [0, 1]; 0 belongs to the first bin. Edges are compared in the precision of
-    `confidence`, so that 0.2 is in bin 2 of 15 in float32 and in float64.
+    The bins (b / bins, (b + 1) / bins] have equal widths. Edges are compared in the precision of
+    `probs`, so that 0.2 is in bin 2 of 15 in float32 and in float64.
     """
-    confidence = _vector(confidence, "confidence")
-    correct = _mask(correct, confidence, "correct")
-    fits = confidence.min() >= 0 and confidence.max() <= 1 + 1e-6
-    _require(fits, "confidence: expected values in 0..1")
+    probs = _tensor(probs, "probs", 2)
+    _check_probs(probs)
+    confidence, predicted = probs.max(1)
+    confidence = confidence.clamp(max=1).cpu().numpy()  # rows sum to 1 within the tolerance
+    correct = (predicted == _labels(labels, probs)).cpu().numpy()
     inner_edges = (np.arange(1, bins) / bins).astype(confidence.dtype)
     bin_index = np.searchsorted(inner_edges, confidence, side="left")  # [N]
     counts = np.bincount(bin_index, minlength=bins)                    # [bins]
     divisor = np.maximum(counts, 1)                                    # empty bins: 0 / 1
-    confidence_sum = np.bincount(bin_index, confidence.clip(max=1), bins)
-    correct_sum = np.bincount(bin_index, correct, bins)
-    return Reliability(counts, confidence_sum / divisor, correct_sum / divisor)
-
-
-def ece(probs: ArrayLike, labels: ArrayLike, bins: int = 15) -> float:
-    """Expected calibration error sum_b n_b / N |accuracy_b - confidence_b|; see `reliability`."""
-    probs = _tensor(probs, "probs", 2)
-    _check_probs(probs)
-    confidence, predicted = probs.max(1)
-    confidence = confidence.clamp(max=1)  # rows sum to 1 within the tolerance
-    bars = reliability(confidence, predicted == _labels(labels, probs), bins)
-    gaps = np.abs(bars.accuracy - bars.confidence)
-    return float((gaps * bars.counts).sum() / len(probs))
+    mean_confidence = np.bincount(bin_index, confidence, bins) / divisor
+    accuracy_of_bin = np.bincount(bin_index, correct, bins) / divisor
+    gaps = np.abs(accuracy_of_bin - mean_confidence)
+    return float((gaps * counts).sum() / len(probs))
 
 
 def prediction_metrics(log_probs: ArrayLike, labels: ArrayLike) -> dict[str, float]:
@@ -295,8 +278,8 @@ def ood_metrics(id_scores: ArrayLike, ood_scores: ArrayLike, *,
     """How well a score separates in-distribution [N] from out-of-distribution [L] examples.
 
     larger_means: "ood" if large scores mean OOD (an uncertainty), "id" if they mean ID (a density).
-    auroc is the same whichever side is positive; aupr_in and aupr_out are average precisions with
-    ID and with OOD positive; fpr95 is the fraction of OOD accepted when 95 % of ID is.
+    aupr_in and aupr_out are average precisions with ID and with OOD positive; fpr95 is the fraction
+    of OOD accepted when 95 % of ID is.
     """
     _require(larger_means in ("ood", "id"), f"larger_means: expected ood or id, got {larger_means}")
     id_scores = _vector(id_scores, "id_scores")
@@ -315,10 +298,7 @@ def ood_metrics(id_scores: ArrayLike, ood_scores: ArrayLike, *,
 
 def detection_metrics(inside: dict[str, Tensor], outside: dict[str, Tensor],
                       larger_means: dict[str, str]) -> dict[str, float]:
-    """`ood_metrics` of several scores {score: [N]}, as {"auroc_<score>": ..., ...}.
-
-    larger_means: {score: "ood" or "id"} for at least the scores of `inside`.
-    """
+    """`ood_metrics` of the scores {score: [N]} of `inside`, as {"auroc_<score>": ..., ...}."""
     metrics = {}
     for score in inside:
         of_score = ood_metrics(inside[score], outside[score], larger_means=larger_means[score])
@@ -362,11 +342,11 @@ TEMPERATURES = (0.1, 1e3)  # the limits of `fit_temperature`; published code of 
 def fit_temperature(logits: ArrayLike, labels: ArrayLike) -> float:
     """The temperature T that minimises the NLL of softmax(z_n / T), for logits z [N, K].
 
-    The NLL is convex in 1 / T: T is the only root of its slope, found by Brent's method on log T.
+    The NLL is convex in 1 / T: T is the only root of its slope, by Brent's method on log T.
     It is 1 if no T makes a difference (constant rows), and limited to TEMPERATURES. If all
-    predictions are correct, the root is 0, however few they are. A T below 1 is therefore limited
-    to a mean confidence of 1 - 1 / (N + 2), the accuracy that N correct predictions of N suggest
-    by Laplace's rule of succession, with a warning.
+    predictions are correct, the root is 0, however few they are. A T below 1 is therefore limited,
+    with a warning, to a mean confidence of 1 - 1 / (N + 2), the accuracy that N correct predictions
+    of N suggest by Laplace's rule of succession.
     """
     logits = _tensor(logits, "logits", 2)
     labels = _labels(labels, logits)
@@ -414,7 +394,7 @@ def _targets(targets, means):
 
 
 class Moments(NamedTuple):
-    """Mean and variances [N] of equal mixtures of Gaussians; total = aleatoric + epistemic."""
+    """Mean and variances [N] of equal mixtures of Gaussians."""
 
     mean: Tensor
     aleatoric: Tensor
@@ -459,10 +439,7 @@ def regression_ece(means: ArrayLike, variances: ArrayLike, targets: ArrayLike) -
 
 def regression_metrics(means: ArrayLike, variances: ArrayLike,
                        targets: ArrayLike) -> dict[str, float]:
-    """Scores of regression by equal mixtures [S, N]: lpd, mae, rmse, ece (`regression_ece`).
-
-    mae and rmse are those of the mixture's mean, in the unit of the targets.
-    """
+    """Scores of equal mixtures [S, N]; mae and rmse are those of the mean, in the targets' unit."""
     means, variances = _mixture(means, variances)
     error = means.mean(0) - _targets(targets, means)
     return {"lpd": mixture_lpd(means, variances, targets),
@@ -485,7 +462,7 @@ def standard_error(values: ArrayLike) -> float | None:
 def start(device: str = "auto") -> torch.device:
     """Choose this process's device, and join the other processes if torchrun started several.
 
-    device: "auto" (a GPU if there is one), "cpu", "cuda" or "mps".
+    device: "auto" (a GPU, or the CPU of a machine without one), "cpu", "cuda" or "mps".
     """
     processes = _number_in_environment("WORLD_SIZE", 1)
     if device == "auto":
@@ -658,10 +635,10 @@ def _concatenate(parts):
 
 
 def gather_rows(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Collect on the main process what all processes computed for the examples of one set.
+    """Collect on the main process, in their order, the rows of a set that all processes computed.
 
-    batches: one dictionary {"index": row numbers [b], name: values [b, ...]} for each batch.
-    Returns {name: [N, ...]} on the CPU, in the order of the set; {} on the other processes.
+    batches: dictionaries {"index": row numbers [b], name: values [b, ...]}. Returns
+    {name: [N, ...]} on the CPU, and {} on the other processes.
     """
     columns = _concatenate(batches)
     if world_size() > 1:
@@ -704,9 +681,9 @@ def try_batch(forward: Callable, train_set: object, args) -> None:
     """Refuse, before hours of training, a network that fails on a small batch.
 
     forward: the network, or a function that also makes a backward pass; it is called with images
-    of zeros like those of `train_set`, an image set of data.py. Two images reveal what more would.
+    of zeros like those of `train_set`, an image set of data.py.
     """
-    size = min(2, args.batch_size, len(train_set))
+    size = min(2, args.batch_size, len(train_set))  # two images reveal what more would
     images = torch.zeros(size, *train_set.shape, device=args.device)
     try:
         forward(images)
@@ -1030,48 +1007,43 @@ def split_head(net: nn.Module, model: str, shape: Sequence[int]) -> tuple[nn.Mod
     The head is the linear layer that it ends in, and the backbone is `net` without it. One image,
     in eval mode, shows which layer makes the logits; a UserError if it is not linear.
     """
-    calls = [("", None, None)]  # name, input and output of linear layers, in their order
+    calls = [(None, None, None)]  # linear layers with their inputs and outputs, in their order
 
-    def record(name, layer, inputs, outputs):
-        calls.append((name, inputs[0], outputs))
-
-    hooks = []
-    for name, layer in net.named_modules():
+    def record(layer, inputs, outputs):
         if isinstance(layer, nn.Linear):
-            hooks.append(layer.register_forward_hook(functools.partial(record, name)))
+            calls.append((layer, inputs[0], outputs))
+
     net.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), nn.modules.module.register_module_forward_hook(record):
             logits = net(torch.linspace(-1, 1, math.prod(shape)).view(1, *shape))
     except (RuntimeError, ValueError, AssertionError) as error:
         raise UserError(f"--model {model} fails on images {tuple(shape)}: {one_line(error)}; use "
                         "another --image-size, such as 224, or another --model") from None
     net.train()
-    for hook in hooks:
-        hook.remove()
-    name, features, outputs = calls[-1]
-    if not name or outputs is not logits or features.ndim != 2:
+    head, features, outputs = calls[-1]
+    names = {layer: name for name, layer in net.named_modules()}
+    if not names.get(head) or outputs is not logits or features.ndim != 2:
         raise UserError(f"--model {model}: its last layer is not a linear layer that makes logits "
                         "[B, K] of features [B, D]; let its function return the layers before the "
                         "head, and the number of their features")
-    head = net.get_submodule(name)
-    net.set_submodule(name, nn.Identity())
+    net.set_submodule(names[head], nn.Identity())
     if head.bias is None:
         head.bias = nn.Parameter(torch.zeros(head.out_features))
     return net, head
 
 
 def read_state_dict(path: str | Path) -> dict[str, Tensor]:
-    """The state dict {name: tensor} in a file of torch.save, on the CPU, without common PREFIXES.
-
-    It may lie under one of STATE_DICT_KEYS. In the checkpoint of an ensemble, it is that of the
-    first network. A UserError if the file has something else, or a weight that is not finite.
-    """
+    """The state dict in a file of torch.save, on the CPU; see `state_dict_in`."""
     return state_dict_in(load_tensors(path), path)
 
 
 def state_dict_in(state: dict, path: str | Path) -> dict[str, Tensor]:
-    """The state dict in `state`, the content of the file `path`; see `read_state_dict`."""
+    """The state dict {name: tensor} in the content of the file `path`, without common PREFIXES.
+
+    It may lie under one of STATE_DICT_KEYS. In the checkpoint of an ensemble, it is that of the
+    first network. A UserError if the file has something else, or a weight that is not finite.
+    """
     for key in STATE_DICT_KEYS:
         if isinstance(state.get(key), dict):
             state = state[key]
@@ -1198,11 +1170,10 @@ class Parser(argparse.ArgumentParser):
         training("--coeff", type=float, default=3.0, help="upper bound of the spectral norm")
         args = parser.parse(argv, run_name)
 
-    script: its name, which is also that of the folder of its runs. networks: names for --model.
-    presets: {data set: {option: default}}; "folder" is for the user's own images. A preset whose
-    name begins with the flag of an option is added to that of the data set if the option is used:
-    "--freeze", or "--model torchvision/NAME" for pretrained networks. defaults: of the shared
-    options, where no preset sets them.
+    script: the name of the folder of its runs, too. presets: {data set: {option: default}};
+    "folder" is for the user's own images. A preset whose name begins with the flag of an option is
+    added to that of the data set if the option is used: "--freeze", or "--model torchvision/NAME"
+    for pretrained networks. defaults: of the shared options, where no preset sets them.
     """
 
     def __init__(self, script: str, doc: str | None, presets: dict[str, dict],
@@ -1238,12 +1209,6 @@ class Parser(argparse.ArgumentParser):
             message += "; --help lists all options"
         raise UserError(message.removeprefix("argument "))
 
-    def format_help(self) -> str:
-        """The options that most people need, then the others by their role."""
-        for flag in MOST_USED:
-            self.move(flag, "most_used")
-        return super().format_help()
-
     def parse(self, argv: list[str] | None, run_name: Callable,
               options_of_file: Callable | None = None) -> argparse.Namespace:
         """The options: those of the command line, then of the preset, then the defaults.
@@ -1262,8 +1227,13 @@ class Parser(argparse.ArgumentParser):
                 roles[action.dest] = role
         self.set_defaults(roles=roles)
         args = self._parse_with_presets(argv, {})
-        explicit = self._explicit_options(argv, args)
+        # argparse sets no default where the namespace has a value, and None cannot be typed.
+        nothing = argparse.Namespace(**dict.fromkeys(vars(args)))
+        typed = vars(self.parse_args(argv, nothing))
+        explicit = {name for name, value in typed.items() if value is not None}
         if "help" in explicit:
+            for flag in MOST_USED:
+                self.move(flag, "most_used")
             print(self.format_help(), flush=True)  # argparse's own would ignore a full disk
             self.exit()
         if args.eval and args.fresh:
@@ -1277,34 +1247,13 @@ class Parser(argparse.ArgumentParser):
                        "begins with a letter or a digit; not a path")
         run_dir = Path(args.out_dir, self.script, name)
         if args.eval and os.path.isdir(run_dir):
-            args = self._parse_with_stored(argv, run_dir)
+            args = _parse_with_stored(self, argv, run_dir)
         args.run_dir = run_dir
         args.explicit = explicit
         args.dataset = args.dataset.rstrip("/")  # of a folder, from the shell's completion
         if args.image_size is None:
             args.image_size = default_image_size(args)
         return _start_with(args)
-
-    def _parse_with_stored(self, argv, run_dir):
-        """Parse the command line, whose defaults are the options of a run; refuse other types."""
-        stored = read_options(run_dir)
-        values = stored["evaluation"] | stored["training"]
-        settings = [self.initial, *self.presets.values()]
-        try:
-            for action in self._actions:
-                name = action.dest
-                if name not in values:
-                    continue
-                value = values[name]
-                if action.type is not None and isinstance(value, (str, int, float)):
-                    values[name] = str(value)  # argparse checks defaults that are texts
-                    continue
-                kinds = {type(as_json(setting[name])) for setting in settings if name in setting}
-                if not kinds & {type(value), type(None)}:
-                    self.error(f"{name} {value!r}")
-            return self._parse_with_presets(argv, values)
-        except UserError as error:
-            raise UserError(f"{run_dir}/options.json is damaged ({error}); {FRESH}") from None
 
     def _parse_with_presets(self, argv, stored):
         """Parse the command line, whose defaults are `stored` ones, then those of the presets."""
@@ -1317,12 +1266,24 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(**_preset(self.presets, dataset, args) | stored)
         return self.parse_args(argv)
 
-    def _explicit_options(self, argv, args):
-        """The names of the options that were typed."""
-        # argparse sets no default where the namespace has a value, and None cannot be typed.
-        nothing = argparse.Namespace(**dict.fromkeys(vars(args)))
-        typed = vars(self.parse_args(argv, nothing))
-        return {name for name, value in typed.items() if value is not None}
+
+def _parse_with_stored(parser, argv, run_dir):
+    """Parse the command line, whose defaults are the options of a run; refuse other types."""
+    stored = read_options(run_dir)
+    values = stored["evaluation"] | stored["training"]
+    settings = [parser.initial, *parser.presets.values()]
+    try:
+        for action in parser._actions:
+            name = action.dest
+            value = values.get(name)
+            kinds = {type(as_json(setting[name])) for setting in settings if name in setting}
+            if action.type is not None and isinstance(value, (str, int, float)):
+                values[name] = str(value)  # argparse checks defaults that are texts
+            elif name in values and not kinds & {type(value), type(None)}:
+                parser.error(f"{name} {value!r}")
+        return parser._parse_with_presets(argv, values)
+    except UserError as error:
+        raise UserError(f"{run_dir}/options.json is damaged ({error}); {FRESH}") from None
 
 
 def _preset(presets, dataset, args):
@@ -1414,18 +1375,17 @@ def add_runtime_options(runtime: Callable):
     runtime("--fresh", action="store_true", help="start over, ignoring checkpoints")
     runtime("--plot", action=flag, default=True, help="draw the pictures (needs matplotlib)")
     runtime("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto",
-        help="auto is a GPU if there is one")
+        help="auto is a GPU, or the CPU of a machine without one")
     runtime("--workers", type=between(0, 256, int), default=4,
         help="number of data loading workers, for images that are read from files")
     runtime("--compile", action=flag, default=False, help="compile the network (torch.compile)")
 
 
 def default_image_size(args) -> int | None:
-    """The side of images in pixels where --image-size is not given.
+    """The side of images in pixels where --image-size is not given; None resizes nothing.
 
     With --model torchvision/NAME, it is that of torchvision's weights, from which a file of weights
-    was probably fine-tuned; for random weights it is that of ResNet-18. None stands for the size of
-    images in memory, which nothing resizes.
+    was probably fine-tuned; for random weights it is that of ResNet-18.
     """
     kind = args.dataset.split(":")[0].split("_")[0]  # imagenet_a, imagenet_o and imagenet_r, too
     sizes_of_files = {"folder": 32, "tiny": 64, "imagenet": 224}
@@ -1451,10 +1411,7 @@ def can_draw() -> bool:
 
 
 def read_options(run_dir: Path) -> dict[str, dict]:
-    """The options and fingerprints with which a run directory was made.
-
-    {"training": {option: value}, "evaluation": {option: value}, "fingerprints": {noun: text}}
-    """
+    """{"training", "evaluation": {option: value}, "fingerprints": {noun: text}} of a run."""
     path = run_dir / "options.json"
     try:
         content = json.loads(path.read_text())
@@ -1501,8 +1458,7 @@ def check_same_run(args, stored: dict[str, dict], fingerprints: dict[str, str]):
 def refuse(args, table: list[tuple]):
     """Refuse options that were typed although they would have no effect.
 
-    table: rows (whether it applies, names of options, why they have no effect), to which those of
-    the shared options are added.
+    table: rows (whether it applies, names of options, why they have no effect).
     """
     pretrained = args.model.startswith("torchvision/")
     proposal = ""
@@ -1521,10 +1477,9 @@ def refuse(args, table: list[tuple]):
 
 
 def run_name(args, *additions: str | None) -> str:
-    """The name of a run directory: "cifar10-resnet18-w0.5-frozen-seed1".
+    """The name of a run directory, with a script's additions: "cifar10-resnet18-w0.5-seed1".
 
-    It is made from the data set, the network, --width, --freeze, the additions of a script (None
-    is skipped) and the seed, unless networks of several seeds share a directory.
+    It has no seed where networks of several seeds share a directory.
     """
     width = f"w{args.width:g}" if args.width != 1 else None
     frozen = "frozen" if args.freeze else None
@@ -1539,11 +1494,7 @@ def join_name(*words: str | None) -> str:
 
 
 def set_name(dataset: str) -> str:
-    """The name of a data set as a part of a file name.
-
-    That of folder:PATH is the last component of PATH; characters other than A-Z a-z 0-9 . _ -
-    become "_".
-    """
+    """The name of a data set as a part of a file name; of folder:PATH, it is PATH's last part."""
     if dataset.startswith("folder:"):
         dataset = os.path.basename(os.path.realpath(folder_path(dataset)))
     return re.sub(r"[^A-Za-z0-9._-]+", "_", dataset).lstrip(".") or "folder"
@@ -1621,7 +1572,7 @@ def load_tensors(path: str | Path, advice: str = "save or download it again") ->
     file = io.BytesIO(on_main(read))
     state = None
     try:
-        # testzip names the first record with a wrong checksum; before PyTorch 1.6 there was no zip.
+        # testzip names the first record with a wrong checksum. PyTorch 1.5 wrote no zip.
         damaged = zipfile.is_zipfile(file) and zipfile.ZipFile(file).testzip()
         file.seek(0)
         # torchvision's own training scripts keep their options in a Namespace.
@@ -1860,7 +1811,7 @@ class Run:
         self.write("results.csv", to_csv(content["rows"]))
         if self.args.plot and any(self.histories.values()):
             self.save_figure(draw_histories(self.histories), "training.png")
-        text = format_results(shown, content["columns"])
+        text = "\n\n".join(map(format_table, result_tables(shown, content["columns"])))
         print(f"\n{text}\n{explain_errors(shown)}\n\nresults, pictures and log files are in "
               f"{self.dir}", flush=True)
         self.lock.close()
@@ -1888,13 +1839,11 @@ def write_predictions(run: Run, dataset: object, log_probs: dict[str, Tensor], c
 
     dataset: a set of data.py. log_probs: {method: [M, N, K]} of M members or samples (1 of a single
     network), after temperature scaling where `temperatures` {method: temperature} has the method.
-    classes: the names of the K classes. extra: {column: values [N]} of the method alone.
+    classes: the names of the K classes. extra: {column: values [N]} to be added.
 
-    The columns are file (or index) and label (if known); then for each method the predicted class,
-    confidence (the mean probability of that class), total, aleatoric and epistemic uncertainty in
-    nats, and the temperature (1: probabilities are not scaled); then the extra ones. The columns of
-    all methods but the first end with the method's name. The epistemic uncertainty of a single
-    network is empty.
+    The columns of all methods but the first end with the method's name. Confidence is the mean
+    probability of the predicted class; the uncertainties are in nats, and the epistemic one of a
+    single network is empty; the temperature is 1 where probabilities are not scaled.
     """
     columns = example_columns(dataset, classes)
     first = next(iter(log_probs))
@@ -1963,8 +1912,7 @@ def pool(rows: list[dict], metrics: list[str]) -> list[dict]:
 def pooled_text(values: list, independent: bool = True, digits: str | None = None) -> str | None:
     """The mean and, where it is defined, the standard error of numbers: "0.912 ± 0.004".
 
-    None stands for a number that is missing, infinite or not a number; the text then says of how
-    many values it is the mean: "0.912 ± 0.004 (2 of 3)". Texts and equal counts are not changed.
+    If some values are None (missing, infinite or NaN), it says so: "0.912 ± 0.004 (2 of 3)".
     """
     known = [value for value in values if value is not None]
     if not known:
@@ -2014,15 +1962,19 @@ def to_csv(rows: list[dict]) -> str:
     return text.getvalue()
 
 
-def format_table(rows: list[dict], style: str = "text") -> str:
-    """Rows {column: value} as aligned text, or for LaTeX (style "latex"), without empty columns."""
+def _cells(rows):
+    """The columns of rows {column: value} that are not empty: lists of texts, the name first."""
     columns = []
     for name in rows[0]:
         cells = ["" if row[name] is None else str(row[name]) for row in rows]
         if any(cells):
             columns.append([name] + cells)
-    if style == "latex":
-        return as_latex(columns)
+    return columns
+
+
+def format_table(rows: list[dict]) -> str:
+    """Rows {column: value} as aligned text, without empty columns."""
+    columns = _cells(rows)
     for cells in columns:
         width = max(map(len, cells))
         cells.insert(1, "".ljust(width, "-"))
@@ -2030,25 +1982,25 @@ def format_table(rows: list[dict], style: str = "text") -> str:
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns))
 
 
-def as_latex(columns: list[list[str]]) -> str:
-    """Columns of cells, the first of each its name, as a tabular of LaTeX."""
+def format_latex(rows: list[dict]) -> str:
+    """Rows {column: value} as a tabular of LaTeX, without empty columns."""
     def escape(cell):
         cell = re.sub(r"([_%&#])", r"\\\1", cell)
         return re.sub("^-", "$-$", cell).replace("±", r"$\pm$")  # a minus, not a hyphen
 
+    columns = _cells(rows)
     lines = [" & ".join(map(escape, line)) + r" \\" for line in zip(*columns)]
-    lines.insert(1, r"\hline")
     alignment = "".ljust(len(columns), "l")
-    text = "\n".join(lines)
-    return f"\\begin{{tabular}}{{{alignment}}}\n{text}\n\\end{{tabular}}"
+    lines.insert(0, rf"\begin{{tabular}}{{{alignment}}}")
+    lines.insert(2, r"\hline")
+    return "\n".join(lines + [r"\end{tabular}"])
 
 
-def format_results(rows: list[dict], metrics: list[str], style: str = "text") -> str:
-    """A table of the predictions on each set, then one of the comparisons of two sets."""
+def result_tables(rows: list[dict], metrics: list[str]) -> list[list[dict]]:
+    """Pooled rows: those of predictions on one set, then those of comparisons of two sets."""
     single = [row for row in rows if not row.get("against")]
     pairs = [row for row in rows if row.get("against")]
-    tables = [format_table(pool(group, metrics), style) for group in (single, pairs) if group]
-    return "\n\n".join(tables)
+    return [pool(group, metrics) for group in (single, pairs) if group]
 
 
 def side_by_side(rows: list[dict], metrics: list[str]) -> list[dict]:
@@ -2079,8 +2031,8 @@ def side_by_side(rows: list[dict], metrics: list[str]) -> list[dict]:
 def run_label(content: dict, contents: list[dict]) -> str | None:
     """The options in which a run differs from others of its script: "width=0.5 epochs=3".
 
-    It begins with the name of the script if there are several: their rows are not pooled. It ends
-    with a fingerprint of the training data where these differ although the options are equal.
+    It begins with the script's name if the runs are of several, and ends with a fingerprint of the
+    training data if these differ although the options are equal.
     """
     peers = [other for other in contents if other["script"] == content["script"]]
     words = []
@@ -2089,12 +2041,11 @@ def run_label(content: dict, contents: list[dict]) -> str | None:
     for name, value in content["config"].items():
         if name != "seed" and any(peer["config"].get(name) != value for peer in peers):
             words.append(f"{name}={value}")
-    same_options = [peer for peer in peers
-                    if peer["config"] | {"seed": 0} == content["config"] | {"seed": 0}]
-    nouns = [noun for noun, fingerprint_of_noun in content["fingerprints"].items()
-             if any(peer["fingerprints"].get(noun) != fingerprint_of_noun for peer in same_options)]
-    for noun in nouns:
-        words.append(f"{noun}: {content['fingerprints'][noun][:8]}")
+    twins = [peer for peer in peers
+             if peer["config"] | {"seed": 0} == content["config"] | {"seed": 0}]
+    for noun, text in content["fingerprints"].items():
+        if any(twin["fingerprints"].get(noun) != text for twin in twins):
+            words.append(f"{noun}: {text[:8]}")
     return " ".join(words) or None
 
 
@@ -2149,7 +2100,7 @@ def read_results(directory: str) -> dict | None:
     kinds = {"script": str, "config": dict, "fingerprints": dict, "columns": list, "rows": list}
     try:
         content = json.loads(Path(directory, "results.json").read_text())
-        format_results(content["rows"], content["columns"])
+        result_tables(content["rows"], content["columns"])
         explain_errors(content["rows"])
         is_complete = all(isinstance(content[name], kind) for name, kind in kinds.items())
         if is_complete and all({"method", "set"} <= row.keys() for row in content["rows"]):
@@ -2189,14 +2140,16 @@ def table(argv: list[str] | None = None):
     rows = chosen_rows(rows, args)
     metrics = args.metrics or (columns if one_script else SHARED_COLUMNS)
     if args.side_by_side:
-        text = format_table(side_by_side(rows, metrics), args.format)
+        tables = [side_by_side(rows, metrics)]
     elif one_script:
-        text = format_results(rows, metrics, args.format)
+        tables = result_tables(rows, metrics)
     else:
-        text = format_table(pool(rows, metrics), args.format)
-    if args.format == "text":
-        text += "\n\n" + explain_errors(rows)
-    print(text, flush=True)
+        tables = [pool(rows, metrics)]
+    if args.format == "latex":
+        texts = map(format_latex, tables)
+    else:
+        texts = [*map(format_table, tables), explain_errors(rows)]
+    print("\n\n".join(texts), flush=True)
 
 
 # ---- Pictures, and the start of a script --------------------------------------------------------

@@ -17,7 +17,6 @@ from torchmetrics.functional import classification as tm
 import common
 
 FLOATS = [torch.float32, torch.float64]
-DECIMALS = [None, 1, 0]  # scores are rounded to so many: ties
 
 
 def seeded(seed):
@@ -55,7 +54,7 @@ def test_top_k_ranks_equal_scores_by_class_index():
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("s, n, k", [(1, 1, 2), (4, 50, 7), (30, 90, 60)])
+@pytest.mark.parametrize("s, n, k", [(1, 1, 2), (4, 50, 7)])
 def test_brier_and_likelihoods_equal_their_definitions(s, n, k, dtype):
     log_probs, labels = random_log_probs(s, n, k, dtype=dtype)
     probs = log_probs.double().exp()
@@ -85,38 +84,31 @@ def test_likelihoods_do_not_underflow():
 # ---- Calibration --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bins", [1, 10, 15, 25])
-def test_reliability_equals_a_loop_over_bins(bins):
-    """Random confidences mixed with every bin edge, 0.5 and exactly 1."""
-    generator = np.random.default_rng(0)
-    edges = [b / bins for b in range(bins + 1) if b / bins > 0.5]
-    confidence = np.concatenate([generator.uniform(0.5, 1, 200), np.repeat(edges, 3), [1.0, 1.0]])
-    correct = generator.random(len(confidence)) < 0.75  # gaps of both signs
-    slightly_above = confidence + (confidence == 1) * 1e-7  # by rounding; counts as 1
-    bars = common.reliability(slightly_above, correct, bins)
+def test_ece_equals_a_loop_over_bins_that_are_right_closed_in_the_given_precision(bins, dtype):
+    edges = torch.arange(bins + 1, dtype=torch.float64).div(bins).to(dtype)
+    of_two_classes = edges[edges > 0.5]
+    just_above = torch.nextafter(of_two_classes, torch.full_like(of_two_classes, 2))
+    random = 0.5 + torch.rand(100, generator=seeded(0), dtype=dtype) / 2
+    confidence = torch.cat([random, of_two_classes, just_above])
+    correct = torch.rand(len(confidence), generator=seeded(1)) < 0.75  # gaps of both signs
+    probs = torch.stack([confidence, (1 - confidence).clamp_min(0)], 1)
+    confidence = confidence.clamp_max(1)  # above 1 by rounding: counts as 1
+    expected = 0.0
     for b in range(bins):
-        inside = (confidence > b / bins) & (confidence <= (b + 1) / bins)
-        assert bars.counts[b] == inside.sum()
-        mean_confidence = confidence[inside].mean() if inside.any() else 0
-        mean_correct = correct[inside].mean() if inside.any() else 0
-        assert bars.confidence[b] == pytest.approx(mean_confidence, abs=1e-12)
-        assert bars.accuracy[b] == pytest.approx(mean_correct, abs=1e-12)
-    for dtype in FLOATS:  # bins are right-closed in the precision given; 0 joins the first
-        edges = torch.arange(bins + 1, dtype=torch.float64).div(bins).to(dtype)
-        counts = common.reliability(edges, torch.ones(bins + 1), bins).counts
-        assert counts.tolist() == [2] + [1] * (bins - 1)
-        just_above = torch.nextafter(edges[:-1], torch.ones(bins, dtype=dtype))
-        assert (common.reliability(just_above, torch.ones(bins), bins).counts == 1).all()
+        inside = (confidence > edges[b]) & (confidence <= edges[b + 1])
+        gap = correct[inside].sum() - confidence[inside].double().sum()
+        expected += gap.abs().item() / len(confidence)
+    assert common.ece(probs, (~correct).long(), bins) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("n, k, bins", [(1, 3, 15), (3000, 50, 15), (3000, 4, 10)])
+@pytest.mark.parametrize("n, k, bins", [(1, 3, 15), (3000, 50, 15)])
 def test_ece_matches_torchmetrics(n, k, bins):
     probs, labels = random_probs(n, k)
     labels = labels.where(probs.amax(1) < 0.6, labels % 2)  # gaps of both signs
     expected = tm.multiclass_calibration_error(probs, labels, k, n_bins=bins, norm="l1").item()
     assert common.ece(probs, labels, bins) == pytest.approx(expected, abs=2e-6)
-    probs = torch.tensor([[1 + 5e-4, 0.0], [0.7, 0.3]])  # within the tolerance: counts as 1
-    assert common.ece(probs, [0, 0]) == pytest.approx(0.15, abs=1e-7)
 
 
 # ---- Entropy and ensembles ----------------------------------------------------------------------
@@ -154,14 +146,12 @@ def test_ensembles_of_one_hot_and_of_equal_members():
 # ---- Ranking ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("decimals", DECIMALS)
-@pytest.mark.parametrize("seed, share", [(0, 0.2), (1, 0.3), (2, 0.8)])
-def test_ranking_matches_scikit_learn(seed, share, decimals):
-    generator = np.random.default_rng(seed)
+@pytest.mark.parametrize("decimals", [8, 1, 0])  # ties: few, many, and most
+@pytest.mark.parametrize("share", [0.2, 0.8])
+def test_ranking_matches_scikit_learn(share, decimals):
+    generator = np.random.default_rng(0)
     positive = generator.random(500) < share
-    scores = generator.normal(size=500) + 1.5 * positive
-    if decimals is not None:
-        scores = scores.round(decimals)
+    scores = (generator.normal(size=500) + 1.5 * positive).round(decimals)
     auroc = common.auroc(scores, positive)
     assert auroc == pytest.approx(sk.roc_auc_score(positive, scores), abs=1e-12)
     assert common.auroc(-scores, ~positive) == auroc
@@ -242,8 +232,7 @@ def rejection_by_loop(wrong):
 
 
 @pytest.mark.parametrize("uncertainty, correct", [
-    ([0.2, 0.9, 0.1, 0.4, 0.5, 0.8], [1, 0, 1, 0, 1, 1]),  # no ties
-    ([0, 0, 0, 0, 0], [1, 0, 1, 1, 0]), ([1, 2, 2, 2, 3], [1, 0, 1, 1, 0]),
+    ([0.2, 0.9, 0.1, 0.4, 0.5, 0.8], [1, 0, 1, 0, 1, 1]), ([0, 0, 0, 0, 0], [1, 0, 1, 1, 0]),
     ([3, 1, 1, 3, 3, 2], [1, 1, 0, 0, 1, 1]), ([-math.inf, math.inf, math.inf, 0], [1, 0, 1, 0])])
 def test_tied_uncertainty_gives_the_expectation_over_all_orders(uncertainty, correct):
     """Every permutation of the rows, stably sorted, is one random order inside the ties."""
@@ -293,7 +282,7 @@ def test_temperature_has_limits():
     assert common.fit_temperature(many, torch.arange(2**20) % 2) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("margin", [0.5, 2.0, 20.0])
+@pytest.mark.parametrize("margin", [2.0, 20.0])
 def test_few_validation_examples_that_are_all_right_do_not_make_predictions_certain(margin):
     """The optimum is T = 0, where every later error costs hundreds of nats, and densities tie."""
     labels = torch.arange(10) % 3
@@ -328,7 +317,7 @@ def as_arrays(*tensors):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("s, n", [(1, 1), (5, 80), (90, 40)])
+@pytest.mark.parametrize("s, n", [(1, 1), (5, 80)])
 def test_moments_and_density_are_those_of_the_mixture(s, n, dtype):
     means, variances, targets = mixtures(s, n, dtype=dtype)
     ours = common.gaussian_mixture_moments(means, variances)
@@ -347,30 +336,24 @@ def test_moments_and_density_are_those_of_the_mixture(s, n, dtype):
     assert small == pytest.approx(norm.logpdf(100, 9, 2) - math.log(2), rel=1e-14)
 
 
-@pytest.mark.parametrize("s, n, seed", [(1, 40, 0), (4, 30, 1)])
-def test_regression_ece_equals_the_gaps_at_searched_quantiles(s, n, seed):
-    means, variances, targets = as_arrays(*mixtures(s, n, seed))
+def test_regression_ece_equals_the_gaps_at_searched_quantiles():
+    means, variances, targets = as_arrays(*mixtures(4, 30))
     levels = np.linspace(0.01, 0.99, 20)
-    is_below = np.zeros((n, 20))
-    for i in range(n):
-        m = means[:, i]
-        sd = np.sqrt(variances[:, i])
-        low = (m - 6 * sd).min()
-        high = (m + 6 * sd).max()
+    is_below = np.zeros((30, 20))
+    for i, (m, sd) in enumerate(zip(means.T, np.sqrt(variances.T))):
         for j, level in enumerate(levels):
 
             def excess(x, m=m, sd=sd, level=level):
                 return norm.cdf((x - m) / sd).mean() - level
 
-            is_below[i, j] = targets[i] <= brentq(excess, low, high, xtol=1e-12)
+            is_below[i, j] = targets[i] <= brentq(excess, -99, 99, xtol=1e-12)
     expected = np.abs(is_below.mean(0) - levels).mean()
+    assert expected > 0.01
     ours = common.regression_ece(means, variances, targets)
     assert ours == pytest.approx(expected, abs=1e-12)
-    assert ours > 0.01
 
 
-@pytest.mark.parametrize("s, n, shift, scale", [
-    (1, 300, 0, 1), (90, 77, 0, 1), (1, 200, 3, 1), (4, 200, 0, 0.05)])
+@pytest.mark.parametrize("s, n, shift, scale", [(1, 200, 3, 1), (4, 200, 0, 0.05)])
 def test_regression_metrics_match_uncertainty_toolbox(s, n, shift, scale):
     """Also of biased and of overconfident predictions."""
     from uncertainty_toolbox import metrics as toolbox  # a GPU's machine may lack it
@@ -394,12 +377,9 @@ def test_regression_metrics_match_uncertainty_toolbox(s, n, shift, scale):
     assert shifted == pytest.approx(ours, rel=1e-8, abs=1e-8)
 
 
-def test_standard_error_matches_scipy():
-    values = np.random.default_rng(0).normal(size=50)
-    for n in (2, 3, 50):
-        expected = stats.sem(values[:n])
-        assert common.standard_error(values[:n]) == pytest.approx(expected, rel=1e-12)
-    assert common.standard_error(values[:1]) is None
+def test_the_standard_error_is_unbiased_and_needs_two_values():
+    assert common.standard_error([0.0, 2.0]) == 1.0  # sqrt(2) / sqrt(2)
+    assert common.standard_error([0.0]) is None
 
 
 # ---- Input --------------------------------------------------------------------------------------
@@ -507,7 +487,7 @@ def test_rows_that_are_no_probabilities_are_refused(metric):
 BY_THRESHOLD = [common.auroc, common.average_precision, common.fpr_at_tpr]
 
 
-@pytest.mark.parametrize("metric", [*BY_THRESHOLD, common.rejection_curve, common.reliability,
+@pytest.mark.parametrize("metric", [*BY_THRESHOLD, common.rejection_curve,
                                     common.prediction_rejection_ratio])
 def test_scores_and_masks_that_do_not_fit_are_refused(metric):
     refuses(metric, "NaN", [0.0, math.nan], [0, 1])
@@ -530,7 +510,6 @@ def test_shapes_and_values_out_of_range_are_refused():
             (common.ensemble_uncertainty, "sum to 1", PROBS[None]),
             (common.entropy, "NaN", changed(PROBS, math.nan)),
             (common.fit_temperature, "finite", changed(PROBS, math.inf), LABELS),
-            (common.reliability, r"0\.\.1", [1.001], [1]),
             (ood, "ood_scores", [0.0], []), (ood, "id_scores", [], [0.0]),
             (ood, "ood_scores: contains NaN", [0.0], [math.nan]),
             (common.standard_error, "NaN", [1.0, math.nan])]:
