@@ -58,7 +58,7 @@ class Source(NamedTuple):
 
     path: str               # relative to the data directory
     site: str               # where its publisher offers it
-    num_classes: int = 0    # 0: as many as there are class folders
+    num_classes: int = 0    # 0: one for each class folder
     mean: tuple = ()        # per channel, of pixels in [0, 1], as published
     std: tuple = ()
     side: int = 0           # pixels per side of images that are read from files
@@ -167,7 +167,7 @@ MOLECULES = ("clusters", "clusters_large", "qm9")
 
 
 class DatasetNotFound(UserError):
-    """A set cannot be used: it was not found, is damaged, or has the name of another set."""
+    """A set cannot be used: it is missing, damaged, or has the name of another set."""
 
 
 def _not_found(name, path, reason="not found"):
@@ -304,20 +304,14 @@ class StreamedSet(_Rows):
 
     def _read_all(self, read):
         """read(row) of all rows, by a pool of threads; one error for all unreadable files."""
-        def attempt(row):
-            try:
-                return read(row)
-            except UserError as error:
-                return error
-
         # Pillow releases the interpreter's lock while it decodes.
         with ThreadPoolExecutor() as pool:
-            results = list(pool.map(attempt, range(len(self))))
-        errors = [str(result) for result in results if isinstance(result, UserError)]
+            calls = [pool.submit(read, row) for row in range(len(self))]
+        errors = [call.exception() for call in calls if isinstance(call.exception(), UserError)]
         if errors:
             raise UserError(f"{self.name}: {len(errors)} unreadable image(s), the first of them: "
-                            f"{', '.join(errors[:3])}")
-        return results
+                            f"{', '.join(map(str, errors[:3]))}")
+        return [call.result() for call in calls]
 
     def in_memory(self) -> ImageSet:
         """Decode all files into an ImageSet."""
@@ -327,7 +321,7 @@ class StreamedSet(_Rows):
 
     def check_headers(self):
         """Refuse files whose headers tell that they cannot be read; nothing is decoded."""
-        self._read_all(lambda row: _read_image(self.root / self.files[row], _size))
+        self._read_all(lambda row: _read_image(self.root / self.files[row], attrgetter("size")))
 
 
 @dataclass(frozen=True, eq=False)
@@ -384,8 +378,7 @@ FEW_BYTES = 256e6  # image files that are streamed are compared by their content
 def fingerprint(*datasets: Dataset) -> str:
     """Compute the hexadecimal SHA-256 of all that training sees of one set, or of several.
 
-    It covers pixels, tokens or atoms, labels, label_probs, groups, statistics and names of
-    classes, but not the name of a set. Streamed files count by their relative names and their
+    It covers all fields but those of UNSEEN. Streamed files count by their relative names and their
     content, or, if they have more than FEW_BYTES together, their sizes; the time of their last
     change does not matter. All processes call this together; the main process computes it.
     """
@@ -500,7 +493,7 @@ def stratified_subset(dataset: Dataset, limit: int | None) -> Dataset:
 
     They are drawn at random, always the same, so that classes keep their shares and all classes
     are represented while the limit allows it. Groups stay whole: of an ambiguous image, all
-    labels are selected, or none. Where labels are real numbers, the rows are evenly spaced.
+    labels are selected, or none. Where labels are real numbers, the rows have equal distances.
     """
     n = len(dataset)
     if limit is None or limit >= n:
@@ -518,8 +511,8 @@ def stratified_subset(dataset: Dataset, limit: int | None) -> Dataset:
 def _by_shares(labels, seed):
     """The rows 0..n-1, shuffled so that classes have their shares among the first of them.
 
-    The rows of a class are at 0, 1 / m, 2 / m, ... of the way, if there are m of them; so each
-    class is represented as soon as possible.
+    The m rows of a class are at 0, 1 / m, 2 / m, ... of the way, so that each class is represented
+    as soon as possible.
     """
     shuffled = np.random.RandomState(seed).permutation(len(labels))
     by_class = labels[shuffled].argsort(kind="stable")
@@ -657,7 +650,7 @@ def load(name: str, split: str, data_dir: str | Path = "data", *, image_size: in
             images = dataset.images.expand(-1, 3, -1, -1)
             dataset = replace(dataset, images=images, mean=transform.mean, std=transform.std)
         return dataset
-    # ImageNet stays on the disk at any size: there is too much of it.
+    # ImageNet stays on the disk at any size: memory would not suffice.
     if name.startswith(("folder:", "tiny_imagenet")) and dataset.shape[-1] <= SMALL:
         return dataset.in_memory()
     if name.startswith("folder:"):
@@ -695,8 +688,8 @@ class Splits(NamedTuple):
     """The sets of a run, all of the size, channels and normalisation of `train`.
 
     fingerprints: {noun: fingerprint} of the "training data" before they were split and limited
-    (absent where they were not read), of the "test data", and where there is one of the "file of
-    --weights" and of the "frozen backbone". backbone_ms (milliseconds per example) and
+    (missing where they were not read), of the "test data", and of the "file of --weights" and the
+    "frozen backbone" where a run has them. backbone_ms (milliseconds per example) and
     backbone_bytes are what the backbone costs that has replaced images by features (--freeze).
     """
 
@@ -710,13 +703,12 @@ class Splits(NamedTuple):
     backbone_bytes: int = 0
 
     def summary(self) -> str:
-        """Describe the sets in one line, with the accuracy of guessing where there are classes."""
-        test_counts = f"{len(self.test):,} test {_noun(self.test)}"
-        counts = test_counts
+        """Describe the sets in one line; those with classes with the accuracy of guessing."""
+        counts = f"{len(self.test):,} test {_noun(self.test)}"
         if self.val is not None:
-            counts = f"{len(self.train):,} training, {len(self.val):,} held-out and {test_counts}"
+            counts = f"{len(self.train):,} training, {len(self.val):,} held-out and {counts}"
         elif "training data" in self.fingerprints:
-            counts = f"{len(self.train):,} training and {test_counts}"
+            counts = f"{len(self.train):,} training and {counts}"
         name = self.train.name
         if isinstance(self.train, MoleculeSet):
             return f"{name}: {counts}"
@@ -909,10 +901,6 @@ def _read_image(path, read):
         raise _unreadable(path, error) from None
 
 
-def _size(file):
-    return file.size
-
-
 def _to_rgb(file):
     """An image in RGB: upright as its EXIF tag says, transparent pixels on white."""
     image = ImageOps.exif_transpose(file)
@@ -924,9 +912,8 @@ def _to_rgb(file):
 
 
 class Tree(NamedTuple):
-    """What is below a folder: sorted paths relative to it, with forward slashes."""
+    """The files below a folder: sorted paths relative to it, with forward slashes."""
 
-    folders: list[str]
     files: list[str]
     broken: list[str]       # links that lead nowhere, or to themselves
 
@@ -952,7 +939,7 @@ def _folders_in(folder):
 
 def _walk(root, prefix="", above=()):
     """The Tree below root/<prefix>; `above` are the real paths of the folders that lead to it."""
-    tree = Tree([], [], [])
+    tree = Tree([], [])
     folder = root / prefix
     above += (os.path.realpath(folder),)
     for entry in _visible_entries(folder):
@@ -960,7 +947,6 @@ def _walk(root, prefix="", above=()):
         if entry.is_symlink() and not os.path.exists(entry):
             tree.broken.append(path)
         elif entry.is_dir():
-            tree.folders.append(path)
             # A link to one of the folders above would lead round in a circle.
             if os.path.realpath(entry) not in above:
                 for paths, more in zip(tree, _walk(root, f"{path}/", above)):
@@ -981,20 +967,19 @@ def _streamed(name, root, files, labels, classes, transform):
                        std, (3, crop, crop), resize, interpolation, tuple(classes))
 
 
-def _class_folders(name, root, tree, classes, transform, subfolder=""):
-    """A StreamedSet of the images directly in root/<class><subfolder>, from the Tree of root."""
-    images = defaultdict(list)  # {folder: paths}
-    for file in _images_among(tree.files):
-        images[os.path.dirname(file)].append(file)
+def _class_folders(name, root, classes, transform, subfolder=""):
+    """A StreamedSet of the images directly in root/<class><subfolder>."""
     files = []
     labels = []
     for label, class_name in enumerate(classes):
         folder = f"{class_name}{subfolder}"
-        if not images[folder]:
+        entries = _visible_entries(root / folder)
+        images = _images_among(entry.name for entry in entries if entry.is_file())
+        if not images:
             raise UserError(f"{root / folder}: no images ({' '.join(SUFFIXES)}) in it; put the "
                             "images of this class into this folder")
-        files += images[folder]
-        labels += [label for _ in images[folder]]
+        files += [f"{folder}/{image}" for image in images]
+        labels += [label for _ in images]
     return _streamed(name, root, files, labels, classes, transform)
 
 
@@ -1019,13 +1004,13 @@ def _user_folder(name, split, transform):
             raise UserError(f"folder {root}: no images ({' '.join(SUFFIXES)}) in it")
         _print_skipped(root, tree, files)
         return _streamed(set_name, root, files, [0 for _ in files], (), transform)
-    trees = {folder: _walk(root / folder) for folder in ("train", "val", "test")}
-    classes = [path for path in trees["train"].folders if "/" not in path]
-    if len(classes) < 2 or not trees["test"].folders:
+    classes = _folders_in(root / "train")
+    if len(classes) < 2 or not _folders_in(root / "test"):
         raise UserError(f"folder {root}: expected {root}/train/<class>/* with two classes or more "
                         f"and {root}/test/<class>/*; {root}/val/<class>/* is for validation. "
                         "A test set is never the training set")
-    dataset = _class_folders(set_name, root / split, trees[split], classes, transform)
+    dataset = _class_folders(set_name, root / split, classes, transform)
+    trees = {folder: _walk(root / folder) for folder in ("train", "val", "test")}
     _print_skipped(root / split, trees[split], dataset.files)
     for other in ("train", "val"):
         if other == split:
@@ -1084,11 +1069,10 @@ def _imagenet(name, is_training, data_dir, transform):
         class_root = root.parent / "train"
     elif is_training:
         raise UserError(f"{name} has a test split only")
-    tree = _walk(root)
-    if not tree.folders:
+    if not _folders_in(root):
         raise _not_found(name, f"{root}/<class>/*.JPEG")
     classes = _folders_in(class_root) or _folders_in(root)
-    return _class_folders(name, root, tree, classes, transform)
+    return _class_folders(name, root, classes, transform)
 
 
 def _tiny_imagenet(is_training, data_dir, transform):
@@ -1097,8 +1081,7 @@ def _tiny_imagenet(is_training, data_dir, transform):
     root = data_dir / SOURCES[name].path
     classes = _wnids(root)
     if is_training:
-        root = root / "train"
-        return _class_folders(name, root, _walk(root), classes, transform, "/images")
+        return _class_folders(name, root / "train", classes, transform, "/images")
     files = []
     labels = []
     for line in _read_published(name, root / "val" / "val_annotations.txt").split("\n"):
@@ -1176,16 +1159,15 @@ def load_corrupted(name: str, kind: str, severity: int, data_dir: str | Path = "
     root = paths[severity - 1]
     if not root.exists():
         raise _not_found(name, root)
-    tree = _walk(root)
     transform = transform or _usual_transform(name)
     # The copy must have all classes of the clean set, if that exists.
     if name == "tiny_imagenet_c":
         classes = _wnids(data_dir / SOURCES["tiny_imagenet"].path)
     else:
-        classes = _folders_in(data_dir / "imagenet" / "val") or tree.folders
+        classes = _folders_in(data_dir / "imagenet" / "val") or _folders_in(root)
         # The files of ImageNet-C are centre crops already: they are resized as a whole.
         transform = transform._replace(resize=transform.crop)
-    dataset = _class_folders(set_name, root, tree, classes, transform)
+    dataset = _class_folders(set_name, root, classes, transform)
     return dataset.in_memory() if dataset.shape[-1] <= SMALL else dataset
 
 
@@ -1417,8 +1399,8 @@ def ood_sets(names: Sequence[str], reference: Dataset, data_dir: str | Path = "d
     """Read OOD sets {name: set}, resized and normalised like the training set `reference`.
 
     A name is that of a set of the kind of `reference`, for images also folder:PATH or "nonsense".
-    `required`: the user named the sets. Then it is an error if a set is not found or has the name
-    of another set; else it is skipped, which one line reports.
+    `required`: the user named the sets. Then it is an error if a set is missing or has the name of
+    another set; else it is skipped, which one line reports.
     """
     sets = {}
     for name in names:
@@ -1750,11 +1732,16 @@ class Loader(_Batches):
             replace(self.dataset, key=key), num_workers=self.workers, generator=generator,
             batch_sampler=[piece.tolist() for piece in pieces if len(piece)],
             pin_memory=self.device.type == "cuda")
-        decoded = _decoded_batches(loader)
+        decoded = iter(loader)
         for batch, rows in zip(batches, pieces):
             images = torch.empty(0, *self.dataset.shape)
-            if len(rows):
-                images = next(decoded)
+            try:
+                if len(rows):
+                    images = next(decoded)
+            except UserError as error:
+                # A worker's error comes with its traceback in the message.
+                message = str(error).rsplit("UserError: ", 1)[-1]
+                raise UserError(message.strip()) from None
             images = images.to(self.device, non_blocking=True)
             rows = rows.to(self.device, non_blocking=True)
             yield Batch(self._normalise(images), self.labels[rows], rows, len(batch))
@@ -1764,29 +1751,11 @@ class Loader(_Batches):
         return x.sub_(self.shift).mul_(self.scale).float()
 
 
-def _decoded_batches(loader):
-    """The batches of a DataLoader; errors of its workers become one line."""
-    try:
-        yield from loader
-    except UserError as error:
-        # A worker's error comes with its traceback in the message.
-        message = str(error).rsplit("UserError: ", 1)[-1]
-        raise UserError(message.strip()) from None
-    except RuntimeError as error:
-        explained = common.as_user_error(error)
-        if explained is None:
-            raise
-        raise explained from None
-
-
 def evaluation_loader(dataset: Images, args, batch_size: int = 512, **options) -> Loader:
-    """Make the Loader of a pass over a set in eval mode, in the order of the set.
+    """Make the Loader, with its `options`, of a pass over a set in eval mode, in order.
 
-    Its batches have at least the size of those of training; those of a StreamedSet have just this
-    size, as the memory that data loading workers share may suffice for no more.
-
-    batch_size   number of images in memory that a batch has, unless --batch-size is larger
-    options      of the Loader
+    Batches have `batch_size` images, or --batch-size if that is larger. Those of a StreamedSet have
+    --batch-size images, as the memory that data loading workers share may suffice for no more.
     """
     batch_size = max(batch_size, args.batch_size)
     if isinstance(dataset, StreamedSet):
