@@ -49,7 +49,6 @@ Differences from the published code (github.com/gfhvbjk/Anonymous, commit ad3123
 """
 
 import hashlib
-import heapq
 import math
 import time
 from collections import OrderedDict
@@ -71,7 +70,7 @@ from common import UserError, at_least, between
 
 # ---- Method -------------------------------------------------------------------------------------
 # The paper, as functions of tensors. This section runs alone: paste it below the imports, of which
-# it needs those of heapq, math, scipy, torch and typing.
+# it needs those of math, scipy, torch and typing.
 
 # Step 1: every weight gets a Gaussian of its own.
 
@@ -409,41 +408,29 @@ def merge_mixture(mixture: GaussianMixture, gradient: Tensor, tau_d: float,
     by less than tau_g and their variances tr S / 2 by less than tau_v. Moments are matched: the
     mean and covariance of the whole mixture stay.
     """
-    # The naive algorithm, of order K^3:
-    #     while the smallest W2 of two components i, j that may merge is below tau_d:
-    #         replace i by the Gaussian with the moments of both
-    #         remove j
-    # Here, a heap holds for each component the W2 of its closest partner, and the versions of both.
-    # A merge makes a new version, whose distances from all others are computed then. So a pair of
-    # an old version is at most as far as the closest partner is now: it comes up in time to be
-    # replaced.
+    # A merge changes the distances from one component alone. So the closest partner is searched
+    # anew only for the merged component, and for those whose partner was one of the two. If the
+    # merged component is now closer to another one, its own partner says so.
     mixture = GaussianMixture(*[tensor.clone() for tensor in mixture])
     gradient = gradient.clone()
-    version = [0 for _ in gradient]
-    heap = []
-
-    def push_closest(i: int):
-        distance = merge_distances(i, mixture, gradient, tau_g, tau_v)
-        j = int(distance.argmin())
-        if distance[j] < tau_d:
-            heapq.heappush(heap, (distance[j].item(), i, j, version[i], version[j]))
-
-    for k in range(len(gradient)):
-        push_closest(k)
-    while heap:
-        _, i, j, version_i, version_j = heapq.heappop(heap)
-        if version[i] != version_i:
-            continue  # the new version of i has a pair of its own
-        if version[j] != version_j:
-            push_closest(i)
-            continue
+    distance = torch.full_like(mixture.proportion, math.inf)           # [K]  W2 from the partner
+    partner = torch.zeros_like(gradient, dtype=torch.long)             # [K]
+    changed = torch.ones_like(gradient, dtype=torch.bool)              # [K]
+    while True:
+        for k in changed.nonzero()[:, 0].tolist():
+            distances = merge_distances(k, mixture, gradient, tau_g, tau_v)
+            partner[k] = distances.argmin()
+            distance[k] = distances[partner[k]]
+        i = int(distance.argmin())
+        if distance[i] >= tau_d:
+            return select(mixture, mixture.proportion > 0)
+        j = int(partner[i])
         kept = min(i, j)
         gone = max(i, j)
         merge_pair(mixture, gradient, kept, gone)
-        version[kept] += 1
-        version[gone] += 1
-        push_closest(kept)
-    return select(mixture, mixture.proportion > 0)
+        distance[gone] = math.inf
+        changed = (distance < tau_d) & ((partner == kept) | (partner == gone))
+        changed[kept] = True
 
 
 def merge_pair(mixture: GaussianMixture, gradient: Tensor, kept: int, gone: int):
@@ -502,8 +489,8 @@ def compress(mu: Tensor, sigma: Tensor, gradient: Tensor, options: CompressionOp
     # The published code, too, makes outliers of the members of small components.
     label, mixture = keep_components(label, mixture, options.min_cluster + 1)
     if len(mixture.proportion) == 0:
-        raise ValueError(f"no Gaussian has more than {options.min_cluster} weights; there are too "
-                         f"many Gaussians ({k0})")
+        raise ValueError(f"no Gaussian has more than {options.min_cluster} weights; {k0} Gaussians "
+                         "are too many")
     before = encode(points, label, mixture)
 
     shared = label >= 0                                                # [N]
@@ -770,11 +757,11 @@ LAYOUTS = (
     Layout("layer1.0.bn1.weight", 64, "resnet18", IMAGENET, IMAGENET),
     Layout("block1.layer.0.bn2.weight", 160, "wide_resnet", CIFAR, CIFAR100),
 )
-# Published names and ours: those of the ResNet-18 for CIFAR differ.
+# Parts of published names, and ours: those of the ResNet-18 for CIFAR differ.
 OUR_NAMES = {"conv1.0.": "conv1.", "conv1.1.": "bn1.", "residual_function.0.": "conv1.",
              "residual_function.1.": "bn1.", "residual_function.3.": "conv2.",
              "residual_function.4.": "bn2.", "shortcut.": "downsample.", "conv2_x": "layer1",
-             "conv3_x": "layer2", "conv4_x": "layer3", "conv5_x": "layer4"}
+             "conv3_x": "layer2", "conv4_x": "layer3", "conv5_x": "layer4", "backbone.fc.": "head."}
 
 
 def is_published(args):
@@ -795,13 +782,11 @@ def find_layout(state, path):
 def with_our_names(state):
     """A published state dict with the names of our networks."""
     renamed = {}
-    for name, tensor in state.items():
-        if name.startswith("fc."):
-            renamed[name.replace("fc.", "head.")] = tensor
-            continue
-        for published_name, our_name in OUR_NAMES.items():
-            name = name.replace(published_name, our_name)
-        renamed[f"backbone.{name}"] = tensor
+    for published_name, tensor in state.items():
+        name = f"backbone.{published_name}"
+        for published_part, our_part in OUR_NAMES.items():
+            name = name.replace(published_part, our_part)
+        renamed[name] = tensor
     return renamed
 
 
@@ -908,20 +893,18 @@ def make_optimiser(module, args):
     return torch.optim.Adam(groups)
 
 
-# The numbers of the steps: random numbers depend on the seed and on these.
-DETERMINISTIC = 0
-MEAN_FIELD = 1
+# Numbers of the steps: random numbers depend on the seed and on these.
+TRAINING_STAGES = {"deterministic": 0, "mean-field": 1, "final": 3}
 COMPRESSION = 2
-FINAL = 3
 PREDICTED_LABELS = 5
 
 
-def train(module, stage, name, seed, epochs, train_set, args, run, kl_weight=0.0, inputs=None):
-    """Minimise the mean cross entropy + kl_weight KL / n, for one of the three training stages.
+def train(module, stage, seed, epochs, train_set, args, run, kl_weight=0.0, inputs=None):
+    """Minimise the mean cross entropy + kl_weight KL / n, for one of the TRAINING_STAGES.
 
-    module: the deterministic network, or a RandomNetwork, whose posterior has the KL. name: of the
-    checkpoint, from which training resumes; inputs: what it depends on beside options and data.
+    module: a network, or a RandomNetwork, whose posterior has the KL; inputs: of `Run.resume`
     """
+    name = f"seed{seed}-{stage}"
     optimiser = make_optimiser(module, args)
     full_rates = [group["lr"] for group in optimiser.param_groups]
     loader = data.Loader(train_set, args.batch_size, args.device, seed=seed, shuffle=True,
@@ -933,11 +916,11 @@ def train(module, stage, name, seed, epochs, train_set, args, run, kl_weight=0.0
     for epoch in range(len(history), epochs):
         start = time.perf_counter()
         # Batch statistics would hide how a draw shifts the activations: later stages fix them.
-        model.train(stage == DETERMINISTIC)
+        model.train(stage == "deterministic")
         totals = torch.zeros(4, device=args.device)  # loss, KL, correct predictions, examples
         for step, batch in enumerate(common.progress(loader, epoch)):
             # Every step is seeded: all processes draw the same weights, and so does a resumed run.
-            common.seed_all(seed, stage, epoch, step)
+            common.seed_all(seed, TRAINING_STAGES[stage], epoch, step)
             factor = lr_factor((epoch + (step + 0.5) / len(loader)) / epochs, args.warm_up)
             for group, full_rate in zip(optimiser.param_groups, full_rates):
                 group["lr"] = full_rate * factor
@@ -1275,9 +1258,8 @@ def read_own_file(state):
                           backbone=state["frozen backbone"])
 
 
-# The training options that --load uses; those of a published file are unknown.
-USED_BY_LOAD = ("dataset", "preset", "model", "weights", "freeze", "width", "image_size", "seed",
-                "batch_size", "amp", "draw")
+# The training options that --load uses, beside those of the file.
+USED_BY_LOAD = {"dataset", "preset", "weights", "image_size", "seed", "batch_size", "amp"}
 # Two names of other published scripts.
 OTHER_NAMES = {"centers": "centers_guide", "outliers_posterior_simga": "outliers_posterior_sigma"}
 
@@ -1288,13 +1270,12 @@ def read_published_file(state, args):
     parts = dict(state["params_dict_indices"])
     for name, value in state["params_guide"].items():
         parts[OTHER_NAMES.get(name, name)] = value
-    unknown = set(common.options(args, "training")) - set(USED_BY_LOAD)
-    options = dict.fromkeys(unknown) | dict(model=layout.model, width=width, draw="equal")
+    unknown = set(common.options(args, "training")) - USED_BY_LOAD
+    options = dict.fromkeys(unknown) | dict(model=layout.model, width=width, freeze=False,
+                                            draw="equal")
     if layout.model == "wide_resnet":
-        weights = read_wrn_file(parts)
         options["mc"] = 30
-    else:
-        weights = read_resnet_file(parts)
+    weights = published_weights(parts, layout.model)
     check_shared_weights(weights)
     counts = {"outliers": len(parts["outliers_indices"]),
               "ellipse_points": len(parts["ellipse_outdices"])}
@@ -1302,52 +1283,47 @@ def read_published_file(state, args):
                           layout.last_statistics, layout, counts)
 
 
-def read_resnet_file(parts):
-    """The SharedWeights of a published ResNet-18.
+def published_weights(parts, model):
+    """The SharedWeights of a published file.
 
-    Its scripts set ellipse points to constants, then overwrite these by the draw of the own
-    component: alpha is 1.
+    The published scripts set ellipse points to constants. That of the WRN draws them so: here they
+    are outliers with sigma 0. That of ResNet-18 overwrites them by the draw of the own component:
+    here their alpha is 1.
     """
+    points = torch.tensor(parts["ellipse_outdices"], dtype=torch.long)
     outlier = parts["outliers_indices"]
-    rows = torch.tensor(parts["ellipse_outdices"], dtype=torch.long)   # [E]
-    rows = rows[~torch.isin(rows, outlier)]
+    mu = parts["outliers_posterior_loc"]
+    sigma = parts["outliers_posterior_sigma"]
+    if model == "wide_resnet":
+        kept = ~torch.isin(outlier, points)
+        outlier = torch.cat([outlier[kept], points])
+        mu = torch.cat([mu[kept], ellipse_constants(parts)])
+        sigma = torch.cat([sigma[kept], torch.zeros(len(points))])
+    points = points[~torch.isin(points, outlier)]
     label = parts["filtered_labels"].int().index_fill(0, outlier, -1)
-    return SharedWeights(label, outlier, parts["outliers_posterior_loc"],
-                         parts["outliers_posterior_sigma"], rows, torch.zeros_like(rows),
-                         torch.ones(len(rows)), parts["centers_guide"],
+    return SharedWeights(label, outlier, mu, sigma, points, torch.zeros_like(points),
+                         torch.ones(len(points)), parts["centers_guide"],
                          parts["scale_tril_posterior"])
 
 
-def read_wrn_file(parts):
-    """The SharedWeights of a published WRN, whose ellipse points are outliers with sigma 0 here.
+def ellipse_constants(parts):
+    """The constants [E] of ellipse points, from the two components and values that each has.
 
-    Its script sets them to constants: with alpha = softmax of the two values, alpha_1 c_1 +
-    alpha_2 c_2, but without the second term unless both values are above e^12.
+    These are alpha_1 c_1 + alpha_2 c_2 with alpha = softmax of the two values, but without the
+    second term unless both values are above e^12.
     """
-    rows = torch.tensor(parts["ellipse_outdices"], dtype=torch.long)   # [E]
-    component = ellipse_pairs(parts, "ellipse_outdices_dict").long()   # [E, 2]
-    value = ellipse_pairs(parts, "ellipse_outdices_value_dict")        # [E, 2]
-    centre = parts["centers_guide"]
-    terms = value.softmax(1) * centre[component, 0]                    # [E, 2]
+    pairs = []
+    for name in ("ellipse_outdices_dict", "ellipse_outdices_value_dict"):
+        try:
+            numbers = [parts[name][point] for point in parts["ellipse_outdices"]]
+            pairs.append(torch.tensor(numbers, dtype=torch.float64).view(len(numbers), 2))
+        except (KeyError, TypeError, ValueError, RuntimeError):
+            raise ValueError(f"{name} does not have two numbers for each of "
+                             "ellipse_outdices") from None
+    component, value = pairs                                           # [E, 2]
+    terms = value.softmax(1) * parts["centers_guide"][component.long(), 0]
     terms[:, 1] *= (value > math.exp(12)).all(1)
-    outlier = parts["outliers_indices"]
-    kept = ~torch.isin(outlier, rows)
-    outlier = torch.cat([outlier[kept], rows])
-    mu = torch.cat([parts["outliers_posterior_loc"][kept], terms.sum(1).float()])
-    sigma = torch.cat([parts["outliers_posterior_sigma"][kept], torch.zeros(len(rows))])
-    label = parts["filtered_labels"].int().index_fill(0, outlier, -1)
-    return SharedWeights(label, outlier, mu, sigma, rows[:0], rows[:0], torch.ones(0), centre,
-                         parts["scale_tril_posterior"])
-
-
-def ellipse_pairs(parts, name):
-    """The two numbers [E, 2], float64, that a dictionary of a published file has for each point."""
-    points = parts["ellipse_outdices"]
-    try:
-        pairs = torch.tensor([parts[name][point] for point in points], dtype=torch.float64)
-        return pairs.view(len(points), 2)
-    except (KeyError, TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{name} does not have two numbers for each of ellipse_outdices") from None
+    return terms.sum(1).float()
 
 
 def check_shared_weights(weights):
@@ -1408,7 +1384,7 @@ def load_network(file, splits, args):
     else:
         # No weights are read (eval, and more than 0 epochs), because the file has them.
         net = make_network(common.with_options(args, eval=True, epochs=1), num_classes, shape)
-    count = sum(size.numel() for size in weight_shapes(net).values())
+    count = sum(shape.numel() for shape in weight_shapes(net).values())
     if len(file.weights.label) != count:
         raise UserError(f"--load {args.load} has {len(file.weights.label)} weights, {args.model} "
                         f"for images of {shape[-1]} pixels per side {count}; give the --dataset or "
@@ -1560,10 +1536,9 @@ def check_options(args):
         # The shared rule, that only networks of torchvision have --weights, does not hold here.
         args = common.with_options(args, explicit=args.explicit - {"weights"})
     of_training = set(common.options(args, "training"))
-    used = {"dataset", "preset", "weights", "image_size", "seed", "batch_size", "amp"}
     common.refuse(args, [
         (True, ["compile"], "on networks whose weights are drawn"),
-        (args.load, of_training - used | {"runs", "eval"}, "with --load"),
+        (args.load, of_training - USED_BY_LOAD | {"runs", "eval"}, "with --load"),
         (is_stage, ["width"], "on a network that has been trained"),
         (args.epochs == 0, ["lr", "weight_decay"], "with --epochs 0"),
         (args.stoch_epochs == 0, ["stoch_kl", "lr_rho"], "with --stoch-epochs 0"),
@@ -1595,11 +1570,8 @@ def check_network(train_set, args):
     net = make_network(args, train_set.num_classes, train_set.shape)
     published_sigma(net, args)
     common.try_batch(net.train(args.epochs > 0), train_set, args)
-    try:
-        shapes = weight_shapes(net)
-    except ValueError as error:
-        raise UserError(f"--model {args.model}: {error}") from None
-    initial_gaussians(sum(shape.numel() for shape in shapes.values()), args)
+    count = sum(shape.numel() for shape in weight_shapes(net).values())
+    initial_gaussians(count, args)
 
 
 def run_seed(seed, splits, args, run):
@@ -1608,7 +1580,7 @@ def run_seed(seed, splits, args, run):
     # Step 1: a deterministic network, then a mean-field posterior. Norms and biases train on.
     common.seed_all(seed)
     net = make_network(args, train_set.num_classes, train_set.shape)
-    train(net, DETERMINISTIC, f"seed{seed}-deterministic", seed, args.epochs, train_set, args, run)
+    train(net, "deterministic", seed, args.epochs, train_set, args, run)
     field = RandomNetwork(net, MeanField(net))
     n = len(field.posterior.mu)
     rest = rest_bytes(field) + splits.backbone_bytes
@@ -1620,8 +1592,8 @@ def run_seed(seed, splits, args, run):
     if sigma is not None:
         field.posterior.rho.data.copy_(inverse_softplus(sigma))
     inputs = {"deterministic network": common.fingerprint(field)}
-    train(field, MEAN_FIELD, f"seed{seed}-mean-field", seed, args.stoch_epochs, train_set, args,
-          run, kl_weight=args.stoch_kl, inputs=inputs)
+    train(field, "mean-field", seed, args.stoch_epochs, train_set, args, run,
+          kl_weight=args.stoch_kl, inputs=inputs)
     rows += evaluate("mean-field", field, splits, {"bytes": 8 * n + rest}, seed, args)
 
     # Steps 2 and 3: a mixture over all weights, whose close components merge.
@@ -1633,8 +1605,8 @@ def run_seed(seed, splits, args, run):
 
     # Step 4: the shared Gaussians are trained.
     inputs = {"shared Gaussians": common.fingerprint(shared)}
-    train(shared, FINAL, f"seed{seed}-final", seed, args.final_epochs, train_set, args, run,
-          kl_weight=args.beta, inputs=inputs)
+    train(shared, "final", seed, args.final_epochs, train_set, args, run, kl_weight=args.beta,
+          inputs=inputs)
     name = f"seed{seed}-compressed.pt"
     size["file_bytes"] = common.on_main(write_compressed, name, shared, splits, args, run)
     rows += evaluate("final", shared, splits, size, seed, args)
