@@ -423,29 +423,25 @@ def mixture_lpd(means: ArrayLike, variances: ArrayLike, targets: ArrayLike) -> f
     return mixture.mean().item()
 
 
-def regression_ece(means: ArrayLike, variances: ArrayLike, targets: ArrayLike) -> float:
-    """Calibration error of regression, 0..0.5: the mean gap between quantiles and observations.
+def regression_metrics(means: ArrayLike, variances: ArrayLike,
+                       targets: ArrayLike) -> dict[str, float]:
+    """Scores of equal mixtures [S, N]; mae and rmse are those of the mean, in the targets' unit.
 
-    At 20 levels .01, ..., .99 the gap is |level - fraction of targets with F_n(y_n) <= level|, with
-    the distribution function F_n(y) = (1/S) sum_s Phi((y - m_sn) / sqrt(v_sn)) of the mixture.
+    The calibration error ece, 0..0.5, is the mean over 20 levels .01, ..., .99 of |level - fraction
+    of targets with F_n(y_n) <= level|, with the distribution function of the mixture
+    F_n(y) = (1/S) sum_s Phi((y - m_sn) / sqrt(v_sn)).
     """
     means, variances = _mixture(means, variances)
-    z = (_targets(targets, means) - means) / variances.sqrt()          # [S, N]
+    targets = _targets(targets, means)
+    error = means.mean(0) - targets                                    # [N]
+    z = (targets - means) / variances.sqrt()                           # [S, N]
     cdf = torch.special.ndtr(z).mean(0).cpu().numpy()                  # [N]
     levels = np.linspace(0.01, 0.99, 20)
     fraction_below = np.searchsorted(np.sort(cdf), levels, side="right") / len(cdf)
-    return float(np.abs(fraction_below - levels).mean())
-
-
-def regression_metrics(means: ArrayLike, variances: ArrayLike,
-                       targets: ArrayLike) -> dict[str, float]:
-    """Scores of equal mixtures [S, N]; mae and rmse are those of the mean, in the targets' unit."""
-    means, variances = _mixture(means, variances)
-    error = means.mean(0) - _targets(targets, means)
     return {"lpd": mixture_lpd(means, variances, targets),
             "mae": error.abs().mean().item(),
             "rmse": error.square().mean().sqrt().item(),
-            "ece": regression_ece(means, variances, targets)}
+            "ece": float(np.abs(fraction_below - levels).mean())}
 
 
 def standard_error(values: ArrayLike) -> float | None:
@@ -872,8 +868,8 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
 def use_global_batch_norm(net: nn.Module) -> None:
     """Make every batch norm in `net` a GlobalBatchNorm; parameters and buffers stay the same.
 
-    Layers without weights or without a running average by a constant momentum have no such form.
-    In one process they are left alone; with several processes, the first one raises a UserError.
+    Layers without weights or without a running average by a constant momentum have no such form:
+    they stay as they are in one process, and are refused with several.
     """
     for module in net.modules():
         if not isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -1429,7 +1425,7 @@ def options(args, role: str) -> dict:
 
 def with_options(args, **changes):
     """A copy of parsed arguments with some options changed."""
-    return argparse.Namespace(**{**vars(args), **changes})
+    return argparse.Namespace(**vars(args) | changes)
 
 
 def check_same_run(args, stored: dict[str, dict], fingerprints: dict[str, str]):
@@ -1446,7 +1442,7 @@ def check_same_run(args, stored: dict[str, dict], fingerprints: dict[str, str]):
         if stored_value != value:
             differing.append(f"{name} {stored_value} (not {value})")
     for noun, fingerprint_now in fingerprints.items():
-        if noun != "test data" and stored["fingerprints"].get(noun) != fingerprint_now:
+        if stored["fingerprints"].get(noun) != fingerprint_now:
             differing.append(f"another {noun}")
     if differing:
         advice = "use another --name, or --fresh to start over"
@@ -1633,11 +1629,10 @@ class Run:
     """
 
     def __init__(self, args, fingerprints: dict[str, str], summary: str = ""):
-        """Open the directory args.run_dir.
+        """Open the directory args.run_dir, and print the summary, a line on the data.
 
         fingerprints: {noun: fingerprint}, see `Splits` of data.py. A command with others is
-        refused, but for the noun "test data", which results.json holds. summary: a line on the
-        data, which is printed.
+        refused, but for the noun "test data", which results.json holds.
         """
         self.args = args
         self.dir = args.run_dir
@@ -1659,14 +1654,13 @@ class Run:
         if self.args.eval and self.args.epochs > 0 and not os.path.isdir(self.dir):
             raise UserError(f"no run in {self.dir}; train it first, without --eval")
         self._lock()
+        identity = {noun: text for noun, text in self.fingerprints.items() if noun != "test data"}
         # Without the options, nobody knows what checkpoints were made with.
         if os.path.lexists(self.dir / "options.json") or any(self.dir.glob("*.pt")):
-            stored = read_options(self.dir)
-            check_same_run(self.args, stored, self.fingerprints)
+            check_same_run(self.args, read_options(self.dir), identity)
             if self.args.eval:
                 return
         # The evaluation options are those of the last command that may train.
-        identity = {noun: text for noun, text in self.fingerprints.items() if noun != "test data"}
         content = {"training": options(self.args, "training"),
                    "evaluation": options(self.args, "evaluation"), "fingerprints": identity}
         self.write("options.json", json.dumps(content, indent=1))
@@ -1795,8 +1789,8 @@ class Run:
         """Write the rows to results.json and results.csv, and print the table; returns the rows.
 
         rows: {"method", "seed", "set", "against" (optional), "n", metric: value, ...}, where n is
-        the number of examples of `set`. columns: the metrics that the table shows; shown: the rows
-        that it shows, if not all; extra: what else results.json stores.
+        the number of examples of `set`. The table shows the metrics `columns` of the rows `shown`
+        [default: all]. extra: what else results.json stores.
         """
         rows = as_json(rows)
         content = {"script": self.dir.parent.name, "columns": columns,
@@ -2006,8 +2000,8 @@ def result_tables(rows: list[dict], metrics: list[str]) -> list[list[dict]]:
 def side_by_side(rows: list[dict], metrics: list[str]) -> list[dict]:
     """Pooled rows as papers print them: a line for each method, the data sets side by side.
 
-    Methods are ordered by their numbers of members: "DE, K=1", "SWAG, K=1", "DE, K=5", ... Rows of
-    a method on one set that differ in their number of examples have lines of their own.
+    Methods are ordered by their numbers of members: "DE, K=1", "SWAG, K=1", "DE, K=5", ... Rows
+    with another number of examples make another line.
     """
     def members(line):
         size = re.search(r"K=(\d+)\b", line["method"])
@@ -2055,9 +2049,7 @@ def column_label(content: dict, contents: list[dict]) -> str | None:
     peers = [other for other in contents if sets & {row["set"] for row in other["rows"]}]
     labels = {run_label(peer, peers) for peer in peers}
     models = {peer["config"].get("model") for peer in peers}
-    if len(labels) == 1:
-        return None
-    if len(models) == len(labels):
+    if len(models) == len(labels) > 1:
         return content["config"].get("model")
     return run_label(content, peers)
 
