@@ -1246,9 +1246,6 @@ class Parser(argparse.ArgumentParser):
             args = _parse_with_stored(self, argv, run_dir)
         args.run_dir = run_dir
         args.explicit = explicit
-        args.dataset = args.dataset.rstrip("/")  # of a folder, from the shell's completion
-        if args.image_size is None:
-            args.image_size = default_image_size(args)
         return _start_with(args)
 
     def _parse_with_presets(self, argv, stored):
@@ -1297,7 +1294,10 @@ def _preset(presets, dataset, args):
 
 
 def _start_with(args):
-    """Start the device and the processes; the options of the main process hold for all."""
+    """Complete the options and start; all processes get the options of the main one."""
+    args.dataset = args.dataset.rstrip("/")  # of a folder, from the shell's completion
+    if args.image_size is None:
+        args.image_size = default_image_size(args)
     device = start(args.device)
     # Without matplotlib a script runs to its end, but draws nothing.
     args.plot = args.plot and on_main(can_draw)
