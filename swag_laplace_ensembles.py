@@ -2,16 +2,20 @@
 
 Jordahn, Jensen, Schmidt, Andersen, "On Local Posterior Structure in Deep Ensembles", AISTATS 2025,
 arXiv:2503.13296. Does an ensemble of posteriors predict better than a deep ensemble? M networks
-theta_m (MAP) are trained, and each gets local posteriors q. Ensembles of K of them average S
-samples, S // K of each:  p(y | x) = (1 / S) sum_s p(y | x, theta_s).
+theta_m (MAP) are trained, and each gets local posteriors q (`fit_member`). Ensembles of K of them
+(`member_combinations`) average S samples, S // K of each (`combine_members`):
+
+  p(y | x) = (1 / S) sum_s p(y | x, theta_s)
 
   DE          theta_m itself, a point
   SWA, SWAG   R iterates w_r of SGD that starts at theta_m: their mean, also a point, and
               N(mean, diag(d) / 2 + D^T D / (2 (R - 1))), D_r = w_r - mean, d = mean_r D_r^2
+              (`swag_moments`, `swag_samples`, `fit_swag`)
   LLLA        N(theta, (H + delta I)^-1) of the last layer, H its generalised Gauss-Newton matrix
-              (for molecules the Hessian)
-  LA-NF       the Gaussian of LLLA through T radial flows, fitted by the ELBO
-  MC dropout  a network that is trained, and sampled, with dropout
+              (for molecules the Hessian): `full_spectrum`, `laplace_samples`, `fit_llla`
+  LA-NF       the Gaussian of LLLA through T radial flows, fitted by the ELBO (`apply_flow`,
+              `negative_elbo`, `fit_la_nf`)
+  MC dropout  a network that is trained, and sampled, with dropout (`fit_mcdo`)
 
 Usage:
   python swag_laplace_ensembles.py                        # dirty_glyphs, offline, two CPU cores
@@ -22,10 +26,6 @@ Usage:
 
 Expected (more in tests/RESULTS.md): LPD minus that of DE of the same members, mean of --seed 1, 6
   and 11, K = 1 and 5: SWA +.020, +.012; SWAG +.053, +.005; LLLA +.031, -.012; LA-NF +.051, -.015.
-
-Where the method is: SWAG: `swag_moments`, `swag_samples`, `fit_swag`; LLLA: `full_spectrum`,
-`laplace_samples`, `fit_llla`; LA-NF: `apply_flow`, `negative_elbo`, `fit_la_nf`; MC dropout:
-`fit_mcdo`; ensembles: `member_combinations`, `combine_members`; all of one member: `fit_member`.
 
 Differences from the published code:
   - SWAG's variances. Published: differences of squares in float32, which changes logits by up to
@@ -46,7 +46,6 @@ Differences from the published code:
 """
 
 import argparse
-import contextlib
 import copy
 import itertools
 import math
@@ -796,56 +795,23 @@ UNUSED = re.compile(r"\.eps$|radial_basis|prediction_finalizer")
 BUFFERS = re.compile(r"\.running_|\.num_batches|radial_basis|head\.head\.[^r]")
 
 
-def published_name(name, table):
-    for pattern, replacement in table.items():
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
-def take_of_wrn(name, tensors):
-    """Take the tensor of a name of our WRN out of {published name: tensor}."""
-    tensor = tensors.pop(published_name(name, WRN_NAMES))
-    if name.endswith((".gamma", ".beta", ".tau")):
-        return tensor.squeeze(0)  # [1, C, 1, 1]
-    return tensor
-
-
-def take_of_bert(name, tensors):
-    """The same for BERT, in which query, key and value are one matrix here."""
-    published = published_name(name, BERT_NAMES)
-    if "in_proj_" not in name:
-        return tensors.pop(published)
-    names = [published.replace("self_attn.in_proj_", f"attention.self.{kind}.")
-             for kind in ("query", "key", "value")]
-    return torch.cat([tensors.pop(name) for name in names])
-
-
-def take_of_painn(name, tensors):
-    """The same for PaiNN, whose references have an element more here."""
+def take(name, names, tensors):
+    """Take the tensor that a network here calls `name` out of {published name: tensor}."""
     if name == "statistics":
         return torch.stack([tensors.pop("head.head.mean"), tensors.pop("head.head.std")])
-    if name == "references":
+    if name == "references":  # PaiNN's have an element more here
         return F.pad(tensors.pop("head.head.atom_refs").squeeze(1), (0, 1))
-    return tensors.pop(published_name(name, PAINN_NAMES))
-
-
-def take_of(net):
-    """The function of these three that belongs to a network."""
-    if isinstance(net, PaiNN):
-        return take_of_painn
-    return take_of_bert if isinstance(net.backbone, Bert) else take_of_wrn
-
-
-@contextlib.contextmanager
-def reading(file):
-    """Say of errors in this block that the Published does not fit."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{file.path} lacks a part of a published {file.name}, or does not fit "
-                        f"--model, --dataset or --vocab ({common.one_line(error)})") from None
+    published = name
+    for pattern, replacement in names.items():
+        published = re.sub(pattern, replacement, published)
+    if "in_proj_" in name:  # here, query, key and value of BERT are one matrix
+        kinds = []
+        for kind in ("query", "key", "value"):
+            kinds.append(published.replace("self_attn.in_proj_", f"attention.self.{kind}."))
+        return torch.cat([tensors.pop(kind) for kind in kinds])
+    if name.endswith((".gamma", ".beta", ".tau")):
+        return tensors.pop(published).squeeze(0)  # [1, C, 1, 1]
+    return tensors.pop(published)
 
 
 def checked(name, tensor, *shape):
@@ -867,13 +833,17 @@ def published_tensors(file):
 
 def state_of(net, tensors):
     """The state dict of `net` from tensors by their published names; ValueError if one is left."""
+    names = WRN_NAMES
+    if isinstance(net, PaiNN):
+        names = PAINN_NAMES
+    elif isinstance(net.backbone, Bert):
+        names = BERT_NAMES
     tensors = dict(tensors)
-    take = take_of(net)
     state = {}
-    for name, here in net.state_dict().items():
-        state[name] = take(name, tensors)
-        if here.is_floating_point():
-            checked(name, state[name], *here.shape)
+    for name, initial in net.state_dict().items():
+        state[name] = take(name, names, tensors)
+        if initial.is_floating_point():
+            checked(name, state[name], *initial.shape)
     left = [name for name in tensors if not UNUSED.search(name)]
     if left:
         raise ValueError(f"{left[0]} is left over")
@@ -882,73 +852,71 @@ def state_of(net, tensors):
 
 def load_published(net, file):
     """Give `net` the weights of a published network; returns it."""
-    with reading(file):
-        net.load_state_dict(state_of(net, published_tensors(file)))
+    net.load_state_dict(state_of(net, published_tensors(file)))
     return net.eval()
 
 
 def published_iterates(net, file):
     """SWAG's iterates [R, P] in the order of the parameters of `net`, without FRN's epsilons."""
-    with reading(file):
-        tensors = published_tensors(file)
-        # In an iterate, all parameters follow each other as in the file.
-        names = [name for name in tensors if not BUFFERS.search(name)]
-        sizes = [tensors[name].numel() for name in names]
-        iterates = []
-        for column in file.state["iterates"].T:                        # [number of parameters]
-            for name, values in zip(names, column.split(sizes)):
-                tensors[name] = values.view(tensors[name].shape)
-            state = state_of(net, tensors)
-            vector = torch.cat([state[name].flatten() for name, _ in net.named_parameters()])
-            iterates.append(vector)
-        if len(iterates) < 2:
-            raise ValueError(f"SWAG needs at least 2 iterates, not {len(iterates)}")
-        return torch.stack(iterates)
+    tensors = published_tensors(file)
+    # In an iterate, all parameters follow each other as in the file.
+    names = [name for name in tensors if not BUFFERS.search(name)]
+    sizes = [tensors[name].numel() for name in names]
+    iterates = []
+    for column in file.state["iterates"].T:                            # [number of parameters]
+        for name, values in zip(names, column.split(sizes)):
+            tensors[name] = values.view(tensors[name].shape)
+        state = state_of(net, tensors)
+        vector = torch.cat([state[name].flatten() for name, _ in net.named_parameters()])
+        iterates.append(vector)
+    return torch.stack(iterates)
 
 
 def published_laplace(theta, file):
     """(H [P, P] or its diagonal [P], whether H may be indefinite, prior precision) of LLLA."""
-    with reading(file):
-        state = file.state.get("llla_inference", file.state)
-        mean = checked("mean", state["mean"], len(theta)).to(theta)
-        if not torch.allclose(mean, theta, rtol=1e-4, atol=1e-6):
-            raise ValueError(f"other weights than those of seed {file.seed} in --map-paths")
-        laplace = state["llla"]
-        is_hessian = "H_nll" in laplace  # of molecules, whose H includes the prior
-        h = laplace["H_nll" if is_hessian else "H"]
-        checked("H", h, *[len(theta) for _ in range(2 if h.ndim == 2 else 1)])
-        precision = float(laplace["prior_precision"])
-        if not 0 < precision < math.inf:
-            raise ValueError(f"the prior precision is {precision}")
-        return h, is_hessian, precision
+    state = file.state.get("llla_inference", file.state)
+    size = len(theta)
+    mean = checked("mean", state["mean"], size).to(theta)
+    if not torch.allclose(mean, theta, rtol=1e-4, atol=1e-6):
+        raise ValueError(f"other weights than those of seed {file.seed} in --map-paths")
+    laplace = state["llla"]
+    is_hessian = "H_nll" in laplace  # of molecules, whose H includes the prior
+    h = laplace["H_nll" if is_hessian else "H"]
+    shape = (size, size) if h.ndim == 2 else (size,)
+    precision = float(laplace["prior_precision"])
+    if not 0 < precision < math.inf:
+        raise ValueError(f"the prior precision is {precision}")
+    return checked("H", h, *shape), is_hessian, precision
 
 
 def published_flow(theta, file):
     """The flow of a file of LA-NF: centres [T, P], a and b [T]."""
-    with reading(file):
-        flow = []
-        sizes = {"x0": len(theta), "alpha_prime": 1, "beta_prime": 1}
-        for name, size in sizes.items():
-            tensors = []
-            for layer in range(file.state["num_transforms"]):
-                full_name = f"transform.{layer}.{name}"
-                tensor = file.state["guide_state_dict"][full_name]
-                tensors.append(checked(full_name, tensor, size))
-            flow.append(torch.stack(tensors).squeeze(-1).to(theta.device))
-        return flow
+    tensors = file.state["guide_state_dict"]
+    flow = []
+    for kind, size in (("x0", len(theta)), ("alpha_prime", 1), ("beta_prime", 1)):
+        names = [f"transform.{layer}.{kind}" for layer in range(file.state["num_transforms"])]
+        layers = [checked(name, tensors[name], size) for name in names]
+        flow.append(torch.stack(layers).squeeze(-1).to(theta.device))
+    return flow
 
 
 def check_published(net, published):
     """Refuse published files that do not fit `net`, or have a value that is not finite."""
     for (name, seed), file in published.items():
-        load_published(net, published["map", seed])
-        theta = flat_head(net.head).detach()
-        if name in ("swa", "swag"):
-            published_iterates(net, file)
-        elif name != "map":
-            published_laplace(theta, file)
-        if name.startswith("la_nf"):
-            published_flow(theta, file)
+        try:
+            load_published(net, published["map", seed])
+            theta = flat_head(net.head).detach()
+            if name in ("swa", "swag"):
+                swag_moments(published_iterates(net, file))
+            elif name != "map":
+                published_laplace(theta, file)
+            if name.startswith("la_nf"):
+                published_flow(theta, file)
+        except torch.OutOfMemoryError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+            raise UserError(f"{file.path} lacks a part of a published {name}, or does not fit "
+                            f"--model, --dataset or --vocab ({common.one_line(error)})") from None
 
 
 # ---- Training -----------------------------------------------------------------------------------
@@ -1055,29 +1023,23 @@ def summarise(study, samples, counts):
     prediction of the first n samples, "entropy_<n>": [N], their mean entropy} for each n of
     `counts`; for energies {"samples": [N, S, 2]}, mean and variance of every sample.
     """
-    summarise_kind = summarise_energies if study.energies else summarise_classes
-    columns, seconds = summarise_kind(samples, counts)
-    return common.gather_rows([columns]) | {"seconds": seconds}
-
-
-def summarise_classes(samples, counts):
     columns = {}
     seconds = []
+    outputs = []  # of energies
     mixture = RunningMixture()
     for sample in samples:
-        mixture.add(sample.outputs)
+        columns["index"] = sample.rows
         seconds.append(sample.seconds)
+        if study.energies:
+            outputs.append(sample.outputs)
+            continue
+        mixture.add(sample.outputs)
         if mixture.count in counts:
             columns[f"log_probs_{mixture.count}"] = mixture.log_probs().float()
             columns[f"entropy_{mixture.count}"] = mixture.entropy()
-    return columns | {"index": sample.rows}, seconds
-
-
-def summarise_energies(samples, counts):
-    samples = list(samples)
-    outputs = torch.stack([sample.outputs for sample in samples], 1)           # [b, S, 2]
-    seconds = [sample.seconds for sample in samples]
-    return {"samples": outputs, "index": samples[0].rows}, seconds
+    if study.energies:
+        columns["samples"] = torch.stack(outputs, 1)                   # [b, S, 2]
+    return common.gather_rows([columns]) | {"seconds": seconds}
 
 
 def validate(study, samples, count):
@@ -1282,10 +1244,8 @@ def fit_member(member):
             posterior = fit_swag(member, name)
         elif name == "mcdo":
             posterior = fit_mcdo(member)
-        elif name == "llla":
-            posterior = heads_posterior(member, name, fit_llla(member))
         else:
-            posterior = heads_posterior(member, name, fit_la_nf(member, name))
+            posterior = heads_posterior(member, name, fit_heads(member, name))
         for split in study.fingerprints:
             predict(member, posterior, split)
 
@@ -1560,25 +1520,24 @@ def draw_mcdo(member, net, split, count):
 # them to the features that all processes have computed.
 
 
-def fit_llla(member):
-    """LLLA: choose the precision of the prior, and draw S last layers.
+def fit_heads(member, name):
+    """LLLA or LA-NF: {"precision" of the prior, "heads": [S, P]}."""
+    args = member.study.args
+    fit = fit_llla
+    if name != "llla":
+        layers = int(name.removeprefix("la_nf"))
+        fit = partial(fit_la_nf, laplace=fit_heads(member, "llla"), layers=layers)
 
-    Returns {"precision", "heads": [S, P]}.
-    """
     def compute():
-        return common.on_main(laplace_heads, member, *member.last_layers)
+        return common.on_main(fit, member, *member.last_layers)
 
-    return member.cached("llla", head_inputs(member.study.args), compute)
-
-
-def head_inputs(args):
-    """What posteriors over the last layer depend on."""
-    return {"structure": args.structure, "val_samples": args.val_samples,
-            "samples": args.samples[-1]}
+    inputs = {"structure": args.structure, "val_samples": args.val_samples,
+              "samples": args.samples[-1]}
+    return member.cached(name, inputs, compute)
 
 
-def laplace_heads(member, train, val):
-    """{"precision": that validation chooses, "heads": [S, P]} of LLLA; on the main process."""
+def fit_llla(member, train, val):
+    """Choose the precision of the prior, and draw S last layers; on the main process."""
     args = member.study.args
     # The same noise for all members.
     noise = member.noise(args.val_samples, 0, STREAMS["llla_val"])
@@ -1612,22 +1571,11 @@ def draw_heads(member, heads, split, count):
             seconds = 0.0
 
 
-def fit_la_nf(member, name):
-    """LA-NF: a flow for each precision of the prior, of which validation chooses one.
+def fit_la_nf(member, train, val, laplace, layers):
+    """A flow for each precision of the prior, of which validation chooses one.
 
-    Returns {"precision", "heads": [S, P]}: the samples of LLLA, sent through the flow.
+    The samples of LLLA are sent through this flow; on the main process.
     """
-    laplace = fit_llla(member)
-    layers = int(name.removeprefix("la_nf"))
-
-    def compute():
-        return common.on_main(flow_heads, member, *member.last_layers, laplace, layers)
-
-    return member.cached(name, head_inputs(member.study.args), compute)
-
-
-def flow_heads(member, train, val, laplace, layers):
-    """{"precision": that validation chooses, "heads": [S, P]} of LA-NF; on the main process."""
     theta = member.theta
     base_precision = laplace["precision"]
     flows = train_flows(member, train, base_precision, layers)
@@ -1708,10 +1656,7 @@ def load_posterior(member, file):
         return swag_posterior(member, file.name, inputs, rank,
                               partial(published_iterates, member.net, file))
     inputs["samples"] = member.study.args.samples[-1]
-
-    def compute():
-        return common.on_main(published_heads, member, file)
-
+    compute = partial(common.on_main, published_heads, member, file)
     return heads_posterior(member, file.name, member.cached(file.name, inputs, compute))
 
 
@@ -1925,10 +1870,12 @@ def detection_rows(study, name, inside):
         for ensemble, of_test in inside.items():
             of_sets = [combine_members(study, of_set, ensemble).uncertainties()
                        for of_set in predictions]
-            of_test = {kind: of_test[kind] for kind in ("total", "epistemic") if kind in of_test}
-            outside = {kind: torch.cat([of_set[kind] for of_set in of_sets]) for kind in of_test}
-            row = describe(study, ensemble) | {"against": "+".join(sets)}
             larger_means = {"total": "ood", "epistemic": "ood"}
+            of_test = {kind: of_test[kind] for kind in larger_means if kind in of_test}
+            outside = {}
+            for kind in of_test:
+                outside[kind] = torch.cat([of_set[kind] for of_set in of_sets])
+            row = describe(study, ensemble) | {"against": "+".join(sets)}
             rows.append(row | common.detection_metrics(of_test, outside, larger_means))
     return rows
 
@@ -2115,7 +2062,8 @@ def parse_args(argv=None):
 
 def run_name(args):
     """The name of the run directory, which members of all seeds share."""
-    return common.run_name(args, "published" if args.map_paths else None)
+    published = "published" if args.map_paths else None
+    return common.run_name(args, published)
 
 
 def check_options(args):
@@ -2216,7 +2164,7 @@ def split_images(dataset, num_val):
     if dataset.files:  # the user's own images: classes keep their shares
         return data.class_split(dataset.labels, 0, num_val / n)
     groups = torch.arange(n)
-    if getattr(dataset, "groups", None) is not None:
+    if dataset.groups is not None:
         _, groups = dataset.groups.unique(return_inverse=True)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(int(groups.max()) + 1, generator=generator)

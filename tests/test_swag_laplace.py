@@ -84,15 +84,6 @@ def logits_at(theta, x, c):
     return x @ theta[:c * d].view(c, d).T + theta[c * d:]
 
 
-def brute_ggn(theta, x, c):
-    """The sum of J^T (diag p - p p^T) J over the examples."""
-    jacobians = torch.func.jacrev(logits_at)(theta, x, c)
-    h = 0
-    for j, p in zip(jacobians, logits_at(theta, x, c).softmax(-1)):
-        h = h + j.T @ (torch.diag(p) - torch.outer(p, p)) @ j
-    return h
-
-
 def dense(spectrum):
     q = spectrum.basis
     if q is None:
@@ -157,13 +148,16 @@ def test_outputs_and_densities_of_molecules():
 
 
 @pytest.mark.parametrize("c, d", [(2, 5), (6, 3)])
-def test_ggn_is_the_sum_over_examples(c, d):
+def test_ggn_is_the_hessian_of_the_summed_cross_entropy(c, d):
     _, last, theta, _ = classes_problem(d=d, c=c)
-    right = brute_ggn(theta, last.x, c)
+
+    def loss(theta):
+        return F.cross_entropy(logits_at(theta, last.x, c), last.labels, reduction="sum")
+
+    right = torch.autograd.functional.hessian(loss, theta)
     close(sl.diagonal_spectrum(theta, last).values, right.diagonal())
     spectrum = sl.full_spectrum(theta, last)
     close(dense(spectrum), right, atol=1e-10)
-    close(spectrum.basis.T @ spectrum.basis, unit(len(theta)), atol=1e-12)
     # Along a shift of all classes alike there is no curvature, and no negative one is left.
     shift = torch.cat([torch.zeros(c * d), torch.ones(c)]).double()
     along = spectrum.basis.T @ shift
@@ -332,8 +326,6 @@ def test_mixtures_do_not_underflow():
 
 
 def test_published_combinations():
-    assert sl.member_combinations(30, 2)[0] == [5, 11]
-    assert sl.member_combinations(3, 1) == [[1], [2], [3]]
     right = []
     for i in range(1, 31):
         random.seed((20 + i) * (21 + i) // 2 + i)
@@ -359,30 +351,27 @@ def stored(study, samples, counts):
     return sl.summarise(study, outputs, counts) | {"bytes": [100, 10]}
 
 
-def test_every_member_of_an_ensemble_gives_the_same_number_of_samples():
+def test_ensembles_of_molecules():
+    """Every member gives the same number of samples; methods are compared by the metrics."""
     study = study_of()
     *_, three = sl.list_ensembles(study, "swag")  # 8 // 3 = 2
     study.energies = True
-    samples = torch.rand(3, 8, 5, 2).double() + 0.1
+    samples = torch.rand(3, 8, 60, 2).double() + 0.1
     members = {seed: stored(study, own, [8]) for seed, own in enumerate(samples, 1)}
-    found = sl.combine_members(study, members, three)
-    close(found.means, samples[:, :2, :, 0].flatten(0, 1))
-    close(found.variances, samples[:, :2, :, 1].flatten(0, 1))
-
-
-def test_metrics_of_molecules():
-    means = torch.randn(4, 60).double()
-    variances = torch.rand(4, 60).double() + 0.1
-    energies = sl.EnergyPrediction(means, variances)
+    energies = sl.combine_members(study, members, three)
+    means, variances = samples[:, :2].flatten(0, 1).unbind(-1)
+    close(energies.means, means)
+    close(energies.variances, variances)
     targets = torch.randn(60).double()
     metrics = energies.metrics(targets)
     assert metrics["mae_milli"] == pytest.approx(1000 * (means.mean(0) - targets).abs().mean())
-    found = energies.uncertainties()
-    close(found["total"]**2, variances.mean(0) + means.var(0, correction=0))
-    close(found["epistemic"]**2, means.var(0, correction=0))
-    close(found["total"]**2, found["aleatoric"]**2 + found["epistemic"]**2)
-    for name, values in energies.scores(targets).items():  # compared between methods
+    for name, values in energies.scores(targets).items():
         assert values.mean().item() == pytest.approx(metrics[name], rel=1e-12)
+    uncertainties = energies.uncertainties()
+    epistemic = means.var(0, correction=0)
+    close(uncertainties["epistemic"]**2, epistemic)
+    close(uncertainties["aleatoric"]**2, variances.mean(0))
+    close(uncertainties["total"]**2, variances.mean(0) + epistemic)
 
 
 def test_one_sample_has_no_epistemic_uncertainty():
@@ -412,9 +401,8 @@ def test_evaluation_is_a_function_of_stored_predictions(tmp_path):
                        tmp_path / f"seed{seed}-{method}-{part}.pt")
     rows, differences = sl.evaluate(study)
 
-    def mixture(method, part, seeds=(1, 2, 3), share=2):
-        share = min(share, 1 if method == "map" else 8)
-        return torch.cat([samples[method, seed, part][:share] for seed in seeds])
+    def mixture(method, split, seeds=(1, 2, 3), count=2):
+        return torch.cat([samples[method, seed, split][:count] for seed in seeds])
 
     row, = [r for r in rows if r["method"] == "SWAG, S=8, K=3" and "against" not in r]
     right = common.lpd(mixture("swag", "test"), labels)
@@ -424,27 +412,25 @@ def test_evaluation_is_a_function_of_stored_predictions(tmp_path):
     assert row["lpd_minus_de"] == pytest.approx(right - base, rel=1e-4)
     found = {(d.method, d.k, d.metric): d for d in differences}
     assert len(found) == len(differences) == 8
-    each = []
-    for seed in (1, 2, 3):
-        pair = []
-        for method in ("swag", "map"):
-            probs = mixture(method, "test", [seed], 4).exp().mean(0)
-            pair.append(probs[range(50), labels].log())
-        each.append(pair[0] - pair[1])
-    of_examples = torch.stack(each).mean(0).numpy()
+    changes = 0
+    for seed, (method, sign) in itertools.product((1, 2, 3), (("swag", 1), ("map", -1))):
+        probs = mixture(method, "test", [seed], 4).exp().mean(0)
+        changes = changes + sign * probs[range(50), labels].log() / 3
     d = found["SWAG, S=4", 1, "lpd"]
-    assert d.mean == pytest.approx(of_examples.mean(), rel=1e-4)
-    assert d.interval == pytest.approx(1.96 * common.standard_error(of_examples), rel=1e-4)
+    assert d.mean == pytest.approx(changes.mean().item(), rel=1e-4)
+    error = common.standard_error(changes)
+    assert d.interval == pytest.approx(1.96 * error, rel=1e-4)
 
     pairs = {key[::2]: row for key, row in by_name(rows).items() if key[1] == "1+2+3" and key[2]}
     assert {against for _, against in pairs} == {"near", "near+far"}  # "gone" was not found
-    both = torch.cat([mixture("swag", part) for part in ("ood-near", "ood-far")], 1)
+    both = torch.cat([mixture("swag", "ood-near"), mixture("swag", "ood-far")], 1)
     for kind in ("total", "epistemic"):
-        right = common.ood_metrics(common.ensemble_uncertainty(mixture("swag", "test"))[kind],
-                                   common.ensemble_uncertainty(both)[kind], larger_means="ood")
-        own = pairs["SWAG, S=8, K=3", "near+far"]
+        inside, outside = [common.ensemble_uncertainty(outputs)[kind]
+                           for outputs in (mixture("swag", "test"), both)]
+        right = common.ood_metrics(inside, outside, larger_means="ood")
         for metric, value in right.items():
-            assert own[f"{metric}_{kind}"] == pytest.approx(value, abs=1e-3)
+            row = pairs["SWAG, S=8, K=3", "near+far"]
+            assert row[f"{metric}_{kind}"] == pytest.approx(value, abs=1e-3)
     assert "auroc_epistemic" not in next(r for r in rows if r["method"] == "DE, K=1")
     assert sl.ood_unions(["a+b", "folder:a+b"]) == {"a+b": ["a", "b"], "folder:a+b": ["folder:a+b"]}
 
@@ -461,18 +447,12 @@ def network(name, width=1.0, dropout=0.0, **train_set):
     dataset = "cifar10" if "shape" in train_set else "sst2"
     args = SimpleNamespace(dataset=dataset, model=name, width=width, dropout=dropout, freeze=False,
                            epochs=1, device=torch.device("cpu"))
-    kind = data.ImageSet if "shape" in train_set else data.TextSet
-    own = kind.__new__(kind)
-    for key, value in train_set.items():
-        if key == "shape":
-            key, value = "images", torch.zeros(1, *value)
-        object.__setattr__(own, key, value)
-    return sl.make_network(args, own)
+    return sl.make_network(args, SimpleNamespace(**train_set))
 
 
 @pytest.mark.parametrize("name, classes, count", [
-    ("wrn_16_4", 10, 2_750_698), ("wrn_16_4", 100, 2_773_828),
-    ("wrn_16_4_bn", 10, 2_748_890), ("bert_256_4", 2, 13_272_322)])
+    ("wrn_16_4", 100, 2_773_828), ("wrn_16_4_bn", 10, 2_748_890),
+    ("bert_256_4", 2, 13_272_322)])
 def test_published_numbers_of_parameters(name, classes, count):
     kind = {"vocab": range(30522)} if name.startswith("bert") else {"shape": (3, 32, 32)}
     net = network(name, num_classes=classes, **kind)
@@ -518,8 +498,13 @@ class Published(dict):
 
     def load_into(self, net):
         """`net`, in float64, with these weights."""
-        state = {f"model.{name}": tensor for name, tensor in self.items()}
-        return sl.load_published(net.double(), sl.Published("x.pt", "map", 1, state, None, []))
+        return sl.load_published(net.double(), map_file(self))
+
+
+def map_file(tensors):
+    """What is read of a published MAP network with these tensors."""
+    state = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    return sl.Published("x.pt", "map", 4, state, None, [])
 
 
 def wrn_by_hand(p, x, channels=(4, 8, 16, 32), blocks=2, classes=5, kind="frn"):
@@ -679,25 +664,26 @@ def save_published(monkeypatch):
     """save(path, class, seed, state): a file as the authors' script writes it, with objects of a
     stand-in of OmegaConf, which is gone again when the file is read."""
     modules = {"omegaconf": types.ModuleType("omegaconf")}
-    for name in ("dictconfig.DictConfig", "nodes.AnyNode", "base.ContainerMetadata"):
-        module, kind = name.split(".")
-        own = modules.setdefault(f"omegaconf.{module}", types.ModuleType(f"omegaconf.{module}"))
-        setattr(own, kind, type(kind, (), {"__module__": f"omegaconf.{module}"}))
+    kinds = {}
+    for module, kind in (("dictconfig", "DictConfig"), ("nodes", "AnyNode"),
+                         ("base", "ContainerMetadata")):
+        name = f"omegaconf.{module}"
+        kinds[kind] = type(kind, (), {"__module__": name})
+        modules[name] = types.ModuleType(name)
+        setattr(modules[name], kind, kinds[kind])
 
     def node(value):
         is_leaf = not isinstance(value, dict)
-        kind = modules["omegaconf.nodes"].AnyNode if is_leaf else (
-            modules["omegaconf.dictconfig"].DictConfig)
-        made = kind()
-        made._metadata = modules["omegaconf.base"].ContainerMetadata()
+        made = kinds["AnyNode" if is_leaf else "DictConfig"]()
+        made._metadata = kinds["ContainerMetadata"]()
         made._metadata.ref_type = typing.Any
         made._metadata.resolver_cache = collections.defaultdict(dict)
         if is_leaf:
             made._val = value
-        else:
-            made._content = {key: node(item) for key, item in value.items()}
-            for child in made._content.values():
-                child._parent = made
+            return made
+        made._content = {key: node(item) for key, item in value.items()}
+        for child in made._content.values():
+            child._parent = made
         return made
 
     def save(path, kind, seed, state, **config):
@@ -736,16 +722,14 @@ def test_published_iterates_are_networks(save_published, tmp_path, kind, name):
     for p, own in zip(iterates, found.double()):
         nn.utils.vector_to_parameters(own, net.parameters())
         close(net(x)[0], wrn_by_hand(p, x, kind=kind)[0], rtol=1e-9)
-    narrow = network(name, width=0.25, num_classes=5, shape=(3, 8, 8))
-    with pytest.raises(UserError, match="x.pt .* does not fit --model.* has the shape"):
-        sl.published_iterates(narrow, file)
-    few = {**state, "iterates": state["iterates"][:, :1]}
-    integers = {**state, "iterates": state["iterates"].long()}
-    infinite = {**state, "iterates": state["iterates"] / 0}
-    for damaged, said in ((few, "at least 2 iterates, not 1"), (integers, "holds integers"),
-                          (infinite, "not finite")):
-        with pytest.raises(UserError, match=f"x.pt .*{said}"):
-            sl.published_iterates(net, file._replace(state=damaged))
+    of_member = {("map", 4): map_file(iterates[0])}
+    for values, said in ((state["iterates"][:, :1], "at least 2 iterates, not 1"),
+                         (state["iterates"][1:], "split_with_sizes"),
+                         (state["iterates"].long(), "holds integers"),
+                         (state["iterates"] / 0, "not finite")):
+        damaged = file._replace(state=state | {"iterates": values})
+        with pytest.raises(UserError, match=f"x.pt lacks a part of a published swag.*{said}"):
+            sl.check_published(net, of_member | {("swag", 4): damaged})
 
 
 def test_a_tensor_of_another_shape_is_refused():
@@ -754,16 +738,14 @@ def test_a_tensor_of_another_shape_is_refused():
     wrn_by_hand(p, torch.zeros(2, 3, 8, 8).double())
     net = network("wrn_16_4", width=0.125, num_classes=5, shape=(3, 8, 8))
     kernel = "backbone.block_1.layer.0.conv_1.weight"
-    changes = [{"head.fc.weight": p["head.fc.weight"].T}, {kernel: p[kernel].permute(2, 3, 0, 1)},
-               {"head.fc.bias": torch.full((5,), math.nan)}, {"another": torch.zeros(3)}]
-    for change in changes:
-        state = {f"model.{name}": tensor for name, tensor in (p | change).items()}
-        with pytest.raises(UserError, match="x.pt .*(shape|not finite|another is left over)"):
-            sl.load_published(net, sl.Published("x.pt", "map", 1, state, None, []))
-    del p["head.fc.bias"]
-    state = {f"model.{name}": tensor for name, tensor in p.items()}
-    with pytest.raises(UserError, match="x.pt lacks a part .*head.fc.bias"):
-        sl.load_published(net, sl.Published("x.pt", "map", 1, state, None, []))
+    lacking = {name: tensor for name, tensor in p.items() if name != "head.fc.bias"}
+    for tensors, said in ((p | {"head.fc.weight": p["head.fc.weight"].T}, "shape"),
+                          (p | {kernel: p[kernel].permute(2, 3, 0, 1)}, "shape"),
+                          (p | {"head.fc.bias": torch.full((5,), math.nan)}, "not finite"),
+                          (p | {"another": torch.zeros(3)}, "another is left over"),
+                          (lacking, "head.fc.bias")):
+        with pytest.raises(UserError, match=f"x.pt lacks a part of a published map.*{said}"):
+            sl.check_published(net, {("map", 4): map_file(tensors)})
 
 
 def test_only_tensors_and_configurations_are_unpickled(save_published, tmp_path):
@@ -804,25 +786,16 @@ def test_a_published_file_says_its_data_set_and_network(save_published, tmp_path
     assert (args.dataset, args.model) == ("cifar10", "wrn_16_4")  # what was typed
 
 
-def test_damaged_published_files_are_refused_before_the_directory_is_made(save_published, tmp_path):
+def test_damaged_published_files_are_refused(save_published, tmp_path):
     """Flipped bytes in tensors, as of a download that failed."""
-    files, posteriors, theta, *_ = published_study(tmp_path, save_published)
-    argv = ("--dataset glyphs --model wrn_10_4 --width 0.1 --limit-train 60 --samples 4 --ensembles"
-            f" 1 --flow-layers 2 --out-dir {tmp_path}/out --map-paths {files[1]} --device cpu "
-            "--posterior-paths").split()
+    files, posteriors, *_ = published_study(tmp_path, save_published)
     for path in (files[1], *posteriors):
         content = path.read_bytes()
         start = len(content) // 2
         for damaged in (content[:start] + bytes(400) + content[start + 400:], content[:-300]):
             path.write_bytes(damaged)
             with pytest.raises(UserError, match=f"{path.name} is damaged"):
-                sl.main([*argv, *map(str, posteriors)])
-        path.write_bytes(content)
-    laplace = {"H": torch.eye(270), "prior_precision": torch.tensor([math.nan])}
-    save_published(posteriors[2], "LastLayerLaplace", 2, {"mean": theta, "llla": laplace})
-    with pytest.raises(UserError, match="llla.pt .*the prior precision is nan"):
-        sl.main([*argv, *map(str, posteriors)])
-    assert not (tmp_path / "out").exists()
+                sl.read_published(path)
 
 
 def published_study(tmp_path, save):
@@ -851,13 +824,17 @@ def published_study(tmp_path, save):
     return files, posteriors, theta, h, flow
 
 
-def test_a_study_of_published_networks(save_published, tmp_path, monkeypatch, capsys):
+PUBLISHED = ("--dataset glyphs --model wrn_10_4 --width 0.1 --limit-train 60 --limit-test 20 --ood "
+             "--samples 4 --flow-layers 2 --no-plot --batch-size 20 --device cpu").split()
+
+
+def test_a_study_of_published_networks(save_published, tmp_path, monkeypatch):
     files, posteriors, theta, h, flow = published_study(tmp_path, save_published)
-    shared = ("--dataset glyphs --model wrn_10_4 --width 0.1 --limit-train 60 --limit-test 20 "
-              "--val-samples 2 --samples 4 --ood --no-plot --batch-size 20 --device cpu").split()
-    shared += ["--out-dir", str(tmp_path), "--map-paths", *map(str, files)]
-    argv = shared + "--flow-layers 2 --ensembles 1 2 --swag-lrs 1e-3 --swag-epochs 2".split()
-    rows = sl.main(argv + ["--posterior-paths", *map(str, posteriors)])
+    argv = [*PUBLISHED, "--out-dir", tmp_path, "--ensembles", 1, 2, "--swag-lrs", 1e-3,
+            "--swag-epochs", 2, "--val-samples", 2, "--map-paths", *files, "--posterior-paths",
+            *posteriors]
+    argv = [str(word) for word in argv]
+    rows = sl.main(argv)
     assert [row["seed"] for row in rows[:2]] == ["2", "10"]  # by the seeds in the files
     folder = tmp_path / SCRIPT / "glyphs-wrn_10_4-w0.1-published"
     assert not (folder / "seed2-swag-lr0.001.pt").exists()     # a published one
@@ -874,35 +851,43 @@ def test_a_study_of_published_networks(save_published, tmp_path, monkeypatch, ca
     # A finished study is read; another file of a posterior is another posterior.
     monkeypatch.setattr(sl, "train_epoch", None)
     monkeypatch.setattr(sl, "negative_elbo", None)
-    again = sl.main(argv + ["--eval", "--posterior-paths", *map(str, posteriors)])
-    assert by_name(again) == by_name(rows)
-    state = {"mean": theta + 1, "llla": {"H": h, "prior_precision": torch.tensor([3.0])}}
+    assert by_name(sl.main([*argv, "--eval"])) == by_name(rows)
+    state = {"mean": theta, "llla": {"H": h + unit(270), "prior_precision": torch.tensor([3.0])}}
     save_published(posteriors[2], "LastLayerLaplace", 2, state)
-    with pytest.raises(UserError, match="llla.pt lacks .*other weights than those of seed"):
-        sl.main(argv + ["--eval", "--posterior-paths", *map(str, posteriors)])
-    # Other files that do not fit, and those that nothing would use.
-    damaged = [{**state, "mean": theta[:-1]}, {"mean": theta}, {"mean": theta, "llla": {"H": h}}]
-    for number, state in enumerate(damaged):
-        save_published(tmp_path / "llla.pt", "LastLayerLaplace", 2, state)
-        with pytest.raises(UserError, match="llla.pt lacks a part of a published llla"):
-            sl.main(shared + ["--methods", "llla", "--ensembles", "1", "--name", f"{number}",
-                              "--posterior-paths", str(tmp_path / "llla.pt")])
-    for more, said in ((["--flow-layers", "3"], "la_nf.pt holds la_nf2 of seed 2, which has no"),
-                       (["--methods", "swag", "la_nf"], "swa.pt holds swa of seed 2, which has"),
-                       (["--map-paths", files[0]], "swa.pt holds swa of seed 2, which has no")):
-        words = [*argv, "--posterior-paths", *posteriors, "--name", "no", "--ensembles", 1, *more]
-        with pytest.raises(UserError, match=said):
-            sl.main([str(word) for word in words])
-    with pytest.raises(UserError, match="LA-NF has to be published, too; give the file of la_nf2"):
-        sl.main(argv + ["--posterior-paths", str(posteriors[2]), "--name", "no"])
-    for words, said in ((["--map-paths", files[0], files[0]], "map of seed 10; --map-paths takes"),
-                        (["--map-paths", posteriors[0]], "holds swa of seed 2"),
-                        (["--map-paths", files[0], "--width", 0.2], "map10.pt lacks .* shape")):
-        argv = ["--dataset", "glyphs", "--model", "wrn_10_4", "--out-dir", tmp_path / "no", *CPU,
-                "--limit-train", 60, "--width", 0.1, "--ensembles", 1, *words]
-        with pytest.raises(UserError, match=said):
-            sl.main([str(word) for word in argv])
-    assert not (tmp_path / "no").exists()
+    changed = by_name(sl.main(argv))
+    for method, is_same in (("LLLA, K=1", False), ("LA-NF, K=1", True), ("SWAG, K=1", True)):
+        lpds = [found[method, "2", None]["lpd"] for found in (changed, by_name(rows))]
+        assert (lpds[0] == lpds[1]) == is_same, method
+
+
+def test_published_files_that_do_not_fit_are_refused(save_published, tmp_path):
+    """In one line, before the run directory is made; also those that nothing would use."""
+    files, posteriors, theta, h, _ = published_study(tmp_path, save_published)
+    all_files = ["--map-paths", *files, "--posterior-paths", *posteriors]
+
+    def check(said, *words):
+        argv = [*PUBLISHED, "--ensembles", 1, "--out-dir", tmp_path / "out", *words]
+        text = conftest.refusal(sl.main, [str(word) for word in argv])
+        assert re.search(said, text), text
+
+    check("la_nf.pt holds la_nf2 of seed 2, which has no", *all_files, "--flow-layers", 3)
+    check("swa.pt holds swa of seed 2, which has", *all_files, "--methods", "swag", "la_nf")
+    check("swa.pt holds swa of seed 2, which has", *all_files, "--map-paths", files[0])
+    check("LA-NF has to be published, too; give the file of la_nf2", "--map-paths", *files,
+          "--posterior-paths", posteriors[2])
+    check("map of seed 10; --map-paths takes", "--map-paths", files[0], files[0])
+    check("holds swa of seed 2", "--map-paths", posteriors[0])
+    check("map10.pt lacks .* shape", "--map-paths", files[0], "--width", 0.2)
+    laplace = {"H": h, "prior_precision": torch.tensor([3.0])}
+    for state, said in (({"mean": theta + 1, "llla": laplace}, "other weights than those of seed"),
+                        ({"mean": theta[:-1], "llla": laplace}, "shape"),
+                        ({"mean": theta}, "'llla'"),
+                        ({"mean": theta, "llla": {"H": h}}, "'prior_precision'"),
+                        ({"mean": theta, "llla": laplace | {"H": h[:9]}}, "shape"),
+                        ({"mean": theta, "llla": laplace | {"prior_precision": math.nan}}, "nan")):
+        save_published(posteriors[2], "LastLayerLaplace", 2, state)
+        check(f"llla.pt lacks a part of a published llla, or does not.*{said}", *all_files)
+    assert not (tmp_path / "out").exists()
 
 
 # ---- Data ---------------------------------------------------------------------------------------
@@ -1086,38 +1071,24 @@ def test_what_a_prediction_of_the_story_needs(studies):
 def test_the_best_epochs_weights_are_kept(tmp_path, monkeypatch):
     weights = []
     values = iter([3.0, 1.0, 1.0, 2.0, math.nan])
-
-    def next_value(study, samples, count):
-        weights.append(common.load_tensors(tmp_path / "net.pt"))
-        return {"val_nll": next(values)}
-
-    def saved_outputs(study, net, split):
-        torch.save(net.state_dict(), tmp_path / "net.pt")
-
-    monkeypatch.setattr(sl, "validate", next_value)
-    monkeypatch.setattr(sl, "compute_outputs", saved_outputs)
+    monkeypatch.setattr(sl, "validate", lambda *_: {"val_nll": next(values)})
+    monkeypatch.setattr(sl, "compute_outputs",
+                        lambda study, net, split: weights.append(sl.flat_weights(net)))
     study = opened("glyphs", tmp_path, "--epochs", 4)
-    net = sl.train_map(study, 1, 0.0)
-    for name, value in net.state_dict().items():
-        assert torch.equal(value, weights[1][name])
-    assert not torch.equal(value, weights[2][name])  # of equal ones, the first
+    best = sl.flat_weights(sl.train_map(study, 1, 0.0))
+    assert torch.equal(best, weights[1]) and not torch.equal(best, weights[2])  # the first one
     with pytest.raises(UserError, match="training diverged"):
         sl.train_map(study, 2, 0.0)
 
 
 def test_samples_of_swag_differ_by_seed_and_sample():
     """Of one posterior: two members, samples of one block and of two."""
-    p = 500
-    moments = torch.zeros(p), torch.ones(p), torch.zeros(3, p)
-    found = []
-    for seed in (1, 2, 1):
-        vectors = list(sl.swag_vectors(seed, moments, 9))
-        assert len(vectors) == 9
-        found += [vectors[0], vectors[1], vectors[8]]
-    assert torch.pdist(torch.stack(found[:6])).min() > 0.9 * math.sqrt(p)
-    assert all(map(torch.equal, found[:3], found[6:]))
+    moments = torch.zeros(500), torch.ones(500), torch.zeros(3, 500)
+    samples = [*sl.swag_vectors(1, moments, 9), *sl.swag_vectors(2, moments, 9)]
+    assert len(samples) == 18
+    assert torch.pdist(torch.stack(samples)).min() > 0.9 * math.sqrt(500)
     (few,) = sl.swag_vectors(1, moments, 1)
-    assert torch.equal(few, found[0])  # whatever the number of samples
+    assert torch.equal(few, samples[0])  # whatever the number of samples
 
 
 def test_batch_statistics_are_means_over_the_training_set(tmp_path):
@@ -1407,15 +1378,13 @@ class Failing(nn.Module):
         return x.reshape(3, -1) if self.training else x
 
 
-@pytest.mark.parametrize("network, said", [
-    (lambda args, shape: ([nn.Flatten(), nn.Linear(5, 3)], 3), "--model mine fails on images"),
-    (lambda args, shape: ([nn.Flatten(), nn.Dropout(), Failing()], 784), "fails on 2 image"),
-    (lambda args, shape: ([nn.Flatten()], 784), "has no dropout")])
-def test_impossible_networks_are_refused_before_training(tmp_path, monkeypatch, network, said):
-    monkeypatch.setitem(sl.NETWORKS, "mine", network)
-    argv = tiny("glyphs", tmp_path, "--model", "mine", "--limit-train", 97, "--batch-size", 24)
+@pytest.mark.parametrize("layers, said", [
+    ([nn.Flatten(), nn.Dropout(), Failing()], "--model mine fails on 2 image"),
+    ([nn.Flatten()], "has no dropout")])
+def test_impossible_networks_are_refused_before_training(tmp_path, monkeypatch, layers, said):
+    monkeypatch.setitem(sl.NETWORKS, "mine", lambda *_: (layers, 784))
     with pytest.raises(UserError, match=said):
-        sl.main(argv)
+        sl.main(tiny("glyphs", tmp_path, "--model", "mine"))
     assert not list(tmp_path.iterdir())
 
 
