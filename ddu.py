@@ -208,7 +208,8 @@ def fit_gaussians(features: Tensor, labels: Tensor, num_classes: int,
         warnings.warn(f"the covariance of a class is singular: {jitter:.2g} is added to all "
                       "variances; shrinkage or more examples give better densities", stacklevel=2)
     normal = MultivariateNormal(mean, scale_tril=factor, validate_args=False)
-    return Gaussians(normal, torch.log(counts.double() / len(labels)), jitter)
+    prior = counts.double() / len(labels)                              # [K]  q(c)
+    return Gaussians(normal, prior.log(), jitter)
 
 
 def count_examples(features: Tensor, labels: Tensor, num_classes: int) -> Tensor:
@@ -454,9 +455,9 @@ def basic_block(c_in, c_out, stride, args):
 
 def bottleneck_block(c_in, c_out, stride, args):
     c = c_out // 4
-    first = conv_bn_act(c_in, c, args, kernel=1)
-    second = conv_bn_act(c, c, args, stride=stride)
-    return first + second + [conv(c, c_out, kernel=1), nn.BatchNorm2d(c_out)]
+    layers = conv_bn_act(c_in, c, args, kernel=1)
+    layers += conv_bn_act(c, c, args, stride=stride)
+    return layers + [conv(c, c_out, kernel=1), nn.BatchNorm2d(c_out)]
 
 
 def wide_resnet(args, shape, depth=28):
@@ -530,10 +531,10 @@ def learning_rate(step, steps_per_epoch, args):
 
 def make_optimiser(net, args):
     """SGD with momentum 0.9, or Adam."""
+    settings = dict(lr=args.lr, weight_decay=args.weight_decay)
     if args.opt == "adam":
-        return torch.optim.Adam(net.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-    return torch.optim.SGD(net.parameters(), lr=args.lr, weight_decay=args.weight_decay,
-                           momentum=0.9)
+        return torch.optim.Adam(net.parameters(), **settings)
+    return torch.optim.SGD(net.parameters(), momentum=0.9, **settings)
 
 
 @torch.no_grad()
@@ -553,10 +554,11 @@ def validate(net, val_set, args):
 def train(net, train_set, val_set, args, seed, run=None, name=None):
     """Step 1: minimise the cross entropy; the log also reports on `val_set`, if it is not None."""
     optimiser = make_optimiser(net, args)
+    augment = "crop_flip" if args.augment else "none"
     # The order and the augmentation of the images depend only on the seed and the epoch.
     loader = data.Loader(train_set, args.batch_size, args.device, seed=seed, shuffle=True,
-                         limit_steps=args.limit_steps, workers=args.workers, channels_last=True,
-                         augment="crop_flip" if args.augment else "none")
+                         augment=augment, limit_steps=args.limit_steps, workers=args.workers,
+                         channels_last=True)
     # With several processes this is DistributedDataParallel, with batch norm over all of them.
     model = common.data_parallel(net, args.device, args.compile)
     history = []  # one row for each completed epoch
@@ -638,6 +640,10 @@ class Outputs(NamedTuple):
     features: Tensor  # [N, D] float32
     labels: Tensor    # [N]
     ms: float         # time of the pass over the set, in milliseconds per example
+
+    def select(self, rows: slice):
+        """The Outputs for some of the examples."""
+        return Outputs(self.logits[rows], self.features[rows], self.labels[rows], self.ms)
 
 
 class Thresholds(NamedTuple):
@@ -749,12 +755,10 @@ def tested_sets(outputs, splits, args):
     tested = {splits.test.name: outputs["test"]}
     if args.dataset in PARTS:
         parts = PARTS[args.dataset]
-        tested[parts.clean] = []
-        tested[parts.ambiguous] = []
-        for logits, features, labels, ms in outputs["test"]:
-            n = parts.clean_rows
-            tested[parts.clean].append(Outputs(logits[:n], features[:n], labels[:n], ms))
-            tested[parts.ambiguous].append(Outputs(logits[n:], features[n:], labels[n:], ms))
+        clean = slice(parts.clean_rows)
+        ambiguous = slice(parts.clean_rows, None)
+        tested[parts.clean] = [of_network.select(clean) for of_network in outputs["test"]]
+        tested[parts.ambiguous] = [of_network.select(ambiguous) for of_network in outputs["test"]]
     return tested | {name: outputs[name] for name in splits.ood}
 
 
@@ -762,7 +766,9 @@ def metrics_before_and_after_scaling(predictions):
     """Accuracy, likelihood and calibration; the names of those after scaling end in _scaled."""
     metrics = common.prediction_metrics(predictions.log_probs, predictions.labels)
     scaled = common.prediction_metrics(predictions.scaled_log_probs, predictions.labels)
-    return metrics | {f"{metric}_scaled": value for metric, value in scaled.items()}
+    for metric, value in scaled.items():
+        metrics[f"{metric}_scaled"] = value
+    return metrics
 
 
 def result_rows(method, seed, predictions, splits, args):
@@ -772,11 +778,10 @@ def result_rows(method, seed, predictions, splits, args):
     """
     # The whole test set and its clean part are compared with the OOD sets, and
     # the clean part with the ambiguous one.
-    labelled = [splits.test.name]
+    labelled = [name for name in predictions if name not in splits.ood]
     pairs = [(splits.test.name, name) for name in splits.ood]
     if args.dataset in PARTS:
         parts = PARTS[args.dataset]
-        labelled += [parts.clean, parts.ambiguous]
         pairs += [(parts.clean, name) for name in splits.ood]
         pairs.append((parts.clean, parts.ambiguous))
 
@@ -842,12 +847,12 @@ def write_predictions(outputs, splits, gaussians, temperatures, val_density, thr
 
     outputs: of each network for the predicted set; probabilities are those after scaling
     """
-    log_probs = {"ddu": stack_log_probs(outputs[:1], temperatures[:1])}
+    first = predict_by_ddu(outputs[0], gaussians, temperatures[0])
+    log_probs = {"ddu": first.scaled_log_probs[None]}                  # {method: [M, N, K]}
     scales = {"ddu": temperatures[0]}
     if len(outputs) > 1:
         log_probs["ensemble"] = stack_log_probs(outputs, temperatures)
         scales["ensemble"] = np.mean(temperatures)
-    first = predict_by_ddu(outputs[0], gaussians, temperatures[0])
     decisions = decision_columns(first.scores["density"], first.scores["total_scaled"],
                                  val_density, thresholds)
     common.write_predictions(run, splits.predict, log_probs, splits.train.classes, scales,
@@ -859,10 +864,9 @@ def write_predictions(outputs, splits, gaussians, temperatures, val_density, thr
 
 def plot_uncertainty(predictions, thresholds, splits, args, run):
     """Figures 1 and 2 of the paper: entropy, density, and both, of the test and the OOD sets."""
-    names = [splits.test.name] + list(splits.ood)
+    names = list(predictions)
     if args.dataset in PARTS:
-        parts = PARTS[args.dataset]
-        names = [parts.clean, parts.ambiguous] + list(splits.ood)
+        names.remove(splits.test.name)  # its parts are drawn instead
     all_densities = torch.cat([predictions[name].scores["density"] for name in names])
     highest = max(all_densities.max().item(), thresholds.density)
     # OOD densities may be very low; they are clipped to the left edge of the picture.
@@ -1135,8 +1139,7 @@ def run_active_learning(args):
     pool = load_pool(args)
     for acquisition in args.active_learning:
         check_network(pool.images, options_of(acquisition, args))
-    fingerprints = {"training data": data.fingerprint(pool.images),
-                    "test data": data.fingerprint(pool.test)}
+    fingerprints = data.fingerprints(args, pool.test, pool.images)
     splits = data.Splits(pool.images, None, pool.test, {}, None, fingerprints)
     run = common.Run(args, fingerprints, splits.summary())
     last = args.max_training_samples
@@ -1327,8 +1330,9 @@ def load_splits(args, seed):
     is_trained = args.epochs > 0 or args.dataset in PARTS
     splits = data.load_splits(args, seed, val_fraction=0.1 if is_trained else 0)
     if splits.val is None:
-        test, val = data.train_val_split(len(splits.test), seed)
-        splits = splits._replace(val=splits.test.select(val), test=splits.test.select(test))
+        test_rows, val_rows = data.train_val_split(len(splits.test), seed)
+        val = splits.test.select(val_rows)
+        splits = splits._replace(val=val, test=splits.test.select(test_rows))
         common.print_on_main("the thresholds and the temperature come from a tenth of the test "
                              "set, which is not evaluated, because the network is not trained here")
     return splits
@@ -1340,11 +1344,9 @@ def check_network(train_set, args):
     common.try_batch(net.train(args.epochs > 0), train_set, args)
     counts = train_set.labels.bincount(minlength=train_set.num_classes)
     if counts.min() < 2:
-        smallest = int(counts.argmin())
-        if train_set.classes:
-            smallest = train_set.classes[smallest]
-        raise UserError(f"class {smallest} of {train_set.name} has {counts.min()} training "
-                        "example(s), but its Gaussian needs two")
+        [name] = common.class_names(counts.argmin(keepdim=True), train_set.classes)
+        raise UserError(f"class {name} of {train_set.name} has {counts.min()} training example(s), "
+                        "but its Gaussian needs two")
 
 
 def evaluate(outputs, splits, network_bytes, seed, args, run):
