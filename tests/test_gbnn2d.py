@@ -9,7 +9,7 @@ import warnings
 from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -46,6 +46,11 @@ def run(argv):
         patch.setattr(data, "EMBEDDED", FEW)
         patch.setattr(data, "_embedded", data._embedded.__wrapped__)  # nothing is kept
         return gbnn2d.main([str(word) for word in argv])
+
+
+def load(path, folder, *more):
+    """The rows of --load."""
+    return run(["--load", path, "--out-dir", folder, *CPU, *more])
 
 
 def seed_of(number):
@@ -467,16 +472,16 @@ def test_a_prediction_and_its_metrics_by_hand():
 
 def test_the_mode_of_sampled_labels_is_the_published_accuracy():
     """A label is drawn from the softmax of each draw; the mode is the smallest commonest one."""
-    logits = torch.tensor([[2.0, 1.0, -1.0], [0.0, 0.1, 0.0]]).double().expand(40_000, 2, 3)
-    for s in range(2):  # forty thousand draws as examples of one draw each
-        found = gbnn2d.mean_prediction(logits[:, s][None], torch.rand(1, 40_000))["mode"]
-        shares = found.bincount(minlength=3) / 40_000
-        np.testing.assert_allclose(shares, logits[0, s].softmax(0), atol=0.01)
-    uniform = torch.tensor([[0.1, 0.9], [0.7, 0.9], [0.71, 0.2], [0.999, 0.1]])
-    mode = gbnn2d.mean_prediction(logits[:4], uniform)["mode"]  # 0, 0, 0, 2 and 2, 2, 0, 0
+    logits = torch.tensor([[2.0, 1.0, -1.0], [0.0, 0.1, 0.0]]).double()
+    # The cumulative probabilities are 0.705, 0.965, 1 and 0.322, 0.678, 1.
+    uniform = torch.tensor([[0.1, 0.9], [0.7, 0.9], [0.71, 0.3], [0.97, 0.1]])
+    for numbers, labels in zip(uniform, ([0, 2], [0, 2], [1, 0], [2, 0])):
+        drawn = gbnn2d.mean_prediction(logits[None], numbers[None])["mode"]
+        assert drawn.tolist() == labels
+    mode = gbnn2d.mean_prediction(logits.expand(4, 2, 3), uniform)["mode"]
     assert mode.tolist() == [0, 0]
-    prediction = gbnn2d.Predictions(logits[0].log_softmax(1), logits[0], mode, mode, 0.0)
-    assert gbnn2d.label_metrics(prediction, torch.tensor([0, 0]))["accuracy_mode"] == 1
+    prediction = gbnn2d.Predictions(logits.log_softmax(1), logits, mode, mode, 0.0)
+    assert gbnn2d.label_metrics(prediction, torch.tensor([0, 1]))["accuracy_mode"] == 0.5
 
 
 # ---- Published checkpoints ----------------------------------------------------------------------
@@ -555,7 +560,7 @@ def published_file(layout, path, k=12, classes=4):
     label[outlier[:5]] = -1
     inlier = torch.ones(n).index_fill(0, outlier, 0).nonzero()[:6, 0]
     rows = inlier.tolist() + outlier[:2].tolist()
-    values = [[2e5 + 0.3, 2e5], [2e5, 1e5], [1e5, 9e4], [9.5, 9.0]] * 2
+    values = [[2e5 + 0.3, 2e5], [162755.0, 162754.5], [1e5, 9e4], [9.5, 9.0]] * 2
     pairs = [torch.randperm(k)[:2].tolist() for _ in rows]
     rest = {name: tensor for name, tensor in net.state_dict().items() if name not in names}
     guide = {"centers_guide": 0.3 * torch.randn(k, 2),
@@ -570,18 +575,22 @@ def published_file(layout, path, k=12, classes=4):
     return state, net
 
 
-def published_draw(layout, state, m, outlier):
-    """The weights [N] for drawn components m [K] and outliers, as the prediction scripts do."""
-    indices = state["params_dict_indices"]
-    centre = state["params_guide"]["centers_guide"][:, 0].tolist()
-    w = m[indices["filtered_labels"].long().clamp_min(0)]
-    w[indices["outliers_indices"]] = outlier
+def published_draw(layout, state):
+    """The weights [N] of one draw, as the prediction scripts make it."""
+    guide, indices = state["params_guide"], state["params_dict_indices"]
+    label, outlier = indices["filtered_labels"].long(), indices["outliers_indices"]
+    noise = torch.randn(len(guide["centers_guide"]), 2, 1)
+    m = guide["centers_guide"][:, 0] + (guide["scale_tril_posterior"] @ noise)[:, 0, 0]
+    w = m[label.clamp_min(0)]
+    noise = torch.randn(len(label))[outlier]
+    w[outlier] = guide["outliers_posterior_loc"] + guide["outliers_posterior_sigma"] * noise
     for row, (first, second) in indices["ellipse_outdices_dict"].items():
-        values = np.array(indices["ellipse_outdices_value_dict"][row])
-        a, b = np.exp(values - values.max()) / np.exp(values - values.max()).sum()
+        values = torch.tensor(indices["ellipse_outdices_value_dict"][row], dtype=torch.float64)
+        a, b = values.softmax(0)
         both = (values > 162754.797).all()
         if layout == "wrn":  # the other scripts overwrite them
-            w[row] = a * centre[first] + both * b * centre[second]
+            w[row] = a * guide["centers_guide"][first, 0]
+            w[row] += both * b * guide["centers_guide"][second, 0]
     return w
 
 
@@ -589,48 +598,42 @@ def published_draw(layout, state, m, outlier):
 def test_a_published_file_gives_the_published_weights_and_logits(layout, side, tmp_path):
     path = tmp_path / "2DGBNNs.pth"
     state, net = published_file(layout, path)
-    guide = state["params_guide"]
     train_set = data.ImageSet("own", torch.zeros(4, 3, side, side, dtype=torch.uint8),
                               torch.arange(4), 4, (0.5,) * 3, (0.3,) * 3)
     splits = data.Splits(train_set, None, train_set, {}, None, {})
     args = parse("--load", str(path), "--dataset", "cifar10")
     assert args.model == ("wide_resnet" if layout == "wrn" else "resnet18")
     assert args.draw == "equal" and args.epochs is None
-    random = gbnn2d.load_network(gbnn2d.read_file(args), splits, args).eval()
-    weights = gbnn2d.SharedWeights(*[part.detach() for part in random.posterior.weights()])
-    eps = torch.randn(len(weights.label))
-    m = weights.centre[:, 0] + (weights.factor @ torch.randn(12, 2, 1))[:, 0, 0]
-    drawn = gbnn2d.fill_in(weights, m, torch.zeros(12), eps)
-    noise = eps[state["params_dict_indices"]["outliers_indices"]]
-    outlier = guide["outliers_posterior_loc"] + guide["outliers_posterior_sigma"] * noise
-    wanted = published_draw(layout, state, m, outlier)
-    np.testing.assert_allclose(drawn, wanted, atol=1e-6)
+    file = gbnn2d.read_file(args)
+    random = gbnn2d.load_network(file, splits, args).eval()
     x = torch.randn(3, 3, side, side)
+    torch.manual_seed(1)
+    wanted = published_draw(layout, state)
     with torch.no_grad():
-        sizes = [shape.numel() for shape in random.shapes.values()]
-        for parameter, part in zip(gbnn2d.weight_shapes(net), wanted.split(sizes)):
-            net.get_parameter(parameter).copy_(part.view_as(net.get_parameter(parameter)))
-        wanted = net(x)
-        found = torch.func.functional_call(random.net, random.split(drawn), (x,))
-        assert random(x).isfinite().all() and not torch.equal(random(x), random(x))
-    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+        torch.manual_seed(1)
+        np.testing.assert_allclose(random.posterior(), wanted, atol=1e-6)
+        torch.manual_seed(1)
+        logits = random(x)
+        for name, weight in zip(gbnn2d.weight_shapes(net), random.split(wanted).values()):
+            net.get_parameter(name).copy_(weight)
+        assert (logits - net(x)).abs().max() < 1e-5 * logits.abs().max()
     # The other spellings of two keys.
-    older = {"centers_guide": "centers", "outliers_posterior_sigma": "outliers_posterior_simga"}
-    guide = {older.get(name, name): value for name, value in guide.items()}
-    torch.save({**state, "params_guide": guide}, path)
-    again = gbnn2d.read_file(args)
-    assert torch.equal(again.weights.outlier_sigma, weights.outlier_sigma)
+    guide = state["params_guide"]
+    guide["centers"] = guide.pop("centers_guide")
+    guide["outliers_posterior_simga"] = guide.pop("outliers_posterior_sigma")
+    torch.save(state, path)
+    assert all(map(torch.equal, gbnn2d.read_file(args).weights, file.weights))
     # The stem of ResNet-18 depends on the size of the images.
     other = replace(train_set, images=torch.zeros(4, 3, 104 - side, 104 - side))
     if layout != "wrn":
-        said = refusal(gbnn2d.load_network, again, splits._replace(train=other), args)
+        said = refusal(gbnn2d.load_network, file, splits._replace(train=other), args)
         assert f"for images of {104 - side} pixels per side" in said
 
 
 def test_a_published_file_is_evaluated_as_published(tmp_path, monkeypatch):
     """With the statistics of CIFAR-100, the draws of its script, and counts of the file."""
     path = tmp_path / "2DGBNNs.pth"
-    published_file("wrn", path, classes=6)  # the published CIFAR-10 network has 100
+    state, _ = published_file("wrn", path, classes=6)  # the published CIFAR-10 network has 100
     seen = []
     predict = gbnn2d.predict
 
@@ -639,9 +642,8 @@ def test_a_published_file_is_evaluated_as_published(tmp_path, monkeypatch):
         return predict(module, dataset, seed, common.with_options(args, mc=2))
 
     monkeypatch.setattr(gbnn2d, "predict", predict_quickly)
-    folder = own_folder(tmp_path)
-    [row] = run(["--load", path, "--dataset", folder, "--preset", "cifar10", "--ood",
-                 "--predict", folder, "--out-dir", tmp_path, *CPU])
+    argv = ["--dataset", own_folder(tmp_path), "--preset", "cifar10", "--ood"]
+    [row] = load(path, tmp_path, *argv, "--predict", argv[1])
     assert seen == [(pytest.approx((0.5071, 0.4865, 0.4409), abs=1e-4), 30)] * 2
     assert (row["outliers"], row["ellipse_points"], row["gaussians"]) == (30, 8, 12)
     assert row["method"] == "published" and row["file_bytes"] == path.stat().st_size
@@ -649,19 +651,14 @@ def test_a_published_file_is_evaluated_as_published(tmp_path, monkeypatch):
     table = next((tmp_path / "gbnn2d").glob("*/predictions.csv")).read_text().splitlines()
     assert table[0] == "file,label,predicted,confidence,total,aleatoric,epistemic,temperature"
     # The training images are not read; and of WRN's files, some have no ellipse points.
-    parts = []
-    load = data.load
-    monkeypatch.setattr(data, "load", lambda name, split, *args, **options: (
-        parts.append(split) or load(name, split, *args, **options)))
-    state, _ = published_file("wrn", path)
+    monkeypatch.setattr(data, "load", Mock(wraps=data.load))
     state["params_dict_indices"]["ellipse_outdices"] = []
     torch.save(state, path)
-    [row] = run(["--load", path, "--dataset", folder, "--preset", "cifar10", "--ood", "--mc", 1,
-                 "--out-dir", tmp_path, *CPU])
-    assert row["ellipse_points"] == 0 and parts == ["test"]
-    text = refusal(gbnn2d.main, ["--load", str(path), "--weights", "x", "--dataset", folder, *CPU])
-    assert "--weights has no effect" in text
-    assert "add --dataset" in refusal(gbnn2d.main, ["--load", str(path), *CPU])
+    [row] = load(path, tmp_path, *argv, "--mc", 1)
+    assert row["ellipse_points"] == 0
+    assert [call.args[1] for call in data.load.call_args_list] == ["test"]
+    assert "--weights has no effect" in refusal(load, path, tmp_path, *argv, "--weights", "x")
+    assert "add --dataset" in refusal(load, path, tmp_path)
 
 
 GUIDE, INDICES, REST = "params_guide", "params_dict_indices", "state_dict_no_weight"
@@ -689,24 +686,23 @@ def test_a_published_file_that_does_not_fit_is_refused(layout, part, name, value
     if value is None:
         del state[part][name]
     torch.save(state, tmp_path / "file.pth")
-    text = refusal(gbnn2d.main, ["--load", str(tmp_path / "file.pth"), "--out-dir", str(tmp_path),
-                                 "--dataset", own_folder(tmp_path), *CPU])
+    text = refusal(load, tmp_path / "file.pth", tmp_path, "--dataset", own_folder(tmp_path))
     assert said in text and "file.pth" in text and not (tmp_path / "gbnn2d").exists()
 
 
-def test_published_stages_start_ours(tmp_path):
+def test_published_stages_start_ours(tmp_path, monkeypatch):
     """Stage 0 replaces the first stage; stage 1 the second one, too, with its own sigma."""
     plain = published_net("wrn")
     with_biases = published_net("wrn")
     state = {}
     biases = {}
     for name, tensor in plain.state_dict().items():
-        layer, _, kind = name.rpartition(".")
+        layer = name.rpartition(".")[0]
         if name in gbnn2d.weight_shapes(plain):
-            state |= {f"{layer}.weight_mu": tensor, f"{layer}.prior_mu": tensor,
-                      f"{layer}.weight_sigma": 0.01 * torch.randn_like(tensor)}
             bias = biases[f"{layer}.bias"] = 0.1 * torch.randn(len(tensor))
-            state |= {f"{layer}.bias_mu": bias, f"{layer}.bias_sigma": torch.zeros(len(tensor))}
+            state |= {f"{layer}.weight_mu": tensor, f"{layer}.prior_mu": tensor,
+                      f"{layer}.weight_sigma": 0.01 * torch.randn_like(tensor),
+                      f"{layer}.bias_mu": bias, f"{layer}.bias_sigma": torch.zeros(len(tensor))}
             with_biases.get_submodule(layer).bias = nn.Parameter(bias)
         elif name != "fc.bias":
             state[name] = tensor
@@ -717,40 +713,35 @@ def test_published_stages_start_ours(tmp_path):
     argv = ["--dataset", own_folder(tmp_path), *"-net wrn -b 12 --ood --mc 1 --k0 4 --tau-w 9 "
             "--limit-steps 1 --final-epochs 1 --workers 0 --no-plot".split(),
             "--out-dir", str(tmp_path), *CPU]
+    monkeypatch.setattr(gbnn2d, "compress", Mock(wraps=gbnn2d.compress))
     x = torch.randn(2, 3, 32, 32)
     for stage, published in enumerate((plain, with_biases)):
-        path = str(tmp_path / f"stage{stage}.pth")
-        args = gbnn2d.parse_args([*argv, "--weights", path])
+        path = tmp_path / f"stage{stage}.pth"
+        args = gbnn2d.parse_args([*argv, "--weights", str(path)])
         assert (args.epochs, args.stoch_epochs == 0) == (0, stage == 1)
         assert gbnn2d.load_splits(args).train.std == pytest.approx((0.24706, 0.24353, 0.26157))
         net = gbnn2d.make_network(args, 4, (3, 32, 32)).eval()
         torch.testing.assert_close(net(x), published(x))
-        rows = run([*argv, "--weights", path, "--name", f"stage{stage}"])
-        assert list(by_method(rows)) == METHODS
+        rows = by_method(run([*argv, "--weights", path, "--name", f"stage{stage}"]))
+        assert list(rows) == METHODS
         skipped = ("deterministic", "mean-field")[stage]
-        folder = tmp_path / f"gbnn2d/stage{stage}"
-        assert not (folder / f"seed1-{skipped}.pt").exists()
-    # The compressed file needs the published one no more.
-    Path(path).rename(tmp_path / "moved.pth")
-    [again] = run(["--load", folder / "seed1-compressed.pt", "--mc", 1, "--ood", "--out-dir",
-                   tmp_path, *CPU])
-    assert again["nll"] == pytest.approx(by_method(rows)["final"]["nll"], rel=1e-5)
-    (tmp_path / "moved.pth").rename(path)
-    field = mean_field(net)
-    found = gbnn2d.published_sigma(net, args)
+        assert not (tmp_path / f"gbnn2d/stage{stage}/seed1-{skipped}.pt").exists()
     rho = torch.cat([state[f"{name}_sigma"].flatten() for name in gbnn2d.weight_shapes(plain)])
     sigma = torch.log(0.0003 + rho.exp())
     assert (sigma < 0).any()  # a Gaussian all the same
-    np.testing.assert_allclose(found, sigma.abs(), rtol=1e-6, atol=1e-8)
-    field.posterior.rho.data.copy_(gbnn2d.inverse_softplus(found))
-    np.testing.assert_allclose(field.posterior.sigma.detach(), sigma.abs(), rtol=1e-3, atol=1e-7)
+    clustered = gbnn2d.compress.call_args.args[1]
+    np.testing.assert_allclose(clustered, sigma.abs(), rtol=1e-3, atol=1e-7)
+    # The compressed file needs the published one no more.
+    path.rename(tmp_path / "moved.pth")
+    again = load_compressed(tmp_path, "stage1", "--mc", 1)
+    assert again["nll"] == pytest.approx(rows["final"]["nll"], rel=1e-5)
+    (tmp_path / "moved.pth").rename(path)
+    assert "--epochs has no" in refusal(run, [*argv, "--weights", path, "--epochs", "1"])
+    assert "--model wide_resnet" in refusal(run, [*argv, "--weights", path, "--model", "resnet18"])
     del state["fc.weight_sigma"]  # refused before a network is trained or a directory made
-    torch.save({"net": state}, tmp_path / "part.pth")
-    text = refusal(gbnn2d.main, [*argv, "--weights", str(tmp_path / "part.pth"), "--name", "part"])
+    torch.save({"net": state}, path)
+    text = refusal(run, [*argv, "--weights", path, "--name", "part"])
     assert "head.weight" in text and not (tmp_path / "gbnn2d" / "part").exists()
-    argv += ["--weights", path]
-    assert "--epochs has no effect" in refusal(gbnn2d.main, [*argv, "--epochs", "1"])
-    assert "--model wide_resnet" in refusal(gbnn2d.main, [*argv, "--model", "resnet18"])
 
 
 # ---- Runs ---------------------------------------------------------------------------------------
@@ -825,17 +816,12 @@ def test_the_story_leaves_its_rows_and_files(story):
             assert image.width > 500 and len(image.convert("RGB").getcolors(10**6)) > 99
 
 
-def load(path, folder, *more):
-    own = ["--load", path, "--mc", 4, "--out-dir", folder]
-    return run([*own, *CPU, *more])
-
-
 def test_eval_and_load_repeat_the_story(story, tmp_path, capsys):
     """Other files of one name have directories of their own."""
     folder, rows = story
     assert timeless(run(options(folder, *LONGER, "--eval"))) == timeless(rows)
     path = folder / "gbnn2d" / "run" / "seed1-compressed.pt"
-    loaded, _ = load(path, tmp_path, "--predict", "glyphs_letters")
+    loaded, _ = load(path, tmp_path, "--mc", 4, "--predict", "glyphs_letters")
     final = by_method(rows)["final"]
     assert loaded["accuracy"] == final["accuracy"] and loaded["bytes"] == final["bytes"]
     assert loaded["nll"] == pytest.approx(final["nll"], abs=1e-6)
@@ -848,9 +834,9 @@ def test_eval_and_load_repeat_the_story(story, tmp_path, capsys):
     state["rest"]["backbone.0.bias"] += 1
     (tmp_path / "other").mkdir()
     torch.save(state, tmp_path / "other" / path.name)
-    load(tmp_path / "other" / path.name, tmp_path)
+    load(tmp_path / "other" / path.name, tmp_path, "--mc", 1)
     assert "trained on" not in capsys.readouterr().out
-    load(path, tmp_path, "--dataset", "dirty_glyphs", "--preset", "glyphs", "--ood")
+    load(path, tmp_path, *"--dataset dirty_glyphs --preset glyphs --ood --mc 1".split())
     assert "this network was trained on glyphs" in capsys.readouterr().out
     assert len(list((tmp_path / "gbnn2d").iterdir())) == 3
 
@@ -861,7 +847,7 @@ def test_what_is_no_compressed_file_of_the_story_is_refused(story, tmp_path):
     weights = whole["weights"]
     path = tmp_path / "other.pt"
     for changed, said in (
-            ({"format": "other"}, "no compressed network of this version"), ({"weights": {}}, "label"),
+            ({"format": "other"}, "no compressed network of this"), ({"weights": {}}, "label"),
             ({"rest": {}}, "backbone.0.bias"), ({"classes": ["a"]}, "those of --dataset glyphs"),
             ({"weights": weights | {"label": weights["label"][:-1]}}, "44189 weights"),
             ({"weights": weights | {"label": weights["label"] + 40}}, "label has a number")):
@@ -967,66 +953,67 @@ def test_a_replaced_image_is_noticed(tmp_path):
     assert "another training data" in refusal(gbnn2d.main, argv)
 
 
+def pretrained_options(folder, *more):
+    """(path, options): the weights of a small network with 6 classes, to be fine-tuned."""
+    net = torchvision.models.shufflenet_v2_x0_5(weights=None, num_classes=6)
+    path = folder / "net.pt"
+    torch.save(net.state_dict(), path)
+    return path, ["--dataset", own_folder(folder), "--model", "torchvision/shufflenet_v2_x0_5",
+                  "--out-dir", folder, *CPU, *"--image-size 32 --ood --mc 2 --epochs 1 --workers 0 "
+                  "--stoch-epochs 1 --final-epochs 1 --no-plot".split(), *more]
+
+
 def test_pretrained_networks(tmp_path, capsys, monkeypatch):
     """A state dict with other classes is fine-tuned whole; with --freeze, its head alone is."""
     monkeypatch.setitem(gbnn2d.PRESETS["--freeze"], "k0", 200)  # more than 4,096 weights allow
-    net = torchvision.models.shufflenet_v2_x0_5(weights=None, num_classes=6)
-    path = tmp_path / "net.pt"
-    torch.save(net.state_dict(), path)
-    argv = ["--dataset", own_folder(tmp_path), "--model", "torchvision/shufflenet_v2_x0_5",
-            "--weights", str(path), "--out-dir", str(tmp_path), *CPU,
-            *"--image-size 32 --ood --mc 2 --epochs 1 --workers 0 --tau-w 9".split(),
-            *"--stoch-epochs 1 --final-epochs 1 --no-plot".split()]
-    rows = by_method(run([*argv, "--limit-steps", "1", "-b", "8", "--k0", "64", "--name", "whole"]))
+    path, argv = pretrained_options(tmp_path, "--tau-w", 9)
+    argv += ["--weights", path]
+    whole = [*argv, *"-b 8 --k0 64 --name whole".split()]
+    rows = by_method(run([*whole, "--limit-steps", "1"]))
     assert list(rows) == METHODS and rows["final"]["weights"] == 337_936
     assert "bytes" not in capsys.readouterr().out.split("run directory")[0]
     # Later, the file need not be there, and nothing is computed anew.
     path.rename(tmp_path / "moved.pt")
-    with pytest.MonkeyPatch.context() as patch:
+    with monkeypatch.context() as patch:
         patch.setattr(gbnn2d, "compress", None)
-        again = run([*argv, "-b", "8", "--k0", "64", "--name", "whole", "--eval"])
-    assert by_method(again)["final"]["nll"] == pytest.approx(rows["final"]["nll"])
+        again = by_method(run([*whole, "--eval"]))["final"]
+    assert again["nll"] == pytest.approx(rows["final"]["nll"])
     assert load_compressed(tmp_path, "whole")["nll"] == pytest.approx(rows["final"]["nll"])
     (tmp_path / "moved.pt").rename(path)
-    rows = by_method(run([*argv, "--freeze", "--name", "head"]))
+    argv += ["--freeze"]
+    rows = by_method(run([*argv, "--name", "head"]))
     assert list(rows) == METHODS and rows["final"]["weights"] == 4 * 1024
-    backbone = sum(tensor.nbytes for name, tensor in net.state_dict().items() if "fc" not in name)
+    state = torch.load(path, weights_only=True)
+    backbone = sum(tensor.nbytes for name, tensor in state.items() if "fc" not in name)
     assert rows["deterministic"]["bytes"] == 4 * (4 * 1024 + 4) + backbone
     assert "--k0 is 64, not 200" in capsys.readouterr().out
-    assert "--k0 200" in refusal(gbnn2d.main, [*argv, "--freeze", "--k0", "200", "--name", "other"])
-    assert load_compressed(tmp_path, "head")["nll"] == pytest.approx(rows["final"]["nll"], rel=1e-4)
-    assert "--augment has no effect" in refusal(gbnn2d.main, [*argv, "--freeze", "--augment"])
+    assert "--k0 200" in refusal(run, [*argv, "--k0", "200", "--name", "other"])
+    assert "--augment has no effect" in refusal(run, [*argv, "--augment"])
 
 
 def load_compressed(folder, name, *more):
     """The row of --load for the file of a run, with the data set that it names."""
     path = folder / "gbnn2d" / name / "seed1-compressed.pt"
-    [row] = run(["--load", path, "--mc", 2, "--out-dir", folder, "--ood", *CPU, *more])
+    [row] = load(path, folder, "--mc", 2, "--ood", *more)
     assert row["file_bytes"] == path.stat().st_size
     return row
 
 
 def test_a_loaded_head_has_its_own_normalisation_and_backbone(tmp_path):
     """Features are normalised as in training; another backbone than in training is refused."""
-    net = torchvision.models.shufflenet_v2_x0_5(weights=None, num_classes=6)
-    path = tmp_path / "net.pt"
-    torch.save(net.state_dict(), path)
-    argv = ["--dataset", own_folder(tmp_path), "--model", "torchvision/shufflenet_v2_x0_5",
-            "--freeze", "--out-dir", str(tmp_path), *CPU, *"--image-size 32 --ood --mc 2 --epochs "
-            "2 --workers 0 --stoch-epochs 1 --final-epochs 1 --no-plot --limit-train 8".split()]
-    final = by_method(run([*argv, "--weights", str(path), "--name", "file"]))["final"]
+    other = "on the features of another backbone"
+    path, argv = pretrained_options(tmp_path, "--freeze", "--limit-train", 8)
+    final = by_method(run([*argv, "--weights", path, "--name", "file"]))["final"]
     loaded = load_compressed(tmp_path, "file")
     assert loaded["nll"] == pytest.approx(final["nll"], rel=1e-5)
     assert loaded["bytes"] == final["bytes"]
     net = torchvision.models.shufflenet_v2_x0_5(weights=None, num_classes=6)
     torch.save(net.state_dict(), path)
-    with pytest.raises(common.UserError, match="on the features of another backbone"):
-        load_compressed(tmp_path, "file")
+    assert other in refusal(load_compressed, tmp_path, "file")
     # A random backbone is that of the seed of the file.
     final = by_method(run([*argv, "--weights", "none", "--seed", "3", "--name", "none"]))["final"]
     compressed = tmp_path / "gbnn2d/none"
     (compressed / "seed3-compressed.pt").rename(compressed / "seed1-compressed.pt")
     loaded = load_compressed(tmp_path, "none")
     assert loaded["nll"] == pytest.approx(final["nll"], rel=1e-5) and loaded["seed"] == 3
-    with pytest.raises(common.UserError, match="on the features of another backbone"):
-        load_compressed(tmp_path, "none", "--seed", 1)
+    assert other in refusal(load_compressed, tmp_path, "none", "--seed", 1)
