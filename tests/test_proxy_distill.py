@@ -21,7 +21,7 @@ from PIL import Image
 from scipy import stats
 from scipy.special import log_softmax, softmax, xlogy
 from sklearn.metrics import roc_auc_score
-from torch.distributions import Dirichlet
+from torch.distributions import Dirichlet, kl_divergence
 from torch.nn.functional import cross_entropy
 
 import common
@@ -49,9 +49,8 @@ def gradient(loss, z, ensemble, m=1, t=1):
 # ---- Method: statistics and losses --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_members_that_agree_or_are_certain_stay_finite(dtype):
-    z = (4 * torch.randn(50, 1000)).to(dtype)
+def test_members_that_agree_or_are_certain_stay_finite():
+    z = 4 * torch.randn(50, 1000).bfloat16()
     same = pd.ensemble_statistics([z] * 5)
     assert (same.rmi >= 0).all() and same.rmi.max() < 1e-13
     np.testing.assert_allclose(pd.proxy_precision(same), 999 * 2.0**23, rtol=1e-6)
@@ -68,11 +67,11 @@ def test_members_that_agree_or_are_certain_stay_finite(dtype):
         for ensemble, k, b in ((same, 1000, 50), (certain, 40, 2)):
             if loss == "proxy" and not t and ensemble is certain:
                 continue  # a target of concentrations 0 is at no finite distance
-            rows, grad = gradient(loss, torch.randn(b, k).to(dtype), ensemble, m, t)
-            assert rows.isfinite().all() and grad.isfinite().all() and grad.dtype == dtype
+            rows, grad = gradient(loss, torch.randn(b, k).bfloat16(), ensemble, m, t)
+            assert rows.isfinite().all() and grad.isfinite().all()
 
 
-def test_forward_kl_and_likelihood_are_the_definitions():
+def test_forward_divergences_and_likelihood_are_the_definitions():
     logits = members()
     z = torch.randn(6, 7).double()
     ensemble = pd.ensemble_statistics(logits)
@@ -87,12 +86,13 @@ def test_forward_kl_and_likelihood_are_the_definitions():
         right = -torch.stack([student.log_prob(p) for p in sharp.softmax(-1)]).mean(0)
         rows, _ = gradient("dirichlet_likelihood", z, pd.ensemble_statistics(sharp), m)
         np.testing.assert_allclose(rows, right, rtol=1e-10)
+    rows, _ = gradient("proxy", z, ensemble, 0.3, 0.7)
+    target = Dirichlet(pi * pd.proxy_precision(ensemble)[:, None] + 0.7)
+    np.testing.assert_allclose(rows, kl_divergence(target, Dirichlet(z.exp() + 0.3)), rtol=1e-10)
 
 
-def exact_reverse_kl(z, ensemble, offset):
-    """The textbook loss and its gradient, by mpmath; without terms that do not depend on z."""
-    k = len(z)
-    b = (pd.proxy_precision(ensemble) + k).item()
+def exact_reverse_kl(z, ensemble, b, offset):
+    """The textbook loss and its gradient, by mpmath."""
     with mpmath.workdps(40):
         target = [mpmath.mpf(p) * b + 1 for p in ensemble.log_probs[0].exp().tolist()]
         alpha = [mpmath.exp(x) + offset for x in z.tolist()]
@@ -107,38 +107,35 @@ def exact_reverse_kl(z, ensemble, offset):
     return float(value / b), slopes
 
 
-@pytest.mark.parametrize("above, offset, rtol", [(0, 1, 1e-8), (5, 1, 1e-8), (15, 1, 3e-6),
-                                                 (5, 0, 1e-8)])
-def test_the_reverse_kl_is_that_of_mpmath_where_training_goes(above, offset, rtol):
+@pytest.mark.parametrize("above, offset, t, rtol", [(0, 1, 1, 1e-8), (15, 1, 1, 3e-6),
+                                                    (5, 0, 0.7, 1e-8), (5, 0.3, 0, 1e-8)])
+def test_the_reverse_kl_is_that_of_mpmath_where_training_goes(above, offset, t, rtol):
     """A thousand classes, the largest logit that far above the optimum; members that agree or not.
 
     At 15 above ln b the gradient has lost a few digits; beyond, logits are clamped.
     """
     for spread in (0.5, 1e-4):
         ensemble = pd.ensemble_statistics(members(b=1, k=1000, spread=spread))
-        b = pd.proxy_precision(ensemble) + 1000
+        b = pd.proxy_precision(ensemble).item() + 1000 * t
         z = 3 * torch.randn(1000).double() - 5
-        z[3] = b.log().item() + above
-        rows, grad = gradient("rkl_proxy", z[None], ensemble, offset)
-        value, slopes = exact_reverse_kl(z, ensemble, offset)
+        z[3] = math.log(b) + above
+        rows, grad = gradient("rkl_proxy", z[None], ensemble, offset, t)
+        value, slopes = exact_reverse_kl(z, ensemble, b, offset)
         assert rows.item() == pytest.approx(value, rel=1e-6)
         np.testing.assert_allclose(grad[0], slopes, rtol=rtol, atol=rtol * max(map(abs, slopes)))
 
 
 def test_the_optimum_has_the_precision_b():
-    """With m = 1, exp(z) = pi b: the loss is 0, and its gradient too; 2 K of it are offsets."""
+    """With m = 1, exp(z) = pi b: the loss is 0, and its gradient too."""
     ensemble = pd.ensemble_statistics(members(k=40))
     b = pd.proxy_precision(ensemble) + 40
     rows, grad = gradient("rkl_proxy", ensemble.log_probs + b.log()[:, None], ensemble)
     np.testing.assert_allclose(rows, 0, atol=1e-10)
     np.testing.assert_allclose(grad, 0, atol=1e-10)
-    beta_0 = pd.proxy_precision(ensemble)
-    rows, grad = gradient("proxy", ensemble.log_probs + beta_0.log()[:, None], ensemble)
-    np.testing.assert_allclose(rows, 0, atol=1e-8)
 
 
 @pytest.mark.parametrize("loss", ["rkl_proxy", "proxy"])
-@pytest.mark.parametrize("size", [50.0, 700.0, 2000.0])
+@pytest.mark.parametrize("size", [50.0, 2000.0])
 def test_a_diverging_step_keeps_a_direction(loss, size):
     """Logits that float64 cannot exponentiate have finite gradients, which pull them back."""
     ensemble = pd.ensemble_statistics(members(b=3, k=4))
@@ -155,7 +152,8 @@ def test_a_diverging_step_keeps_a_direction(loss, size):
 def test_ensemble_measures_are_loops_over_pairs():
     """Members are taken one by one, and widened first."""
     z = members(m=4, b=8, k=6).bfloat16().requires_grad_()
-    out = pd.ensemble_outputs(pd.ensemble_statistics(member for member in z))
+    ensemble = pd.ensemble_statistics(member for member in z)
+    out = pd.ensemble_outputs(ensemble)
     p = softmax(z.detach().double().numpy(), -1)
     pi = p.mean(0)
     got = out.measures
@@ -168,6 +166,8 @@ def test_ensemble_measures_are_loops_over_pairs():
     for name, value in right.items():
         assert not got[name].requires_grad
         np.testing.assert_allclose(got[name], value, rtol=1e-9, atol=1e-14, err_msg=name)
+    precision = pd.proxy_outputs(ensemble).log_precision.exp()
+    np.testing.assert_allclose(precision, 5 / (2 * right["rmi"]), rtol=1e-5)
 
 
 @pytest.mark.parametrize("alpha", [[2.5, 1.5, 6.0, 3.0], [0.3, 40.0]])
@@ -232,19 +232,14 @@ def test_mimo_rows(n, r, p, e):
 # ---- Model, files -------------------------------------------------------------------------------
 
 
-def arguments(**changes):
+def arguments(model, width=1.0, mimo=0):
     """The options that a network depends on."""
-    values = dict(model="resnet50", width=1.0, device=torch.empty(0).device, freeze=False,
-                  weights=None, image_size=None, epochs=1, mimo_epochs=1, eval=False)
-    return Namespace(**{**values, **changes})
+    return Namespace(model=model, width=width, mimo=mimo, mimo_epochs=1, epochs=1, freeze=False,
+                     weights=None, image_size=None, eval=False, device=torch.empty(0).device)
 
 
-def network(model="resnet50", classes=1000, size=224, channels=3, subnetworks=None, **changes):
-    args = arguments(model=model, **changes)
-    if subnetworks:
-        args.mimo = subnetworks
-        return pd.make_mimo(args, classes, (channels, size, size))
-    return pd.make_network(args, classes, (channels, size, size), 1)
+def network(model, classes=1000, size=224, channels=3, width=1.0):
+    return pd.make_network(arguments(model, width), classes, (channels, size, size), 1)
 
 
 def count(net):
@@ -253,9 +248,10 @@ def count(net):
 
 def test_parameters_and_residual_branches():
     with torch.device("meta"):
-        one = network(device="meta")
-        assert count(one) == 25_557_032 and count(network("resnet18", device="meta")) == 11_689_512
-        assert count(network(subnetworks=2, device="meta")) == 27_615_440
+        one = network("resnet50")
+        assert count(one) == 25_557_032 and count(network("resnet18")) == 11_689_512
+        mimo = pd.make_mimo(arguments("resnet50", mimo=2), 1000, (3, 224, 224))
+        assert count(mimo) == 27_615_440
     groups = pd.make_optimiser(one, Namespace(opt="sgd", weight_decay=1e-4)).param_groups
     sizes = {}
     for group in groups:
@@ -290,7 +286,7 @@ def save_as_lightning(path, net, style, **options):
 def read(path, kind="member", model="convnet", classes=5, size=16, channels=1, width=0.1):
     like = Namespace(num_classes=classes, shape=(channels, size, size))
     splits = Namespace(train=like, fingerprints={})
-    return pd.read_network(path, kind, splits, arguments(model=model, width=width))
+    return pd.read_network(path, kind, splits, arguments(model, width))
 
 
 @pytest.mark.parametrize("style, model", [("1.4", "resnet18"), ("1.5", "resnet50")])
@@ -300,7 +296,7 @@ def test_lightnings_files_load_and_predict_what_torchvisions_networks_do(tmp_pat
         if ("bn" in name or "downsample.1" in name) and value.is_floating_point():
             value.uniform_(0.5, 1.5)
     path = tmp_path / "student.ckpt"
-    save_as_lightning(path, theirs, style, loss_type="rkl_proxy", model_offset=0.5)
+    save_as_lightning(path, theirs, style, loss_type="rkl_proxy")
     resnet = dict(model=model, classes=20, size=96, channels=3, width=1.0)
     ours, kind = read(path, "student", **resnet)
     assert kind == "student_rkl_proxy"
@@ -330,11 +326,9 @@ def test_other_files_are_refused_in_one_line_and_run_nothing(tmp_path):
     assert "tensors" in refusal(read, path)
     without = {k: v for k, v in state.items() if k != "head.bias"}
     other = network("convnet", 6, 16, 1, width=0.1).state_dict()
-    for content, match in (
-            ({"state_dict": state, "hyper_parameters": Hostile()}, "tensors"),
-            (other, "not fit.*mismatch for head.weight"), (without, "Missing key.*head.bias"),
-            ({**state, "head.scale": torch.ones(1)}, "Unexpected key.*head.scale"),
-            ({"state_dict": torch.ones(2)}, "does not fit")):
+    for content, match in ((other, "not fit.*mismatch for head.weight"),
+                           (without, "Missing key.*head.bias"),
+                           ({"state_dict": torch.ones(2)}, "does not fit")):
         torch.save(content, path)
         assert re.search(f"{path}.*{match}", refusal(read, path))
     assert not (tmp_path / "ran").exists()
@@ -359,24 +353,20 @@ def test_members_of_torchvision_with_their_own_heads(tmp_path):
 # ---- Evaluation ---------------------------------------------------------------------------------
 
 
-def predictions(outputs, labels, method="m", seed=1, networks=("student",)):
-    return pd.Predictions(method, seed, list(networks), labels, outputs.log_probs.float(),
-                          outputs.measures, outputs.log_precision)
+def as_logits(by_network, labels):
+    return pd.Logits(by_network, labels, dict.fromkeys(by_network, 2.0), 0.5)
 
 
 def test_metrics_are_those_of_the_outputs():
     z = 2 * torch.randn(500, 12).double()
     labels = torch.distributions.Categorical(logits=0.6 * z).sample()  # a colder truth
-    own = predictions(pd.student_outputs(z), labels)
-    values, = pd.prediction_rows("test", [own])
-    wrong = z.argmax(1) != labels
-    assert values["accuracy"] == pytest.approx(1 - wrong.double().mean())
+    student, = pd.predict(as_logits({"student_rkl_proxy": z}, labels), 1)
+    values, = pd.prediction_rows("test", [student])
     top5 = (z.topk(5).indices == labels[:, None]).any(1).double().mean()
     assert values["top5_accuracy"] == pytest.approx(top5)
     assert values["nll"] == pytest.approx(cross_entropy(z, labels).item(), rel=1e-6)
-    assert values["ece15"] == pytest.approx(common.ece(z.softmax(1), labels), rel=1e-5)
     for name in pd.MEASURES[:-1]:
-        right = 2 * roc_auc_score(wrong, own.scores[name]) - 1
+        right = 2 * roc_auc_score(z.argmax(1) != labels, student.scores[name]) - 1
         assert values[f"prr_{name}"] == pytest.approx(right)
 
 
@@ -405,13 +395,9 @@ def test_published_calibration_errors_round_confidences_to_float32():
     assert found["mce10"] == pytest.approx(0.06, abs=1e-6)
 
 
-def as_logits(by_network, labels):
-    return pd.Logits(by_network, labels, dict.fromkeys(by_network, 2.0), 0.5)
-
-
-def draw(n, k, scale=1.0, members=3):
-    """Logits of members, of a Dirichlet student and of EnD."""
-    names = [f"member{m}" for m in range(members)] + ["student_rkl_proxy", "student_forward_kl"]
+def draw(n, k, scale=1.0):
+    """Logits of three members, of a Dirichlet student and of EnD."""
+    names = ["member0", "member1", "member2", "student_rkl_proxy", "student_forward_kl"]
     return {name: scale * torch.randn(n, k) for name in names}
 
 
@@ -477,16 +463,10 @@ def test_digits_are_never_read_as_classes_of_cifar():
     assert {(row["set"], row["against"]) for row in rows} == {("cifar10", "ambiguous_mnist")}
 
 
-def by_method(predictions):
-    return {own.method: own for own in predictions}
-
-
 def test_students_are_correlated_with_the_ensemble_and_its_proxy():
-    by = by_method(pd.predict(as_logits(draw(60, 5, 3.0), torch.arange(60) % 5), 1))
-    ensemble = by["ensemble"]
-    proxy = by["proxy of the ensemble"]
-    student = by["proxy, reverse KL"]
-    soft = by["EnD: KL(ensemble mean, student)"]  # its sum of exp(z), and no epistemic uncertainty
+    # Of EnD: its sum of exp(z), and no epistemic uncertainty.
+    *_, ensemble, proxy, student, soft = pd.predict(
+        as_logits(draw(60, 5, 3.0), torch.arange(60) % 5), 1)
     pairs = {measure: (student.scores[measure], ensemble.scores[measure])
              for measure in pd.MEASURES[1:-1]}
     for own, wanted in (
@@ -510,7 +490,7 @@ def test_a_subset_of_classes_is_that_of_its_logits():
     whole = pd.predict(as_logits(logits, labels), 1)
     for own, of_all, p in zip(found, whole, right, strict=True):
         np.testing.assert_allclose(own.log_probs.exp(), p, rtol=1e-5)
-        assert own.scores is not None and own.method == of_all.method
+        assert own.networks == of_all.networks
         for measure, value in of_all.scores.items():
             np.testing.assert_array_equal(own.scores[measure], value)
 
@@ -536,9 +516,9 @@ def test_means_over_corruptions():
 # ---- Runs ---------------------------------------------------------------------------------------
 
 
-def save_images(root, counts, seed=0):
+def save_images(root, counts):
     """Pictures of three classes, by their mean colour: counts {folder: number of each class}."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     for (place, row), label in itertools.product(counts.items(), range(3)):
         for i in range(row[label]):
             path = root / place / f"n0{label}" / f"{i}.png"
@@ -600,15 +580,11 @@ def timeless(rows):
     return [{k: v for k, v in row.items() if k not in ("ms", "members")} for row in rows]
 
 
-def same_rows(a, b, **close):
-    """Whether the rows agree, numbers as pytest.approx has it."""
-    for x, y in zip(timeless(a), timeless(b), strict=True):
-        if x.keys() != y.keys():
-            return False
-        for key, value in y.items():
-            if x[key] != value and x[key] != pytest.approx(value, **close):
-                return False
-    return True
+def assert_same_rows(rows, expected, **tolerance):
+    for row, right in zip(timeless(rows), timeless(expected), strict=True):
+        assert row.keys() == right.keys()
+        for name, value in right.items():
+            assert row[name] == value or row[name] == pytest.approx(value, **tolerance), name
 
 
 def test_the_whole_study_and_its_evaluation(small, images, tmp_path, capsys, monkeypatch):
@@ -626,12 +602,12 @@ def test_the_whole_study_and_its_evaluation(small, images, tmp_path, capsys, mon
         if line.startswith("student"):
             assert re.search(" agreement .* log_precision .* log_precision_of_proxy ", line)
     assert said.count("\nstudent") == 8 and "member-seed2  epoch 2" in said
-    assert "computed" not in table and "own_noise1" in table  # the table shows the test set, alone and against OOD sets
+    # The table shows the test set, alone and against OOD sets.
+    assert "computed" not in table and "own_noise1" in table
     for picture in ("uncertainty.png", "training.png"):
         with Image.open(root / picture) as image:
             colours = set(image.convert("L").resize((64, 32)).tobytes())
             assert image.width > 500 and len(colours) > 10
-    assert json.loads((root / "results.json").read_text())["rows"] == rows
     by = keyed(rows)
     for method in pd.METHODS.values():
         plain = by[method, "own_noise1", None]
@@ -641,15 +617,11 @@ def test_the_whole_study_and_its_evaluation(small, images, tmp_path, capsys, mon
         assert {"accuracy", "nll", "brier", "ece15", "prr_total", "ms", "bytes"} <= plain.keys()
         assert {"auroc_total", "aupr_in_total", "fpr95_one_minus_max"} <= against.keys()
         assert plain["n"] == 11 and "prr_both_total" not in against
-        parts = [by[method, f"own_noise1_computed_c_{kind}_s5", None] for kind in some]
-        mean = by[method, "own_noise1_computed_c_mean_of_2_s5", None]
-        assert mean["nll"] == pytest.approx((parts[0]["nll"] + parts[1]["nll"]) / 2)
-        assert parts[0]["n"] == 4
+        assert by[method, "own_noise1_computed_c_mean_of_2_s5", None]["n"] == 4
         against = by[method, "own_noise1", "own_noise1_computed_c_mean_of_2"]
         assert 0 <= against["auroc_total"] <= 1
-    same = [by[method, "own_noise1", None]["nll"] for method in ("ensemble", "proxy of the ensemble")]
+    same = [by[name, "own_noise1", None]["nll"] for name in ("ensemble", "proxy of the ensemble")]
     assert same[0] == same[1]
-    assert len(checkpoints(root)) == 7
     # The predictions are those of the last student, and beside them the ensemble's.
     lines = list(csv.DictReader((root / "predictions.csv").open()))
     right = by["proxy, reverse KL", "own_noise1", None]["accuracy"]
@@ -660,7 +632,7 @@ def test_the_whole_study_and_its_evaluation(small, images, tmp_path, capsys, mon
         assert epistemic > 0 and total == pytest.approx(aleatoric + epistemic, rel=1e-4)
     odd = f"folder:{images}/imagenet-o/n02"  # files in no folder of a class: no labels
     again = pd.main([*options, "--eval", "--predict", odd])
-    assert same_rows(again, rows, rel=1e-3, abs=1e-4)
+    assert_same_rows(again, rows, rel=1e-3, abs=1e-4)
 
 
 def test_killed_again_and_again_equals_uninterrupted(small, tmp_path, monkeypatch):
@@ -714,7 +686,7 @@ def test_two_processes_that_share_no_disk_equal_one(small, tmp_path):
         assert all(value.dtype in (torch.float64, torch.int64) for value in one.values())
         torch.testing.assert_close(two, one, rtol=1e-10, atol=1e-10)
     found = [json.loads((root / name / "results.json").read_text()) for name in ("one", "two")]
-    assert same_rows(found[1]["rows"], found[0]["rows"], rel=1e-8, abs=1e-8)
+    assert_same_rows(found[1]["rows"], found[0]["rows"], rel=1e-8, abs=1e-8)
     assert found[1]["environment"]["processes"] == 2 and not list(tmp_path.glob("elsewhere/**/*"))
 
 
@@ -747,27 +719,22 @@ def test_teachers_see_the_same_images_as_the_student(small, monkeypatch):
     """Augmented and under the same noise, in every step."""
     args = pd.parse_args(small("run --epochs 1 --augment"))
     splits = pd.load_splits(args)
-    seen = {"student": [], "teacher": []}
+    seen = []
 
-    class Spy(torch.nn.Module):
-        def __init__(self, name):
-            super().__init__()
-            self.name = name
-            self.fc = torch.nn.Linear(3 * 32 * 32, 3)
-
+    class Spy(torch.nn.Linear):
         def forward(self, x):
-            seen[self.name].append(x)
-            return self.fc(x.flatten(1))
+            seen.append(x)
+            return super().forward(x.flatten(1))
 
-    monkeypatch.setattr(pd, "make_network", lambda *_: Spy("student"))
+    def make_spy(*_):
+        return Spy(3 * 32 * 32, 3)
+
+    monkeypatch.setattr(pd, "make_network", make_spy)
     run = Namespace(resume=lambda *_, **__: [], save=lambda *_, **__: None)
-    teachers = [Spy("teacher"), Spy("teacher")]
-    pd.train_student("rkl_proxy", teachers, splits, 1, args, run)
-    assert len(seen["student"]) == 3
-    for step, x in enumerate(seen["student"]):
-        assert all(torch.equal(x, y) for y in seen["teacher"][2 * step:2 * step + 2])
+    pd.train_student("rkl_proxy", [make_spy(), make_spy()], splits, 1, args, run)
     loader = pd.epoch_loader(splits.train, 16, "student", 1, 0, args)
-    assert torch.equal(seen["student"][0], next(iter(loader.epoch(0))).images)
+    right = [batch.images for batch in loader.epoch(0) for _ in range(3)]
+    assert len(seen) == len(right) == 9 and all(map(torch.equal, seen, right))
 
 
 def test_training_is_plain_sgd_on_augmented_images(small, tmp_path):
@@ -802,25 +769,19 @@ def test_members_that_changed_are_other_teachers(small, tmp_path):
 
 
 def test_other_training_images_are_noticed(small, tmp_path):
-    """Images that change places between two classes: equal numbers, equal names, other members."""
     root = tmp_path / "data"
     save_images(root, {"train": (6, 6, 6), "test": (2, 2, 2)})
-    options = small(f"run --dataset folder:{root}")
+    options = small(f"run --dataset folder:{root} --limit-steps 1")
     pd.main(options)
-    kept = snapshot(tmp_path / "proxy_distill")
-    (root / "train/n00").rename(root / "train/other")
-    (root / "train/n01").rename(root / "train/n00")
-    (root / "train/other").rename(root / "train/n01")
+    save_images(root, {"train": (7, 6, 6)})  # other pixels, too
     assert "was made with another training data" in refusal(pd.main, options)
-    assert snapshot(tmp_path / "proxy_distill") == kept
 
 
 def test_options_of_students_train_no_member_again(small, tmp_path):
-    """Other losses, offsets, epochs, more members, MIMO: what is there stays, in one directory."""
+    """Other losses, offsets, epochs, more members, MIMO: files that exist stay, side by side."""
     pd.main(small("run"))
     root = tmp_path / "proxy_distill/run"
     kept = checkpoints(root)
-    assert len(kept) == 3
     changes = {"--target-offset 0 --losses rkl_proxy forward_kl":
                    {"student_rkl_proxy-2epochs-m1-t0-of2-seed1.pt",
                     "student_forward_kl-2epochs-of2-seed1.pt"},
@@ -833,19 +794,17 @@ def test_options_of_students_train_no_member_again(small, tmp_path):
         assert now.keys() - kept.keys() == expected
         assert all(now[name] == content for name, content in kept.items())
         kept = now
-    # They are the inputs of its checkpoint, in case that one is renamed.
+    # These options are among the inputs of a checkpoint, in case that one is renamed.
     names = [f"student_rkl_proxy-2epochs-m1-t{t}-of2-seed1.pt" for t in (0, 1)]
     (root / names[0]).rename(root / names[1])
     assert "was trained with other" in refusal(pd.main, small("run"))
     assert "was made with lr 0.5 (not 7.0)" in refusal(pd.main, small("run --lr 7"))
 
 
-FILES = ["--losses", "--members", "--member-epochs", "--epochs", "--lr", "--opt"]
-
-
 def without_training(argv, *more):
     """Arguments without the options of training, which have no effect on files, and with others."""
-    argv = given(argv, *more, without=FILES)
+    training = ("--losses", "--members", "--member-epochs", "--epochs", "--lr", "--opt")
+    argv = given(argv, *more, without=training)
     argv.remove("--no-augment")
     return argv
 
@@ -870,6 +829,10 @@ def test_files_say_what_they_are(small, tmp_path, capsys):
     rows = pd.main(given(files, "--student-path", bare))  # a state dict does not say its loss
     assert {row["method"] for row in rows} == {"proxy, reverse KL"}
     assert f"{bare} does not name" in capsys.readouterr().out
+    pair = [member, root / "run/member-seed2.pt"]
+    rows = pd.main(given(files, "--name", "pair", "--losses", "--ensemble-paths", *pair))
+    assert {row["method"] for row in rows} == {"single network", "ensemble",
+                                               "proxy of the ensemble"}
 
 
 def test_other_files_have_a_run_directory_of_their_own(small, tmp_path):
@@ -895,25 +858,6 @@ def test_other_files_have_a_run_directory_of_their_own(small, tmp_path):
     torch.save(state, paths[0])
     said = refusal(pd.main, given(run, "--ensemble-paths", *paths))
     assert "another networks in files" in said
-    # Evaluated alone, there is nothing that --lr could change.
-    alone = without_training(run, "--name", "alone", "--ensemble-paths", *paths)
-    found = pd.main([*alone, "--losses"])
-    assert {row["method"] for row in found} == {"single network", "ensemble",
-                                                "proxy of the ensemble"}
-    assert "--lr has no effect" in refusal(pd.main, [*alone, "--losses", "--lr", "7"])
-
-
-def test_heads_on_features_are_for_the_images_that_standardised_them(small, tmp_path):
-    """--freeze: with other training images, the same head would get other features."""
-    argv = given(small(), *TORCHVISION.split(), "--freeze", "--limit-train", 30,
-                 without=[*FILES, "--width", "--noise"])
-    argv.remove("--no-augment")
-    pd.main([*argv, "--members", "2", "--member-epochs", "1", "--losses"])
-    members = (tmp_path / "proxy_distill/run").glob("member*.pt")
-    files = given(argv, "--name", "files", "--losses", "--ensemble-paths", *members)
-    assert len(pd.main(files)) > 3
-    other = given(files, "--name", "other", without=["--limit-train"])
-    assert "other images" in refusal(pd.main, other)
 
 
 TORCHVISION = "--model torchvision/mobilenet_v3_small --weights none --image-size 32"
@@ -923,23 +867,23 @@ TORCHVISION = "--model torchvision/mobilenet_v3_small --weights none --image-siz
 def test_networks_of_torchvision(small, images, tmp_path, more):
     """Members and students are whole networks, or with --freeze heads on features."""
     options = given(small(f"run {TORCHVISION} {more} --predict folder:{images}/own/test"),
-                    without=["--width", "--member-epochs", "--epochs"])
+                    without=["--width", "--noise", "--member-epochs", "--epochs"])
     options.remove("--no-augment")
-    if more == "--freeze":
-        options = given(options, without=["--noise"])
     rows = pd.main([*options, "--member-epochs", "1", "--epochs", "1"])
     root = tmp_path / "proxy_distill/run"
     assert len(list(csv.DictReader((root / "predictions.csv").open()))) == 11
-    name = "own" if more == "--freeze" else "own_noise1"
-    assert keyed(rows)["proxy, reverse KL", name, None]["n"] == 11
+    assert keyed(rows)["proxy, reverse KL", "own", None]["n"] == 11
     state = weights(root / "member-seed1.pt")
     assert ("backbone.features.0.0.weight" in state) == ("freeze" not in more)
     # The same members, given as files.
-    paths = root.glob("member*.pt")
+    paths = list(root.glob("member*.pt"))
     pd.main(given(options, "--name", "again", "--epochs", 1, "--ensemble-paths", *paths))
     student, = root.glob("student*.pt")
     again = weights(tmp_path / "proxy_distill/again" / student.name)
     assert all(torch.equal(again[key], value) for key, value in weights(student).items())
+    if more == "--freeze":  # other training images would standardise the features otherwise
+        other = given(options, "--name", "other", "--limit-train", 30, "--ensemble-paths", *paths)
+        assert "other images" in refusal(pd.main, other)
 
 
 def test_copies_of_one_network_are_no_ensemble():
@@ -988,10 +932,9 @@ def test_streamed_folders(images, tmp_path):
     assert not any("snow" in name for _, name, _ in by)  # a part is never reported as the whole
     plain = [row for row in rows if "_c_" not in row["set"] + row.get("against", "")]
     again = pd.main([*options, "--eval", "--shift", "none", "--image-size", "64"])
-    assert same_rows(again, plain)
-    for more, said in (("--noise 2", "in memory"),):
-        argv = [*options, "--name", "refused", *more.split()]
-        assert said in refusal(pd.main, argv)  # before anything is trained
+    assert_same_rows(again, plain)
+    refused = [*options, "--name", "refused", "--noise", "2"]
+    assert "in memory" in refusal(pd.main, refused)  # before anything is trained
     assert not list(tmp_path.glob("proxy_distill/refused*"))
 
 
@@ -1015,8 +958,7 @@ def test_published_networks_need_no_training_images(images, tmp_path):
     (tmp_path / "data/imagenet").mkdir(parents=True)
     (tmp_path / "data/imagenet/val").symlink_to(images / "imagenet/val")
     line = f"{STREAMED} --data-dir {tmp_path}/data --ood --shift none".split()
-    with pytest.raises(common.UserError, match="imagenet.train"):
-        pd.load_splits(pd.parse_args(line))
+    assert "imagenet/train" in refusal(pd.load_splits, pd.parse_args(line))
     args = pd.parse_args(["--dataset", "imagenet", "--data-dir", f"{tmp_path}/data", "--workers",
                           "0", "--ensemble-paths", "a.ckpt", "b.ckpt", "--losses", "--ood"])
     whole = pd.load_splits(pd.parse_args(given(line, "--data-dir", images)))
@@ -1032,16 +974,12 @@ def test_published_networks_need_no_training_images(images, tmp_path):
     ("--mimo 1", "at least"),
     ("--mimo 3 --batch-size 2", "--batch-size 2 for 37 training images: --mimo 3"),
     ("--losses proxy rkl_proxy --target-offset 0", "--target-offset 0"),
-    ("--mimo-epochs 3", "without --mimo"), ("--shift published", "--shift"),
-    ("--shift-examples 3", "without --shift"), ("--freeze", "without --model torchvision"),
-    ("--model torchvision/resnet18 --weights none", "--width has no effect"),
-    ("--published-evaluation", "of --dataset imagenet"),
-    ("--image-size 4", "it needs 8 x 8"), ("--student-path no.tar.gz --losses", "no effect"),
+    ("--mimo-epochs 3", "without --mimo"), ("--shift-examples 3", "without --shift"),
+    ("--published-evaluation", "of --dataset imagenet"), ("--image-size 4", "it needs 8 x 8"),
     ("files --losses --ensemble-paths a.tar.gz b.pt", "unpack it"),
     ("files --student-path {file} --lr 3", "--lr has no effect without a network to train"),
     ("files --ensemble-paths {file} {file} --runs 2", "--runs"),
     ("files --ensemble-paths {file}", "at least 2"),
-    ("files --ensemble-paths {file} {file}", "is damaged"),
     ("files --losses --model-offset 0.5", "--model-offset has no effect without --losses"),
     ("--losses forward_kl --model-offset 0.5", "--model-offset has no effect on the loss"),
     ("--losses dirichlet_likelihood --target-offset 2", "--target-offset has no effect"),
