@@ -32,41 +32,37 @@ def runs(tmp_path_factory):
                 pixels = rng.integers(100 * label, 100 * label + 100, (32, 32, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / "pets" / split / name / f"{i}.png")
     weights = "none"
-    found = {}
+    run_dirs = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["x.py"])
         for script in SCRIPTS:
             argv = [*SMALL, *OPTIONS[script].split(), *CPU, "--weights", str(weights), "--dataset",
                     f"folder:{folder}/pets", "--out-dir", str(folder / "runs")]
             importlib.import_module(script).main(argv)
-            found[script] = folder / "runs" / script / "tiny"
-            weights = networks(found[script])[0]  # every script leaves one
-    return found
+            run_dirs[script] = folder / "runs" / script / "tiny"
+            weights = first_network(run_dirs[script])
+    return run_dirs
 
 
-def networks(run_dir):
-    """The checkpoints of a run that hold a network alone, the first one first."""
-    found = []
+def first_network(run_dir):
+    """The first checkpoint of a run that holds a network alone; every script leaves one."""
     for path in sorted(run_dir.glob("*.pt")):
         with contextlib.suppress(common.UserError):
             names = common.read_state_dict(path)
             if all(name.startswith(("backbone.", "head.")) for name in names):
-                found.append(path)
-    return found
+                return path
+    pytest.fail(f"no network in {run_dir}")
 
 
 def test_weights_takes_the_checkpoints_of_all_scripts(runs, monkeypatch):
     """The network that a script begins with is, bit for bit, that of each checkpoint."""
     monkeypatch.setattr("sys.argv", ["x.py"])
-    files = [networks(run_dir)[0] for run_dir in runs.values()]
+    files = [first_network(run_dir) for run_dir in runs.values()]
     for script in SCRIPTS:
         module = importlib.import_module(script)
         for path in files:
             args = module.parse_args([*SMALL, *CPU, "--weights", str(path)])
             backbone, head = common.backbone_and_head(args, module.NETWORKS, 2, SHAPE)
+            net = torch.nn.ModuleDict({"backbone": backbone, "head": head})
             saved = common.read_state_dict(path)
-            own = {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
-            own |= {f"head.{name}": value for name, value in head.state_dict().items()}
-            assert own.keys() == saved.keys()
-            for name, value in own.items():
-                assert torch.equal(value, saved[name]), name
+            torch.testing.assert_close(dict(net.state_dict()), saved, rtol=0, atol=0)
