@@ -36,13 +36,16 @@ def size(whole, small):
 
 def best_seconds(*functions, budget_s=12.0):
     """Shortest call of each function: rounds in turn, as long as another one fits in the budget."""
-    best, start, rounds = [math.inf] * len(functions), time.perf_counter(), 0
-    spent = lambda: time.perf_counter() - start
-    while not rounds or spent() * (1 + 1 / rounds) < size(budget_s, 1):
+    best = [math.inf] * len(functions)
+    spent = 0.0
+    rounds = 0
+    while rounds == 0 or spent + spent / rounds < size(budget_s, 1):
         for i, function in enumerate(functions):
-            begin = time.perf_counter()
+            start = time.perf_counter()
             function()
-            best[i] = min(best[i], time.perf_counter() - begin)
+            seconds = time.perf_counter() - start
+            best[i] = min(best[i], seconds)
+            spent += seconds
         rounds += 1
     return best
 
@@ -50,10 +53,13 @@ def best_seconds(*functions, budget_s=12.0):
 def row(what, seconds, *peers, note="", cost=False):
     """`seconds` of ours and of each of the peers, and peer / ours, or with `cost` ours / peer."""
     ours, *others = seconds
-    parts = [f"{name} {1e3 * s:,.1f} ms, ratio {ours / s if cost else s / ours:.3g}"
-             for name, s in zip(peers, others)]
-    print(f"  {what}: {1e3 * ours:,.1f} ms; {'; '.join(parts)}{'; ' * bool(note)}{note}",
-          flush=True)
+    line = f"  {what}: {1e3 * ours:,.1f} ms"
+    for name, peer in zip(peers, others):
+        ratio = ours / peer if cost else peer / ours
+        line += f"; {name} {1e3 * peer:,.1f} ms, ratio {ratio:.3g}"
+    if note:
+        line += f"; {note}"
+    print(line, flush=True)
 
 
 def options(script, *argv):
@@ -218,8 +224,9 @@ def bench_gbnn2d():
     labels = torch.arange(batch) % 10
     seconds = best_seconds(gbnn2d_step(shared.eval(), x, labels, args),
                            gbnn2d_step(net.train(), x, labels, args))
-    row(f"step of the last stage, ResNet-18 of {len(shared.posterior.label):,} weights, {batch} images",
-        seconds, "deterministic", cost=True)
+    weights = len(shared.posterior.label)
+    row(f"step of the last stage, ResNet-18 of {weights:,} weights, {batch} images", seconds,
+        "deterministic", cost=True)
 
 
 def shared_network(net):
@@ -296,7 +303,7 @@ def bench_laplace():
 
 @torch.no_grad()
 def bench_predict():
-    """Predictions for 512 images of 32x32x3 by small networks, over one pass of the same network."""
+    """Predictions for 512 images of 32x32x3 by small networks, over one pass of the network."""
     batch = size(512, 8)
     width = size(0.25, 0.05)
     common_options = ["--dataset", "cifar10", "--width", width]
@@ -334,22 +341,24 @@ def bench_predict():
         last = sle.LastLayer(net(x)[1], None)
         return [sle.head_outputs(some, last) for some in heads.split(8)]  # as in the script
 
-    row(f"LLLA and LA-NF, WRN-10-4, {len(heads)} samples", best_seconds(last_layers, lambda: net(x)),
-        "one pass", cost=True)
+    seconds = best_seconds(last_layers, lambda: net(x))
+    row(f"LLLA and LA-NF, WRN-10-4, {len(heads)} samples", seconds, "one pass", cost=True)
 
 
 if __name__ == "__main__":
-    ROWS = [name.removeprefix("bench_") for name in list(globals()) if name.startswith("bench_")]
+    ROWS = {"loader": bench_loader, "ddu": bench_ddu, "forde": bench_forde,
+            "gbnn2d": bench_gbnn2d, "laplace": bench_laplace, "predict": bench_predict}
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ROWS))
     parser.add_argument("--small", action="store_true", help="tiny sizes: does it run?")
     asked = parser.parse_args()
-    if unknown := {*asked.names} - {*ROWS}:
+    unknown = set(asked.names) - set(ROWS)
+    if unknown:
         parser.error(f"no row {min(unknown)}; choose from {', '.join(ROWS)}")
     SMALL = asked.small
     warnings.simplefilter("ignore")  # the peers' own
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; ratio: peer / ours, or "
           "ours / peer where it is what a method costs")
-    for chosen in asked.names or ROWS:
-        print(f"{chosen}: {globals()[f'bench_{chosen}'].__doc__.splitlines()[0]}")
-        globals()[f"bench_{chosen}"]()
+    for name in asked.names or ROWS:
+        print(f"{name}: {ROWS[name].__doc__.splitlines()[0]}")
+        ROWS[name]()

@@ -103,9 +103,13 @@ class Bench:
     def measure_peak(self):
         """TFLOP/s of a bf16 matrix product."""
         n = self.size(8192, 128)
-        a, b = (torch.randn(n, n, device=self.device, dtype=torch.bfloat16) for _ in range(2))
-        several = lambda: [a @ b for _ in range(10)] and None
-        seconds = min(self.seconds(several)[0] for _ in range(5)) / 10
+        a, b = torch.randn(2, n, n, device=self.device, dtype=torch.bfloat16)
+
+        def ten_products():
+            for _ in range(10):
+                a @ b
+
+        seconds = min(self.seconds(ten_products)[0] for _ in range(5)) / 10
         self.peak = 2e-12 * n**3 / seconds
 
 
@@ -153,12 +157,13 @@ def bench_ddu(bench):
         bench.add(f"WRN-28-{10 * width:g} training, spectral norm, amp {amp}",
                   images / last_row(run)["seconds"], "images/s", flops)
     if bench.asked.data_dir:
-        present = [name for name, file in (("cifar100", "cifar-100-python"),
-                                           ("svhn", "test_32x32.mat"))
-                   if any(Path(bench.asked.data_dir).rglob(file))]
-        argv = [*net_argv, "--amp", "bf16", "--epochs", bench.size(8, 1), "--schedule", "one_cycle",
-                "--data-dir", bench.asked.data_dir, "--device", bench.device.type, "--out-dir",
-                bench.folder, "--no-plot", "--ood", *present]
+        folder = Path(bench.asked.data_dir)
+        files = {"cifar100": "cifar-100-python", "svhn": "test_32x32.mat"}
+        present = [name for name, file in files.items() if any(folder.rglob(file))]
+        epochs = bench.size(8, 1)
+        argv = [*net_argv, "--amp", "bf16", "--epochs", epochs, "--schedule", "one_cycle",
+                "--data-dir", folder, "--device", bench.device.type, "--out-dir", bench.folder,
+                "--no-plot", "--ood", *present]
         if bench.asked.tiny:
             argv += ["--limit-steps", 1]
         seconds, rows = bench.seconds(lambda: ddu.main([*map(str, argv)]))
@@ -166,7 +171,7 @@ def bench_ddu(bench):
         for row, key in itertools.product(rows, metrics):
             if row.get(key) is not None:
                 sets = " against ".join(filter(None, (row["set"], row.get("against"))))
-                bench.add(f"{bench.size(8, 1)} epochs, {sets}", row[key], key, seconds=seconds)
+                bench.add(f"{epochs} epochs, {sets}", row[key], key, seconds=seconds)
 
 
 def bench_forde(bench):
@@ -328,9 +333,10 @@ def main(argv=None):
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
     parser.add_argument("--data-dir", help="with CIFAR-10's files (and CIFAR-100's, SVHN's)")
     parser.add_argument("--out", default="gpu.json", help="the rows as JSON")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, in seconds, also on the CPU")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, also on the CPU")
     asked = parser.parse_args(argv)
-    if unknown := {*asked.names} - {*names}:
+    unknown = set(asked.names) - set(names)
+    if unknown:
         parser.error(f"no row {min(unknown)}; choose from {', '.join(names)}")
     if not asked.tiny and not torch.cuda.is_available():
         parser.error("no CUDA device; --tiny also runs on the CPU")
