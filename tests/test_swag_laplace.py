@@ -325,14 +325,15 @@ def test_mixtures_do_not_underflow():
     close(running.log_probs(), [[-900, -900]])
 
 
-def test_published_combinations():
+@pytest.mark.parametrize("members, k", [(30, 20), (6, 3)])  # several of 6 are equal
+def test_published_combinations(members, k):
     right = []
     for i in range(1, 31):
-        random.seed((20 + i) * (21 + i) // 2 + i)
-        chosen = sorted(random.sample(list(range(1, 31)), 20))
+        random.seed((k + i) * (k + i + 1) // 2 + i)
+        chosen = sorted(random.sample(list(range(1, members + 1)), k))
         if chosen not in right:
             right.append(chosen)
-    assert sl.member_combinations(30, 20) == right
+    assert sl.member_combinations(members, k) == right
 
 
 def study_of(folder=None, **changes):
@@ -723,11 +724,14 @@ def test_published_iterates_are_networks(save_published, tmp_path, kind, name):
         nn.utils.vector_to_parameters(own, net.parameters())
         close(net(x)[0], wrn_by_hand(p, x, kind=kind)[0], rtol=1e-9)
     of_member = {("map", 4): map_file(iterates[0])}
-    for values, said in ((state["iterates"][:, :1], "at least 2 iterates, not 1"),
-                         (state["iterates"][1:], "split_with_sizes"),
-                         (state["iterates"].long(), "holds integers"),
-                         (state["iterates"] / 0, "not finite")):
-        damaged = file._replace(state=state | {"iterates": values})
+    values = state["iterates"]
+    head = state["model.head.fc.weight"]
+    for change, said in (({"iterates": values[:, :1]}, "at least 2 iterates, not 1"),
+                         ({"iterates": values[1:]}, "split_with_sizes"),
+                         ({"iterates": values.long()}, "holds integers"),
+                         ({"iterates": values / 0}, "not finite"),
+                         ({"model.head.fc.weight": head.T}, "has the shape")):
+        damaged = file._replace(state=state | change)
         with pytest.raises(UserError, match=f"x.pt lacks a part of a published swag.*{said}"):
             sl.check_published(net, of_member | {("swag", 4): damaged})
 
