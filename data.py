@@ -378,7 +378,8 @@ FEW_BYTES = 256e6  # image files that are streamed are compared by their content
 def fingerprint(*datasets: Dataset) -> str:
     """Compute the hexadecimal SHA-256 of all that training sees of one set, or of several.
 
-    It covers all fields but those of UNSEEN. Streamed files count by their relative names and their
+    It covers pixels, tokens or atoms, labels, label_probs, groups, statistics and names of
+    classes, but not the name of a set. Streamed files count by their relative names and their
     content, or, if they have more than FEW_BYTES together, their sizes; the time of their last
     change does not matter. All processes call this together; the main process computes it.
     """
