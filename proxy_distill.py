@@ -835,8 +835,10 @@ def predict_among(classes, logits, seed):
 
 
 def known_classes(dataset, test_set):
-    """The classes [n] of the test set that an OOD set has, or None if it has others, too."""
+    """The classes [n] of the test set that an OOD set has; None if it has others, or no labels."""
     if not dataset.classes or not set(dataset.classes) <= set(test_set.classes):
+        return None
+    if (dataset.labels < 0).any():  # those of "nonsense" are unknown
         return None
     return torch.tensor([test_set.classes.index(name) for name in dataset.classes])
 

@@ -463,6 +463,14 @@ def test_digits_are_never_read_as_classes_of_cifar():
     assert {(row["set"], row["against"]) for row in rows} == {("cifar10", "ambiguous_mnist")}
 
 
+def test_nonsense_has_no_right_labels():
+    """It has the classes of the training images, but its images belong to none of them."""
+    test = Namespace(name="test", labels=torch.arange(60) % 5, classes=tuple("abcde"))
+    odd = data.nonsense(Namespace(shape=(1, 8, 8), num_classes=5, mean=(0.5,), std=(0.5,),
+                                  classes=test.classes))
+    assert odd.classes == test.classes and pd.known_classes(odd, test) is None
+
+
 def test_students_are_correlated_with_the_ensemble_and_its_proxy():
     # Of EnD: its sum of exp(z), and no epistemic uncertainty.
     *_, ensemble, proxy, student, soft = pd.predict(
