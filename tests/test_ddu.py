@@ -212,6 +212,8 @@ def test_the_gradient_flows_through_sigma_but_not_through_u_and_v(layer, coeff):
 # ---- Networks -----------------------------------------------------------------------------------
 
 # classes, parameters, features, and how many layers are spectral, how many of them 1x1
+# Columns: --model, --mod, --sn, image (C, H, W), classes; number of parameters and of features; and
+# how many layers are spectral, how many of those as 1x1 images.
 SIZES = [("lenet", False, False, (1, 28, 28), 10, 44_426, 84, (0, 0)),
          ("resnet18", True, True, (3, 32, 32), 10, 11_000_138, 512, (17, 0)),
          ("resnet18", False, True, (1, 28, 28), 10, 11_172_810, 512, (20, 3)),
@@ -231,7 +233,7 @@ def test_sizes_of_the_networks_and_what_is_spectral(model, mod, sn, shape, class
     assert len(layers) == (len(modules(net, nn.Conv2d)) if sn else 0)
     assert not hasattr(net.head, "parametrizations")
     momentum = {norm.momentum for norm in modules(net, nn.BatchNorm2d)}
-    assert model == "lenet" or momentum == {0.01 if model == "wide_resnet" else 0.1}
+    assert momentum <= {0.01 if model == "wide_resnet" else 0.1}  # none without batch norm
     if parameters == 36_220_634:  # published: 4,582,425, of which 25 are logged sigmas
         assert sum(sn.u.numel() + sn.v.numel() for sn in layers) == 4_582_425 - 25
 
