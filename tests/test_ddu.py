@@ -211,9 +211,8 @@ def test_the_gradient_flows_through_sigma_but_not_through_u_and_v(layer, coeff):
 
 # ---- Networks -----------------------------------------------------------------------------------
 
-# classes, parameters, features, and how many layers are spectral, how many of them 1x1
-# Columns: --model, --mod, --sn, image (C, H, W), classes; number of parameters and of features; and
-# how many layers are spectral, how many of those as 1x1 images.
+# --model, --mod, --sn, image (C, H, W) and classes; numbers of parameters and of features; and how
+# many layers are spectral, how many of them see images of one pixel
 SIZES = [("lenet", False, False, (1, 28, 28), 10, 44_426, 84, (0, 0)),
          ("resnet18", True, True, (3, 32, 32), 10, 11_000_138, 512, (17, 0)),
          ("resnet18", False, True, (1, 28, 28), 10, 11_172_810, 512, (20, 3)),
