@@ -343,10 +343,11 @@ def fit_temperature(logits: ArrayLike, labels: ArrayLike) -> float:
     """The temperature T that minimises the NLL of softmax(z_n / T), for logits z [N, K].
 
     The NLL is convex in 1 / T: T is the only root of its slope, by Brent's method on log T.
-    It is 1 if no T makes a difference (constant rows), and limited to TEMPERATURES. If all
-    predictions are correct, the root is 0, however few they are. A T below 1 is therefore limited,
-    with a warning, to a mean confidence of 1 - 1 / (N + 2), the accuracy that N correct predictions
-    of N suggest by Laplace's rule of succession.
+    It is 1 if no T makes a difference (constant rows), and limited to TEMPERATURES, with a warning
+    where predictions are worse than guessing. If all predictions are correct, the root is 0,
+    however few they are. A T below 1 is therefore limited, with a warning, to a mean confidence of
+    1 - 1 / (N + 2), the accuracy that N correct predictions of N suggest by Laplace's rule of
+    succession.
     """
     logits = _tensor(logits, "logits", 2)
     labels = _labels(labels, logits)
@@ -364,8 +365,10 @@ def fit_temperature(logits: ArrayLike, labels: ArrayLike) -> float:
         return (z / math.exp(log_t)).softmax(1).amax(1).mean().item() - highest
 
     low, high = map(math.log, TEMPERATURES)
-    if slope(high) > 0:
-        return TEMPERATURES[1]  # worse than guessing: the flatter, the better
+    if slope(high) > 0:  # the flatter, the better
+        warnings.warn(f"the temperature is at its limit, {TEMPERATURES[1]:g}: on these {len(z)} "
+                      "validation examples the predictions are worse than guessing", stacklevel=2)
+        return TEMPERATURES[1]
     if slope(high) == 0:
         return 1.0
     optimum = brentq(slope, low, high, xtol=1e-9) if slope(low) > 0 else low

@@ -825,7 +825,7 @@ def add_decisions(rows, predictions, thresholds):
 
 def print_decisions(row):
     """Print how many images of a test set are in each region, and the accuracy in it."""
-    print(f"\nseed {row['seed']}, decisions on {row['n']} images of {row['set']}:")
+    print(f"\nseed {row['seed']}, decisions on the {row['n']} test images of {row['set']}:")
     for name in REGIONS:
         line = f"  {name:16}{row[f'n_{name}']:6} images"
         if row[f"accuracy_{name}"] is not None:

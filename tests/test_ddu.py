@@ -593,7 +593,7 @@ def test_eval_repeats_the_storys_table_and_predicts_any_set(story, monkeypatch, 
     report = capsys.readouterr().out
     line = (f"  in_distribution {row['n_in_distribution']:6} images, of which "
             f"{row['accuracy_in_distribution']:.1%} are classified correctly")
-    assert "seed 1, decisions on 400 images of dirty_glyphs:" in report and line in report
+    assert "seed 1, decisions on the 400 test images of dirty_glyphs:" in report and line in report
 
 
 @pytest.mark.parametrize("far", [{}, {"far": torch.full((50,), -1e6)}])
