@@ -1128,6 +1128,7 @@ ROLES = {
                "writes. No result of a seed depends on them.",
 }
 # What --help begins with.
+OF_DATASET = "Defaults depend on --dataset: name yours beside --help to see them."
 MOST_USED = ("--dataset", "--model", "--weights", "--epochs", "--ood", "--predict", "--name",
              "--eval")
 
@@ -1184,7 +1185,7 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=HelpFormatter, add_help=False)
         self.script = script
         self.presets = presets
-        self.most_used = self.add_argument_group("the options that most people need")
+        self.most_used = self.add_argument_group("the options that most people need", OF_DATASET)
         self.training = self.add_argument_group("training options", ROLES["training"])
         self.evaluation = self.add_argument_group("evaluation options", ROLES["evaluation"])
         self.runtime = self.add_argument_group("runtime options", ROLES["runtime"])
@@ -1333,8 +1334,8 @@ def add_training_options(training: Callable, datasets: str, networks: str):
     training("--width", type=between(0.01, 64), default=1.0,
         help="factor on the number of channels; 1 is the paper's network")
     training("--image-size", type=between(1, 4096, int),
-        help="side length in pixels, of images from files (folders: 32) and for torchvision/NAME "
-        "(files and --weights DEFAULT: the size of torchvision's weights)")
+        help="side length in pixels to which images are resized (folders: 32; torchvision/NAME, for "
+        "files or with --weights DEFAULT: the size of torchvision's weights)")
     training("--limit-train", type=at_least(2), metavar="N",
         help="train on a subset of N examples, in which classes keep their proportions")
     training("--augment", action=flag, default=False, help="use random crops and flips")

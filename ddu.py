@@ -1139,7 +1139,8 @@ def run_active_learning(args):
     pool = load_pool(args)
     for acquisition in args.active_learning:
         check_network(pool.images, options_of(acquisition, args))
-    fingerprints = data.fingerprints(args, pool.test, pool.images)
+    fingerprints = {"training data": data.fingerprint(pool.images),
+                    "test data": data.fingerprint(pool.test)}
     splits = data.Splits(pool.images, None, pool.test, {}, None, fingerprints)
     run = common.Run(args, fingerprints, splits.summary())
     last = args.max_training_samples
@@ -1344,9 +1345,11 @@ def check_network(train_set, args):
     common.try_batch(net.train(args.epochs > 0), train_set, args)
     counts = train_set.labels.bincount(minlength=train_set.num_classes)
     if counts.min() < 2:
-        [name] = common.class_names(counts.argmin(keepdim=True), train_set.classes)
-        raise UserError(f"class {name} of {train_set.name} has {counts.min()} training example(s), "
-                        "but its Gaussian needs two")
+        smallest = int(counts.argmin())
+        if train_set.classes:
+            smallest = train_set.classes[smallest]
+        raise UserError(f"class {smallest} of {train_set.name} has {counts.min()} training "
+                        "example(s), but its Gaussian needs two")
 
 
 def evaluate(outputs, splits, network_bytes, seed, args, run):
