@@ -1334,8 +1334,8 @@ def add_training_options(training: Callable, datasets: str, networks: str):
     training("--width", type=between(0.01, 64), default=1.0,
         help="factor on the number of channels; 1 is the paper's network")
     training("--image-size", type=between(1, 4096, int),
-        help="side length in pixels to which images are resized (folders: 32; torchvision/NAME, with "
-        "files or --weights DEFAULT: the size of its weights)")
+        help="side length in pixels to which images are resized (folders: 32; torchvision/NAME, "
+        "with files or --weights DEFAULT: the size of its weights)")
     training("--limit-train", type=at_least(2), metavar="N",
         help="train on a subset of N examples, in which classes keep their proportions")
     training("--augment", action=flag, default=False, help="use random crops and flips")
