@@ -959,7 +959,7 @@ def shift_rows(rows_of_sets, title, kinds):
     for (kind, severity), of_set in rows_of_sets.items():
         rows += [row | {"kind": kind, "severity": severity} for row in of_set]
     groups = [kinds]
-    # Published tables average 15 kinds where there are more.
+    # Published tables average 15 of the kinds.
     standard = data.CIFAR_C_KINDS[:15]
     if set(standard) < set(kinds):
         groups.append(standard)
@@ -982,7 +982,7 @@ def mean_rows(title, rows_of_sets):
         for metric in rows[0]:
             if metric not in ("method", "seed", "set", "against", "n"):
                 values = [row[metric] for row in rows]
-                # Without errors there is no rejection ratio.
+                # Predictions without an error have no rejection ratio.
                 mean[metric] = None if None in values else float(np.mean(values))
         means.append(mean)
     return means
