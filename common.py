@@ -153,9 +153,9 @@ def nll(log_probs: ArrayLike, labels: ArrayLike) -> float:
 
 
 def lpd(log_probs: ArrayLike, labels: ArrayLike) -> float:
-    """Log predictive density (1/N) sum_n log (1/S) sum_s p_s(y_n) of log_probs [S, N, K].
+    """Log predictive density (1/N) sum_n log (1/S) sum_s p_s(y_n) of an equal mixture, in nats.
 
-    It is in nats, and finite where the mean probability underflows.
+    log_probs [S, N, K]; finite where the mean probability underflows.
     """
     log_probs = _tensor(log_probs, "log_probs", 3)
     labels = _labels(labels, log_probs)
@@ -298,7 +298,10 @@ def ood_metrics(id_scores: ArrayLike, ood_scores: ArrayLike, *,
 
 def detection_metrics(inside: dict[str, Tensor], outside: dict[str, Tensor],
                       larger_means: dict[str, str]) -> dict[str, float]:
-    """`ood_metrics` of the scores {score: [N]} of `inside`, as {"auroc_<score>": ..., ...}."""
+    """`ood_metrics` of several scores {score: [N]}, as {"auroc_<score>": ..., ...}.
+
+    larger_means: {score: "ood" or "id"} for at least the scores of `inside`.
+    """
     metrics = {}
     for score in inside:
         of_score = ood_metrics(inside[score], outside[score], larger_means=larger_means[score])
@@ -397,7 +400,7 @@ def _targets(targets, means):
 
 
 class Moments(NamedTuple):
-    """Mean and variances [N] of equal mixtures of Gaussians."""
+    """Mean and variances [N] of equal mixtures of Gaussians; total = aleatoric + epistemic."""
 
     mean: Tensor
     aleatoric: Tensor
@@ -428,7 +431,9 @@ def mixture_lpd(means: ArrayLike, variances: ArrayLike, targets: ArrayLike) -> f
 
 def regression_metrics(means: ArrayLike, variances: ArrayLike,
                        targets: ArrayLike) -> dict[str, float]:
-    """Scores of equal mixtures [S, N]; mae and rmse are those of the mean, in the targets' unit.
+    """Scores of regression by equal mixtures [S, N]: lpd, mae, rmse and the calibration error ece.
+
+    mae and rmse are those of the mixture's mean, in the unit of the targets.
 
     The calibration error ece, 0..0.5, is the mean over 20 levels .01, ..., .99 of |level - fraction
     of targets with F_n(y_n) <= level|, with the distribution function of the mixture
@@ -634,10 +639,10 @@ def _concatenate(parts):
 
 
 def gather_rows(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Collect on the main process, in their order, the rows of a set that all processes computed.
+    """Collect on the main process what all processes computed for the examples of one set.
 
-    batches: dictionaries {"index": row numbers [b], name: values [b, ...]}. Returns
-    {name: [N, ...]} on the CPU, and {} on the other processes.
+    batches: one dictionary {"index": row numbers [b], name: values [b, ...]} for each batch.
+    Returns {name: [N, ...]} on the CPU, in the order of the set; {} on the other processes.
     """
     columns = _concatenate(batches)
     if world_size() > 1:
@@ -1170,10 +1175,11 @@ class Parser(argparse.ArgumentParser):
         training("--coeff", type=float, default=3.0, help="upper bound of the spectral norm")
         args = parser.parse(argv, run_name)
 
-    script: the name of the folder of its runs, too. presets: {data set: {option: default}};
-    "folder" is for the user's own images. A preset whose name begins with the flag of an option is
-    added to that of the data set if the option is used: "--freeze", or "--model torchvision/NAME"
-    for pretrained networks. defaults: of the shared options, where no preset sets them.
+    script: its name, which is also that of the folder of its runs. networks: names for --model.
+    presets: {data set: {option: default}}; "folder" is for the user's own images. A preset whose
+    name begins with the flag of an option is added to that of the data set if the option is used:
+    "--freeze", or "--model torchvision/NAME" for pretrained networks. defaults: of the shared
+    options, where no preset sets them.
     """
 
     def __init__(self, script: str, doc: str | None, presets: dict[str, dict],
@@ -1382,10 +1388,11 @@ def add_runtime_options(runtime: Callable):
 
 
 def default_image_size(args) -> int | None:
-    """The side of images in pixels where --image-size is not given; None resizes nothing.
+    """The side of images in pixels where --image-size is not given.
 
     With --model torchvision/NAME, it is that of torchvision's weights, from which a file of weights
-    was probably fine-tuned; for random weights it is that of ResNet-18.
+    was probably fine-tuned; for random weights it is that of ResNet-18. None stands for the size of
+    images in memory, which nothing resizes.
     """
     kind = args.dataset.split(":")[0].split("_")[0]  # imagenet_a, imagenet_o and imagenet_r, too
     sizes_of_files = {"folder": 32, "tiny": 64, "imagenet": 224}
@@ -1411,7 +1418,10 @@ def can_draw() -> bool:
 
 
 def read_options(run_dir: Path) -> dict[str, dict]:
-    """{"training", "evaluation": {option: value}, "fingerprints": {noun: text}} of a run."""
+    """The options and fingerprints with which a run directory was made.
+
+    {"training": {option: value}, "evaluation": {option: value}, "fingerprints": {noun: text}}
+    """
     path = run_dir / "options.json"
     try:
         content = json.loads(path.read_text())
@@ -1458,7 +1468,8 @@ def check_same_run(args, stored: dict[str, dict], fingerprints: dict[str, str]):
 def refuse(args, table: list[tuple]):
     """Refuse options that were typed although they would have no effect.
 
-    table: rows (whether it applies, names of options, why they have no effect).
+    table: rows (whether it applies, names of options, why they have no effect), to which those of
+    the shared options are added.
     """
     pretrained = args.model.startswith("torchvision/")
     proposal = ""
@@ -1477,9 +1488,10 @@ def refuse(args, table: list[tuple]):
 
 
 def run_name(args, *additions: str | None) -> str:
-    """The name of a run directory, with a script's additions: "cifar10-resnet18-w0.5-seed1".
+    """The name of a run directory: "cifar10-resnet18-w0.5-frozen-seed1".
 
-    It has no seed where networks of several seeds share a directory.
+    It is made from the data set, the network, --width, --freeze, the additions of a script (None
+    is skipped) and the seed, unless networks of several seeds share a directory.
     """
     width = f"w{args.width:g}" if args.width != 1 else None
     frozen = "frozen" if args.freeze else None
@@ -1494,7 +1506,11 @@ def join_name(*words: str | None) -> str:
 
 
 def set_name(dataset: str) -> str:
-    """The name of a data set as a part of a file name; of folder:PATH, it is PATH's last part."""
+    """The name of a data set as a part of a file name.
+
+    That of folder:PATH is the last component of PATH; characters other than A-Z a-z 0-9 . _ -
+    become "_".
+    """
     if dataset.startswith("folder:"):
         dataset = os.path.basename(os.path.realpath(folder_path(dataset)))
     return re.sub(r"[^A-Za-z0-9._-]+", "_", dataset).lstrip(".") or "folder"
@@ -1793,8 +1809,8 @@ class Run:
         """Write the rows to results.json and results.csv, and print the table; returns the rows.
 
         rows: {"method", "seed", "set", "against" (optional), "n", metric: value, ...}, where n is
-        the number of examples of `set`. The table shows the metrics `columns` of the rows `shown`
-        [default: all]. extra: what else results.json stores.
+        the number of examples of `set`. columns: the metrics that the table shows; shown: the rows
+        that it shows, if not all; extra: what else results.json stores.
         """
         rows = as_json(rows)
         content = {"script": self.dir.parent.name, "columns": columns,
@@ -1837,11 +1853,13 @@ def write_predictions(run: Run, dataset: object, log_probs: dict[str, Tensor], c
 
     dataset: a set of data.py. log_probs: {method: [M, N, K]} of M members or samples (1 of a single
     network), after temperature scaling where `temperatures` {method: temperature} has the method.
-    classes: the names of the K classes. extra: {column: values [N]} to be added.
+    classes: the names of the K classes. extra: {column: values [N]} of the method alone.
 
-    The columns of all methods but the first end with the method's name. Confidence is the mean
-    probability of the predicted class; the uncertainties are in nats, and the epistemic one of a
-    single network is empty; the temperature is 1 where probabilities are not scaled.
+    The columns are file (or index) and label (if known); then for each method the predicted class,
+    confidence (the mean probability of that class), total, aleatoric and epistemic uncertainty in
+    nats, and the temperature (1: probabilities are not scaled); then the extra ones. The columns of
+    all methods but the first end with the method's name. The epistemic uncertainty of a single
+    network is empty.
     """
     columns = example_columns(dataset, classes)
     first = next(iter(log_probs))
@@ -1910,7 +1928,8 @@ def pool(rows: list[dict], metrics: list[str]) -> list[dict]:
 def pooled_text(values: list, independent: bool = True, digits: str | None = None) -> str | None:
     """The mean and, where it is defined, the standard error of numbers: "0.912 ± 0.004".
 
-    If some values are None (missing, infinite or NaN), it says so: "0.912 ± 0.004 (2 of 3)".
+    None stands for a number that is missing, infinite or not a number; the text then says of how
+    many values it is the mean: "0.912 ± 0.004 (2 of 3)". Texts and equal counts are not changed.
     """
     known = [value for value in values if value is not None]
     if not known:
@@ -2004,8 +2023,8 @@ def result_tables(rows: list[dict], metrics: list[str]) -> list[list[dict]]:
 def side_by_side(rows: list[dict], metrics: list[str]) -> list[dict]:
     """Pooled rows as papers print them: a line for each method, the data sets side by side.
 
-    Methods are ordered by their numbers of members: "DE, K=1", "SWAG, K=1", "DE, K=5", ... Rows
-    with another number of examples make another line.
+    Methods are ordered by their numbers of members: "DE, K=1", "SWAG, K=1", "DE, K=5", ... Rows of
+    a method on one set that differ in their number of examples have lines of their own.
     """
     def members(line):
         size = re.search(r"K=(\d+)\b", line["method"])
@@ -2029,8 +2048,8 @@ def side_by_side(rows: list[dict], metrics: list[str]) -> list[dict]:
 def run_label(content: dict, contents: list[dict]) -> str | None:
     """The options in which a run differs from others of its script: "width=0.5 epochs=3".
 
-    It begins with the script's name if the runs are of several, and ends with a fingerprint of the
-    training data if these differ although the options are equal.
+    It begins with the name of the script if there are several: their rows are not pooled. It ends
+    with a fingerprint of the training data where these differ although the options are equal.
     """
     peers = [other for other in contents if other["script"] == content["script"]]
     words = []
@@ -2053,7 +2072,9 @@ def column_label(content: dict, contents: list[dict]) -> str | None:
     peers = [other for other in contents if sets & {row["set"] for row in other["rows"]}]
     labels = {run_label(peer, peers) for peer in peers}
     models = {peer["config"].get("model") for peer in peers}
-    if len(models) == len(labels) > 1:
+    if len(labels) == 1:
+        return None
+    if len(models) == len(labels):
         return content["config"].get("model")
     return run_label(content, peers)
 

@@ -494,7 +494,7 @@ def stratified_subset(dataset: Dataset, limit: int | None) -> Dataset:
 
     They are drawn at random, always the same, so that classes keep their shares and all classes
     are represented while the limit allows it. Groups stay whole: of an ambiguous image, all
-    labels are selected, or none. Where labels are real numbers, the rows have equal distances.
+    labels are selected, or none. Where labels are real numbers, rows at equal intervals are selected.
     """
     n = len(dataset)
     if limit is None or limit >= n:
@@ -704,7 +704,7 @@ class Splits(NamedTuple):
     backbone_bytes: int = 0
 
     def summary(self) -> str:
-        """Describe the sets in one line; those with classes with the accuracy of guessing."""
+        """Describe the sets in one line, with the accuracy of guessing for those with classes."""
         counts = f"{len(self.test):,} test {_noun(self.test)}"
         if self.val is not None:
             counts = f"{len(self.train):,} training, {len(self.val):,} held-out and {counts}"

@@ -409,8 +409,8 @@ def merge_mixture(mixture: GaussianMixture, gradient: Tensor, tau_d: float,
     mean and covariance of the whole mixture stay.
     """
     # A merge changes the distances from one component alone. So the closest partner is searched
-    # anew only for the merged component, and for those whose partner was one of the two. If the
-    # merged component is now closer to another one, its own partner says so.
+    # anew only for the merged component, and for those whose partner was one of the two. Another
+    # component may now be closest to the merged one; that pair is known from the merged one's side.
     mixture = GaussianMixture(*[tensor.clone() for tensor in mixture])
     gradient = gradient.clone()
     distance = torch.full_like(mixture.proportion, math.inf)           # [K]  W2 from the partner
