@@ -494,7 +494,7 @@ def stratified_subset(dataset: Dataset, limit: int | None) -> Dataset:
 
     They are drawn at random, always the same, so that classes keep their shares and all classes
     are represented while the limit allows it. Groups stay whole: of an ambiguous image, all
-    labels are selected, or none. Where labels are real numbers, rows at equal intervals are selected.
+    labels are selected, or none. Where labels are real numbers, rows are at equal intervals.
     """
     n = len(dataset)
     if limit is None or limit >= n:

@@ -902,7 +902,8 @@ PREDICTED_LABELS = 5
 def train(module, stage, seed, epochs, train_set, args, run, kl_weight=0.0, inputs=None):
     """Minimise the mean cross entropy + kl_weight KL / n, for one of the TRAINING_STAGES.
 
-    module: a network, or a RandomNetwork, whose posterior has the KL; inputs: of `Run.resume`
+    module: the deterministic network, or a RandomNetwork, whose posterior has the KL. inputs: what
+    the stage depends on beside options and data, see `Run.resume`.
     """
     name = f"seed{seed}-{stage}"
     optimiser = make_optimiser(module, args)

@@ -1521,7 +1521,7 @@ def draw_mcdo(member, net, split, count):
 
 
 def fit_heads(member, name):
-    """LLLA or LA-NF: {"precision" of the prior, "heads": [S, P]}."""
+    """LLLA or LA-NF of a member: {"precision" of the prior, "heads": S last layers [S, P]}."""
     args = member.study.args
     fit = fit_llla
     if name != "llla":
@@ -1537,7 +1537,7 @@ def fit_heads(member, name):
 
 
 def fit_llla(member, train, val):
-    """Choose the precision of the prior, and draw S last layers; on the main process."""
+    """LLLA: choose the precision of the prior, and draw S last layers; on the main process."""
     args = member.study.args
     # The same noise for all members.
     noise = member.noise(args.val_samples, 0, STREAMS["llla_val"])
@@ -1572,9 +1572,9 @@ def draw_heads(member, heads, split, count):
 
 
 def fit_la_nf(member, train, val, laplace, layers):
-    """A flow for each precision of the prior, of which validation chooses one.
+    """LA-NF: train a flow for each precision of the prior, of which validation chooses one.
 
-    The samples of LLLA are sent through this flow; on the main process.
+    The samples of LLLA, `laplace`, are sent through the chosen flow. On the main process.
     """
     theta = member.theta
     base_precision = laplace["precision"]
