@@ -7,19 +7,19 @@ turn, since whatever else a machine does only adds time. --small only shows that
 """
 
 import argparse
-import contextlib
-import io
 import math
+import resource
+import subprocess
 import sys
 import time
 import warnings
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
 import common  # noqa: E402
 import data  # noqa: E402
 import ddu  # noqa: E402
@@ -27,7 +27,7 @@ import forde  # noqa: E402
 import gbnn2d  # noqa: E402
 import swag_laplace_ensembles as sle  # noqa: E402
 
-SMALL = False
+SMALL = "--small" in sys.argv
 
 
 def size(whole, small):
@@ -36,36 +36,33 @@ def size(whole, small):
 
 def best_seconds(*functions, budget_s=12.0):
     """Shortest call of each function: rounds in turn, as long as another one fits in the budget."""
-    best = [math.inf] * len(functions)
+    best = [math.inf for _ in functions]
     spent = 0.0
     rounds = 0
     while rounds == 0 or spent + spent / rounds < size(budget_s, 1):
-        for i, function in enumerate(functions):
+        for number, function in enumerate(functions):
             start = time.perf_counter()
             function()
             seconds = time.perf_counter() - start
-            best[i] = min(best[i], seconds)
+            best[number] = min(best[number], seconds)
             spent += seconds
         rounds += 1
     return best
 
 
-def row(what, seconds, *peers, note="", cost=False):
-    """`seconds` of ours and of each of the peers, and peer / ours, or with `cost` ours / peer."""
+def show(what, seconds, *peers, cost=False):
+    """Print `seconds` of ours and of each peer, and peer / ours, or with `cost` ours / peer."""
     ours, *others = seconds
     line = f"  {what}: {1e3 * ours:,.1f} ms"
     for name, peer in zip(peers, others):
         ratio = ours / peer if cost else peer / ours
         line += f"; {name} {1e3 * peer:,.1f} ms, ratio {ratio:.3g}"
-    if note:
-        line += f"; {note}"
     print(line, flush=True)
 
 
 def options(script, *argv):
-    """A script's options (on a CPU), without the line it prints about them."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        return script.parse_args(["--device", "cpu", *map(str, argv)])
+    """A script's options on a CPU."""
+    return script.parse_args(["--device", "cpu"] + [str(word) for word in argv])
 
 
 def seeded(seed=0):
@@ -75,44 +72,58 @@ def seeded(seed=0):
 def random_set(n, side=32, classes=10):
     """n random images with labels, of CIFAR-10's size unless said."""
     images = torch.randint(0, 256, (n, 3, side, side), dtype=torch.uint8, generator=seeded())
-    return data.ImageSet("random", images, torch.arange(n) % classes, classes, (0.5,) * 3,
-                         (0.25,) * 3)
+    return data.ImageSet("random", images, torch.arange(n) % classes, classes, (0.5, 0.5, 0.5),
+                         (0.25, 0.25, 0.25))
+
+
+def random_images(batch, side=32):
+    x = torch.randn(batch, 3, side, side, generator=seeded())
+    return x.contiguous(memory_format=torch.channels_last)
 
 
 def bench_loader():
     """Crop, flip and normalise 32x32x3 images in batches of 128."""
-    from torchvision import datasets, transforms as T
-    n, few = size(50_000, 1000), size(20_000, 500)
-    own, peer = random_set(n), datasets.CIFAR10.__new__(datasets.CIFAR10)
-    peer.data, peer.targets = own.images[:few].permute(0, 2, 3, 1).numpy(), own.labels.tolist()
-    peer.transform, peer.target_transform = T.Compose([
-        T.RandomCrop(32, 4), T.RandomHorizontalFlip(), T.ToTensor(),
-        T.Normalize(own.mean, own.std)]), None
-    loaders = data.Loader(own, 128, shuffle=True, augment="crop_flip"), \
-        torch.utils.data.DataLoader(peer, 128, True, num_workers=2, persistent_workers=True)
-    ours_s, peer_s = best_seconds(lambda: sum(1 for _ in loaders[0].epoch()),
-                                  lambda: sum(1 for _ in loaders[1]))
-    row(f"{n:,} images", (ours_s, peer_s * n / few), "torchvision's DataLoader, 2 workers")
+    from torchvision import datasets, transforms
+
+    n = size(50_000, 1000)
+    few = size(20_000, 500)
+    dataset = random_set(n)
+    peer = datasets.CIFAR10.__new__(datasets.CIFAR10)
+    peer.data = dataset.images[:few].permute(0, 2, 3, 1).numpy()
+    peer.targets = dataset.labels.tolist()
+    peer.target_transform = None
+    peer.transform = transforms.Compose([
+        transforms.RandomCrop(32, 4), transforms.RandomHorizontalFlip(), transforms.ToTensor(),
+        transforms.Normalize(dataset.mean, dataset.std)])
+    ours = data.Loader(dataset, 128, shuffle=True, augment="crop_flip")
+    theirs = torch.utils.data.DataLoader(peer, 128, True, num_workers=2, persistent_workers=True)
+    ours_s, peer_s = best_seconds(lambda: sum(1 for _ in ours.epoch()),
+                                  lambda: sum(1 for _ in theirs))
+    show(f"{n:,} images", (ours_s, peer_s * n / few), "torchvision's DataLoader, 2 workers")
+
+
+def class_features(n, dim, classes):
+    """Features [n, dim] of classes with different means, and their labels."""
+    labels = torch.arange(n) % classes
+    z = torch.randn(n, dim, generator=seeded()).relu()
+    return z + torch.randn(classes, dim, generator=seeded(1))[labels], labels
 
 
 def bench_ddu():
     """Algorithm 1 on features, and what spectral normalisation costs."""
     n = size(45_000, 2000)
     dim = size(640, 64)
-    k = 10
-    labels = torch.arange(n) % k
-    z = torch.randn(n, dim, generator=seeded()).relu() + torch.randn(k, dim)[labels]
+    z, labels = class_features(n, dim, 10)
     other = torch.randn(dim, dim).double()
     out = torch.empty(n, dim).double()
 
     def ours():
-        gaussians = ddu.fit_gaussians(z, labels, k)
-        return ddu.class_log_densities(gaussians, z).logsumexp(1)
+        return ddu.log_density(ddu.ClassGaussians(z, labels, 10), z)
 
     def peer():
         wide = z.double()
         columns = []
-        for c in range(k):
+        for c in range(10):
             rows = wide[labels == c]
             normal = torch.distributions.MultivariateNormal(rows.mean(0), torch.cov(rows.T))
             columns.append(normal.log_prob(wide))
@@ -120,245 +131,321 @@ def bench_ddu():
 
     def products():  # covariances: one of 2 N D^2; a triangular solve for each class: half a one
         wide = z.double()
-        for _ in range(1 + k // 2):
+        for _ in range(6):
             torch.mm(wide, other, out=out)
 
-    row(f"fit and score {n:,} x {dim}, {k} classes, float64",
-        best_seconds(ours, peer, products, budget_s=45), "loop over MultivariateNormal",
-        "matrix products of the same flops")
+    show(f"fit and score {n:,} x {dim}, 10 classes, float64",
+         best_seconds(ours, peer, products, budget_s=45), "loop over MultivariateNormal",
+         "matrix products of the same flops")
 
-    batch, width = size(32, 4), size(1.0, 0.125)
-    x = torch.randn(batch, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    batch = size(32, 4)
+    x = random_images(batch)
 
     def step_of(sn):
-        args = options(ddu, "--dataset", "cifar10", "--model", "resnet18", "--width", width, sn)
+        args = options(ddu, "--dataset", "cifar10", "--model", "resnet18", sn, "--width",
+                       size(1.0, 0.125))
         net = ddu.make_network(args, 10, (3, 32, 32)).train()
 
         def step():
             net.zero_grad()
             net(x)[0].logsumexp(1).sum().backward()
+
         return step
 
-    row(f"training step with spectral norm, ResNet-18, {batch} images",
-        best_seconds(step_of("--sn"), step_of("--no-sn")), "without", cost=True)
+    show(f"training step with spectral norm, ResNet-18, {batch} images",
+         best_seconds(step_of("--sn"), step_of("--no-sn")), "without", cost=True)
+
+
+GAUSSIANS = """
+import resource, sys, time, torch
+sys.path.insert(0, {root!r})
+from tests.bench import class_features
+z, labels = class_features({n}, {dim}, {classes})
+queries = z[:{queries}].clone()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+{work}
+print(time.process_time() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+      / 2**20)
+"""
+OURS = """
+import ddu
+start = time.process_time()
+ddu.log_density(ddu.ClassGaussians(z, labels, {classes}, shrinkage=True), queries)
+"""
+PYTORCH_OOD = """
+from pytorch_ood.detector import GMM
+start = time.process_time()
+detector = GMM(torch.nn.Identity())
+detector.fit_features(z, labels)
+detector.predict_features(queries)
+"""
+
+
+def bench_gaussians():
+    """Fit and score many classes, each in a process of its own: processor seconds and memory."""
+    sizes = {"n": size(20_000, 500), "dim": size(640, 16), "classes": size(100, 5),
+             "queries": size(4000, 100)}
+    results = []
+    for work in (OURS, PYTORCH_OOD):
+        code = GAUSSIANS.format(root=str(ROOT), work=work.format(**sizes), **sizes)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                              cwd=ROOT)
+        if done.returncode != 0:
+            print(f"  pytorch-ood 0.4.0: not installed ({done.stderr.strip().splitlines()[-1]})")
+            return
+        results.append([float(word) for word in done.stdout.split()])
+    (seconds, memory), (peer_seconds, peer_memory) = results
+    print(f"  {sizes}: {seconds:.2f} s, {memory:.2f} GB; pytorch-ood's GMM {peer_seconds:.2f} s, "
+          f"{peer_memory:.2f} GB; ratios {peer_seconds / seconds:.3g}, {peer_memory / memory:.3g}")
 
 
 def bench_forde():
-    """A training step of FoRDE-PCA over one of the deep ensemble: ResNet-18, contiguous."""
-    members, batch, width = size(4, 2), size(32, 8), size(1.0, 0.125)
-    own = random_set(batch)
-    x = next(iter(data.Loader(own, batch).epoch()))
+    """A training step of FoRDE over one of the deep ensemble: ResNet-18, contiguous."""
+    members = size(4, 2)
+    batch = size(32, 8)
+    dataset = random_set(batch)
+    images = next(iter(data.Loader(dataset, batch).epoch()))
     A = torch.randn(3072, 3072, generator=seeded()) / 3072**0.5
 
-    def step_of(method):
-        args = options(forde, "--dataset", "cifar10", "--members", members, "--width", width)
-        nets = forde.make_ensemble(args, 1, 10, own.shape).train()
+    def step_of(A, is_forde):
+        args = options(forde, "--dataset", "cifar10", "--members", members, "--width",
+                       size(0.25, 0.125))
+        nets = forde.make_ensemble(args, 1, 10, dataset.shape).train()
         for net in nets:
             torch.nn.init.normal_(net.head.weight, std=0.05)
+        optimiser = torch.optim.SGD(nets.parameters(), 1e-3, 0.9, nesterov=True)
+        labels = images.labels.repeat(members)
 
         def step():
-            nets.zero_grad()
-            forde.ensemble_step(nets, x, method, A, batch, args)
+            repulsion = 0.0
+            if is_forde:
+                logits, repulsion = forde.logits_and_repulsion(nets, images, A, args)
+            else:
+                logits = forde.member_logits(nets, images.images, args)
+            loss = members * F.cross_entropy(logits.flatten(0, 1), labels) + repulsion
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+
         return step
 
-    row(f"{members} members, {batch} images", best_seconds(
-        step_of("forde_pca"), step_of("deep_ensemble"), budget_s=40), "deep ensemble", cost=True)
+    steps = [step_of(None, True), step_of(A, True), step_of(None, False)]
+    identity, pca, ensemble = best_seconds(*steps, budget_s=60)
+    show(f"FoRDE-identity, {members} members, {batch} images", (identity, ensemble),
+         "deep ensemble", cost=True)
+    show(f"FoRDE-PCA, {members} members, {batch} images", (pca, ensemble), "deep ensemble",
+         cost=True)
 
 
 def like_weights(n):
-    """Points (mu, sigma) [n, 2] float32 as a network's: heavy tails, sigma grows with |mu|."""
-    a, b, c = torch.randn(3, n, generator=seeded())
+    """Points (mu, sigma) [n, 2], float64, as a network's: heavy tails, sigma grows with |mu|."""
+    a, b, c = torch.randn(3, n, generator=seeded(), dtype=torch.float64)
     mu = 0.02 * a * b.abs().sqrt()
     return torch.stack([mu, 3e-3 * (0.3 * c).exp() + 0.1 * mu.abs()], 1)
 
 
-def bench_gbnn2d():
-    """EM, Wasserstein distances, and a step of the last stage."""
+def bench_mixture():
+    """EM, labels and Wasserstein distances of Gaussians in the plane."""
     import ot
     from sklearn.mixture import GaussianMixture
+
     n = size(300_000, 3000)
     k = size(64, 8)
     iterations = size(8, 3)
-    x = like_weights(n).double()
+    x = like_weights(n)
     spread = x.std(0)
-    first, _ = gbnn2d.fit_mixture(x, k, seeded(), iterations=0)
+    first = gbnn2d.fit_mixture(x, k, seeded(), iterations=0)
     precisions = torch.linalg.inv(first.covariance) * torch.outer(spread, spread)
     peer = GaussianMixture(k, reg_covar=1e-6, max_iter=iterations, tol=0,
                            weights_init=first.proportion, means_init=first.centre / spread,
                            precisions_init=precisions, init_params="random")
+    seconds = best_seconds(lambda: gbnn2d.fit_mixture(x, k, seeded(), iterations),
+                           lambda: peer.fit(x / spread), budget_s=20)
+    show(f"EM, {n:,} points, K = {k}, {iterations} iterations", seconds, "scikit-learn")
 
-    def ours():
-        return gbnn2d.fit_mixture(x, k, seeded(), iterations)[1]
+    n = size(200_000, 2000)
+    k = size(2000, 20)
+    x = like_weights(n)
+    mixture = gbnn2d.fit_mixture(x, k, seeded(), size(20, 2))
 
-    seconds = best_seconds(ours, lambda: peer.fit(x / spread), budget_s=20)
-    gap = ours()[-1] + spread.log().sum().item() - peer.lower_bound_
-    row(f"EM, {n:,} points, K = {k}, {iterations} iterations", seconds, "scikit-learn",
-        note=f"log-likelihoods differ by {gap:.1e} nats a point")
+    def dense():
+        return [gbnn2d.log_joint(block[:, None], mixture).argmax(1) for block in x.split(2**11)]
+
+    seconds = best_seconds(lambda: gbnn2d.assign(x, mixture), dense, budget_s=30)
+    show(f"labels of {n:,} points, K = {k}", seconds, "all log densities")
 
     k = size(6000, 100)
     pairs = size(2000, 50)
-    centre = like_weights(k).double()
-    root = 1e-4 * torch.randn(k, 2, 2).double()
+    centre = like_weights(k)
+    root = 1e-4 * torch.randn(k, 2, 2, dtype=torch.float64)
     covariance = root @ root.mT + 1e-9 * torch.eye(2)
-    j = torch.randint(k, (8 * k,), generator=seeded())
     i = torch.arange(k).repeat(8)
+    j = torch.randint(k, (8 * k,), generator=seeded())
     means = centre.numpy()
     matrices = covariance.numpy()
-
-    def distances():
-        return gbnn2d.wasserstein(centre[i], covariance[i], centre[j], covariance[j])
 
     def peer_distances():
         for a, b in zip(i[:pairs].tolist(), j[:pairs].tolist()):
             ot.gaussian.bures_wasserstein_distance(means[a], means[b], matrices[a], matrices[b])
 
-    ours_s, peer_s = best_seconds(distances, peer_distances, budget_s=6)
-    row(f"W2 of {len(i):,} pairs", (ours_s, peer_s * len(i) / pairs), "POT")
-
-    batch = size(64, 4)
-    width = size(0.25, 0.05)
-    args = options(gbnn2d, "--dataset", "cifar10", "--model", "resnet18", "--width", width)
-    net = gbnn2d.make_network(args, 10, (3, 32, 32))
-    shared = shared_network(gbnn2d.make_network(args, 10, (3, 32, 32)))
-    x = torch.randn(batch, 3, 32, 32).contiguous(memory_format=torch.channels_last)
-    labels = torch.arange(batch) % 10
-    seconds = best_seconds(gbnn2d_step(shared.eval(), x, labels, args),
-                           gbnn2d_step(net.train(), x, labels, args))
-    weights = len(shared.posterior.label)
-    row(f"step of the last stage, ResNet-18 of {weights:,} weights, {batch} images", seconds,
-        "deterministic", cost=True)
+    ours_s, peer_s = best_seconds(
+        lambda: gbnn2d.wasserstein(centre[i], covariance[i], centre[j], covariance[j]),
+        peer_distances, budget_s=6)
+    show(f"W2 of {len(i):,} pairs", (ours_s, peer_s * len(i) / pairs), "POT")
 
 
 def shared_network(net):
     """gbnn2d.py's network of shared Gaussians, which are fitted to the initial weights."""
-    field = gbnn2d.MeanField(net)
-    gradient = torch.rand(len(field.mu), generator=seeded())
-    options = gbnn2d.CompressionOptions(k0=0, tau_w=1.0, tau_d="auto")
-    _, weights, _ = gbnn2d.compress(field.mu.detach(), field.sigma.detach(), gradient, options,
-                                    seeded())
-    return gbnn2d.RandomNetwork(net, gbnn2d.SharedGaussians(weights))
+    posterior = gbnn2d.MeanField(net)
+    points = torch.stack([posterior.mu, posterior.sigma], 1).detach().double()
+    gradient = torch.rand(len(points), generator=seeded())
+    label, mixture = gbnn2d.cluster(points, gradient, max(2, min(2048, len(points) // 500)),
+                                    seeded(), tau_w=1.0)
+    label, mixture = gbnn2d.merge(points, label, mixture, gradient)
+    return gbnn2d.RandomNetwork(net, gbnn2d.SharedGaussians(gbnn2d.encode(points, label, mixture)))
 
 
-def gbnn2d_step(module, x, labels, args):
-    """A function that trains a network of gbnn2d.py for one step."""
-    optimiser = gbnn2d.make_optimiser(module, args)
+def bench_gbnn2d():
+    """A training step of the last stage."""
+    batch = size(64, 4)
+    args = options(gbnn2d, "--dataset", "cifar10", "--width", size(0.25, 0.05))
+    net = gbnn2d.make_network(args, 10, (3, 32, 32)).train()
+    shared = shared_network(gbnn2d.make_network(args, 10, (3, 32, 32))).eval()
+    x = random_images(batch)
+    labels = torch.arange(batch) % 10
 
-    def step():
-        loss = F.cross_entropy(module(x), labels)
-        if isinstance(module, gbnn2d.RandomNetwork):
-            loss = loss + module.posterior.kl() / 50_000
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
+    def step_of(module, optimiser):
+        def step():
+            loss = F.cross_entropy(module(x), labels)
+            if module is shared:
+                loss = loss + shared.posterior.kl() / 50_000
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
 
-    return step
+        return step
+
+    adam = torch.optim.Adam(gbnn2d.parameter_groups(shared, args))
+    sgd = torch.optim.SGD(net.parameters(), 0.1, 0.9, nesterov=True)
+    show(f"ResNet-18 of {len(shared.posterior.label):,} weights, {batch} images",
+         best_seconds(step_of(shared, adam), step_of(net, sgd)), "deterministic", cost=True)
 
 
 def bench_laplace():
-    """Last layer of CIFAR-10's size: fit, the grid of 21 prior precisions, predictions by samples.
+    """A last layer of CIFAR-10's size: fit, the grid of 21 prior precisions, predictions.
 
-    The peer's network is the last layer alone: what it spends on features is not counted."""
+    The peer's network is the last layer alone: what it spends on features is not counted.
+    """
     from laplace import Laplace
-    n, n_val, n_test, d, k, samples = size((48_000, 2000, 10_000, 256, 10, 200),
-                                           (300, 50, 50, 16, 3, 20))
-    head = torch.nn.Linear(d, k)
-    x = torch.randn(n + n_val + n_test, d, generator=seeded()).relu()
+
+    counts = size([48_000, 2000, 10_000], [300, 50, 50])
+    dim = size(256, 16)
+    samples = size(200, 20)
+    head = torch.nn.Linear(dim, 10)
+    torch.nn.init.normal_(head.weight, std=0.3)
+    x = torch.randn(sum(counts), dim, generator=seeded()).relu()
     with torch.no_grad():
-        head.weight.copy_(0.3 * torch.randn(k, d, generator=seeded()))
         y = torch.distributions.Categorical(logits=head(x)).sample()
-    train, val, test = [sle.LastLayer(*rows) for rows in zip(
-        x.split([n, n_val, n_test]), y.split([n, n_val, n_test]))]
+    parts = zip(x.split(counts), y.split(counts))
+    train, val, test = [sle.LastLayer(*part) for part in parts]
     theta = sle.flat_head(head).detach()
-    found = {}
+    precisions = []
 
     def ours():
-        spectrum = sle.full_spectrum(theta, train)
+        laplace = sle.full_laplace(theta, train.x)
         noise = torch.randn(100, len(theta), generator=seeded())
-        scores = sle.precision_scores(theta, spectrum, val, noise)
-        found["delta"] = sle.LAPLACE_GRID[int(np.argmax(scores))]
+        scores = sle.precision_scores(laplace, val, noise)
+        precisions.append(max(scores, key=scores.get))
         noise = torch.randn(samples, len(theta), generator=seeded())
-        heads = sle.laplace_samples(theta, spectrum, found["delta"], noise)
-        outputs = [sle.head_outputs(heads, sle.LastLayer(rows, None)).logsumexp(0)
-                   for rows in test.x.split(500)]
-        found["ours"] = torch.cat(outputs) - math.log(samples)
+        heads = sle.laplace_samples(laplace._replace(precision=precisions[-1]), noise)
+        for block in test.x.split(500):
+            sle.head_outputs(heads, block).softmax(-1).mean(0)
 
     def theirs():
-        loaders = [torch.utils.data.DataLoader([*zip(p.x, p.labels)], rows)
-                   for p, rows in ((train, 500), (val, n_val), (test, 1000))]
+        loaders = []
+        for part, batch in ((train, 500), (val, len(val.x)), (test, 1000)):
+            rows = list(zip(part.x, part.labels))
+            loaders.append(torch.utils.data.DataLoader(rows, batch))
         net = torch.nn.Sequential(torch.nn.Identity(), head)
         peer = Laplace(net, "classification", "last_layer", "full")
         peer.fit(loaders[0])
         peer.optimize_prior_precision(
             "nn", "gridsearch", val_loader=loaders[1], n_samples=100, grid_size=21,
             link_approx="mc", loss=lambda p, y: F.nll_loss(p.log(), y))
-        peer.prior_precision = found["delta"]
-        outputs = [peer(rows, "nn", link_approx="mc", n_samples=samples) for rows, _ in loaders[2]]
-        found["theirs"] = torch.cat(outputs).log()
+        peer.prior_precision = precisions[-1]
+        for rows, _ in loaders[2]:
+            peer(rows, "nn", link_approx="mc", n_samples=samples)
 
-    seconds = best_seconds(ours, theirs, budget_s=25)
-    nll = [common.nll(found[who], test.labels) for who in ("ours", "theirs")]
-    row(f"{n:,} x {d + 1}, {k} classes, {samples} samples of {n_test:,}", seconds, "laplace-torch",
-        note=f"NLL {nll[0]:.4f} and {nll[1]:.4f} (other noise)")
+    show(f"{counts[0]:,} x {dim + 1}, 10 classes, {samples} samples of {counts[2]:,}",
+         best_seconds(ours, theirs, budget_s=25), "laplace-torch")
 
 
 @torch.no_grad()
 def bench_predict():
-    """Predictions for 512 images of 32x32x3 by small networks, over one pass of the network."""
-    batch = size(512, 8)
-    width = size(0.25, 0.05)
-    common_options = ["--dataset", "cifar10", "--width", width]
-    x = torch.randn(batch, 3, 32, 32, generator=seeded())
-    x = x.contiguous(memory_format=torch.channels_last)
-
-    args = options(ddu, *common_options, "--model", "resnet18")
+    """Predictions for 256 images of 32x32x3 by small networks, over one pass of the network."""
+    batch = size(256, 8)
+    x = random_images(batch)
+    small = ["--dataset", "cifar10", "--width", size(0.25, 0.05)]
+    args = options(ddu, *small, "--model", "resnet18")
     net = ddu.make_network(args, 10, (3, 32, 32)).eval()
-    z = torch.randn(size(10_000, 500), net.head.in_features, generator=seeded())
-    gaussians = ddu.fit_gaussians(z, torch.arange(len(z)) % 10, 10)
+    z, labels = class_features(size(10_000, 500), net.head.in_features, 10)
+    gaussians = list(ddu.ClassGaussians(z, labels, 10))
+    show("ddu.py, ResNet-18, ten Gaussians",
+         best_seconds(lambda: ddu.log_density(gaussians, net(x)[1]), lambda: net(x)), "one pass",
+         cost=True)
 
-    def scores():
-        return ddu.predict_by_ddu(ddu.Outputs(*net(x), None, 0.0), gaussians, temperature=1.0)
-
-    row("ddu.py, ResNet-18, ten Gaussians", best_seconds(scores, lambda: net(x)), "one pass",
-        cost=True)
-
-    args = options(gbnn2d, *common_options, "--model", "resnet18")
+    args = options(gbnn2d, *small)
     plain = gbnn2d.make_network(args, 10, (3, 32, 32)).eval()
     shared = shared_network(gbnn2d.make_network(args, 10, (3, 32, 32))).eval()
-    uniform = torch.rand(5, batch, generator=seeded())
+    show("gbnn2d.py, ResNet-18, five samples",
+         best_seconds(lambda: [shared(x) for _ in range(5)], lambda: plain(x)), "one pass",
+         cost=True)
 
-    def draws():
-        logits = torch.stack([shared(x) for _ in range(5)])
-        return gbnn2d.mean_prediction(logits.double(), uniform)
-
-    row("gbnn2d.py, ResNet-18, five samples", best_seconds(draws, lambda: plain(x)), "one pass",
-        cost=True)
-
-    args = options(sle, *common_options, "--model", "wrn_10_4")
-    net = sle.make_network(args, random_set(batch)).eval()
+    args = options(sle, *small, "--model", "wrn_10_4")
+    net = sle.make_network(args, 10, (3, 32, 32)).eval()
     heads = torch.randn(size(200, 3), len(sle.flat_head(net.head)), generator=seeded())
-
-    def last_layers():
-        last = sle.LastLayer(net(x)[1], None)
-        return [sle.head_outputs(some, last) for some in heads.split(8)]  # as in the script
-
-    seconds = best_seconds(last_layers, lambda: net(x))
-    row(f"LLLA and LA-NF, WRN-10-4, {len(heads)} samples", seconds, "one pass", cost=True)
+    show(f"LLLA and LA-NF, WRN-10-4, {len(heads)} samples",
+         best_seconds(lambda: [sle.head_outputs(some, net(x)[1]) for some in heads.split(200)],
+                      lambda: net(x)), "one pass", cost=True)
 
 
-if __name__ == "__main__":
-    ROWS = {"loader": bench_loader, "ddu": bench_ddu, "forde": bench_forde,
-            "gbnn2d": bench_gbnn2d, "laplace": bench_laplace, "predict": bench_predict}
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def bench_batch():
+    """Evaluation of 4,000 small images in batches of other sizes than 256."""
+    n = size(4000, 64)
+    dataset = data.load_embedded("dirty_glyphs", "test").select(slice(n))
+    args = options(ddu)
+    net = ddu.make_network(args, 10, dataset.shape).eval()
+
+    @torch.no_grad()
+    def evaluate(batch_size):
+        for batch in data.Loader(dataset, batch_size).epoch():
+            net(batch.images)
+
+    sizes = (256, 64, 128, 512, 1024)
+    functions = [lambda batch_size=batch_size: evaluate(batch_size) for batch_size in sizes]
+    show(f"{n:,} images of 28x28, batches of 256", best_seconds(*functions, budget_s=60),
+         *[f"of {batch_size}" for batch_size in sizes[1:]])
+
+
+ROWS = {"loader": bench_loader, "ddu": bench_ddu, "gaussians": bench_gaussians,
+        "forde": bench_forde, "mixture": bench_mixture, "gbnn2d": bench_gbnn2d,
+        "laplace": bench_laplace, "predict": bench_predict, "batch": bench_batch}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ROWS))
     parser.add_argument("--small", action="store_true", help="tiny sizes: does it run?")
     asked = parser.parse_args()
-    unknown = set(asked.names) - set(ROWS)
-    if unknown:
-        parser.error(f"no row {min(unknown)}; choose from {', '.join(ROWS)}")
-    SMALL = asked.small
     warnings.simplefilter("ignore")  # the peers' own
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; ratio: peer / ours, or "
           "ours / peer where it is what a method costs")
     for name in asked.names or ROWS:
         print(f"{name}: {ROWS[name].__doc__.splitlines()[0]}")
         ROWS[name]()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"peak memory of this process: {peak:.1f} GB")
+
+
+if __name__ == "__main__":
+    main()
