@@ -1,23 +1,15 @@
-"""What one GPU does, in at most ten minutes: speeds for the README, then the tests that need CUDA.
+"""What one GPU does, in at most ten minutes: rows of a table for RESULTS.md.
 
-  python tests/gpu.py --data-dir data            # data/ holds CIFAR-10's files: accuracies too
-  python tests/gpu.py                            # random images: speed alone
-  python tests/gpu.py ddu forde --out gpu.json   # some of the rows
-  python tests/gpu.py --tiny                     # in seconds, also on the CPU: does it run?
+  python tests/gpu.py                    # all rows; images are random where CIFAR is not in data/
+  python tests/gpu.py forde ddu          # some of them
+  python tests/gpu.py --tiny             # small sizes, also on the CPU: does it run?
 
-Training runs through each script's own loop: loader, augmentation, optimiser, logging. The rate is
-that of the second epoch. The bf16 peak is measured here, by a product of 8192 x 8192 matrices, and
-the floating-point operations of a training step are counted by torch.utils.flop_counter, those of
-power iterations left out. A row that fails is reported as such, and the next one begins; the rows
-so far are in the file at any time. Tests that need CUDA have "gpu" or "cuda" in their names.
+The bf16 peak is measured here, by a product of 8192 x 8192 matrices; the floating-point operations
+of a step are counted by torch.utils.flop_counter. A row that fails is reported, and the next one
+begins. Launches are counted by torch.profiler.
 """
 
 import argparse
-import dataclasses
-import itertools
-import json
-import math
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +17,7 @@ import traceback
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 TESTS = Path(__file__).resolve().parent
@@ -36,330 +29,264 @@ import forde  # noqa: E402
 import gbnn2d  # noqa: E402
 import proxy_distill  # noqa: E402
 import swag_laplace_ensembles as sle  # noqa: E402
-from bench import (gbnn2d_step, like_weights, options, random_set,  # noqa: E402
-                   shared_network)
 
-LIMIT_S = 540  # and the imports before it
-
-
-class Bench:
-    """The device, the sizes, and the rows so far."""
-
-    def __init__(self, asked, folder):
-        self.asked, self.folder, self.rows, self.name = asked, folder, [], None
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.start, self.peak = time.perf_counter(), None
-        self.environment = common.environment(self.device)
-
-    def size(self, whole, tiny):
-        return tiny if self.asked.tiny else whole
-
-    def left_s(self):
-        return LIMIT_S - (time.perf_counter() - self.start)
-
-    def options(self, script, *argv):
-        return options(script, *argv, "--device", self.device.type, "--out-dir", self.folder)
-
-    def seconds(self, work):
-        """(seconds of work(), its value), the device waited for."""
-        self.wait()
-        start = time.perf_counter()
-        value = work()
-        self.wait()
-        return time.perf_counter() - start, value
-
-    def wait(self):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def forget_memory(self):
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-
-    def add(self, what, value, unit, flops=None, **more):
-        """Note a row; flops: of an image, where the value is images a second."""
-        row = {"name": self.name, "what": what, "value": value, "unit": unit, **more}
-        if flops:
-            tflops = 1e-12 * flops * value
-            row |= {"tflops": tflops, "share_of_bf16_peak": tflops / self.peak}
-        if self.device.type == "cuda":
-            row["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        self.rows.append(row)
-        self.save()
-        print(format_row(row), flush=True)
-
-    def save(self, tests="not run"):
-        content = {"environment": self.environment, "bf16_peak_tflops": self.peak, "tests": tests,
-                   "seconds": LIMIT_S - self.left_s(), "rows": self.rows}
-        Path(self.asked.out).write_text(json.dumps(common.as_json(content), indent=1))
-
-    def images(self, split, n, side=32, classes=10):
-        """CIFAR-10's where --data-dir is given, else random ones."""
-        if self.asked.data_dir and side == 32:
-            return data.stratified_subset(data.load("cifar10", split, self.asked.data_dir), n)
-        return random_set(n, side, classes)
-
-    def measure_peak(self):
-        """TFLOP/s of a bf16 matrix product."""
-        n = self.size(8192, 128)
-        a, b = torch.randn(2, n, n, device=self.device, dtype=torch.bfloat16)
-
-        def ten_products():
-            for _ in range(10):
-                a @ b
-
-        seconds = min(self.seconds(ten_products)[0] for _ in range(5)) / 10
-        self.peak = 2e-12 * n**3 / seconds
+TINY = "--tiny" in sys.argv
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def format_row(row):
-    """A line of a markdown table."""
-    share = f"{100 * row['share_of_bf16_peak']:.1f} %" if "share_of_bf16_peak" in row else ""
-    memory = f"{row['memory_gb']:.1f} GB" if "memory_gb" in row else ""
-    value = row.get("error") or f"{row['value']:,.4g} {row['unit']}"
-    return f"| {row['name']} | {row['what']} | {value} | {share} | {memory} |"
+def size(whole, tiny):
+    return tiny if TINY else whole
 
 
-def flops_of(net, x, training=True):
-    """Floating-point operations of a forward pass, and of a backward pass too, by image."""
-    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
-        outputs = net(x)
-        if training:
-            (outputs[0] if isinstance(outputs, tuple) else outputs).sum().backward()
-    net.zero_grad()
-    return counter.get_total_flops() / len(x)
+def wait():
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
-def last_row(run):
-    """The history of the only checkpoint of a run, in its last epoch."""
-    [history] = run.histories.values()
-    return history[-1]
+def seconds_of(function, repeats=20, warm_up=3):
+    """Mean seconds of a call, the device waited for at the end."""
+    for _ in range(size(warm_up, 1)):
+        function()
+    wait()
+    start = time.perf_counter()
+    for _ in range(size(repeats, 1)):
+        function()
+    wait()
+    return (time.perf_counter() - start) / size(repeats, 1)
 
 
-def bench_ddu(bench):
-    """Training of WRN-28-10 with spectral norm, as the paper's, with and without --amp bf16; with
-    CIFAR-10 a whole short run."""
-    steps = bench.size(150, 1)
-    width = bench.size(1.0, 0.05)
-    net_argv = ["--dataset", "cifar10", "--width", width, "--batch-size", bench.size(128, 8)]
-    train_set = bench.images("train", bench.size(50_000, 16))
-    plain = ddu.make_network(bench.options(ddu, *net_argv, "--no-sn"), 10, train_set.shape)
-    flops = flops_of(plain, torch.randn(8, *train_set.shape, device=bench.device))
-    for amp in ("off", "bf16"):
-        args = bench.options(ddu, *net_argv, "--amp", amp, "--epochs", 2, "--limit-steps", steps,
-                             "--lr", 0.01, "--name", f"ddu-{amp}")
-        bench.forget_memory()
-        net = ddu.make_network(args, 10, train_set.shape)
-        run = common.Run(args, fingerprints={})
-        ddu.train(net, train_set, None, args, 1, run, "network")
-        images = min(steps * args.batch_size, len(train_set))
-        bench.add(f"WRN-28-{10 * width:g} training, spectral norm, amp {amp}",
-                  images / last_row(run)["seconds"], "images/s", flops)
-    if bench.asked.data_dir:
-        folder = Path(bench.asked.data_dir)
-        files = {"cifar100": "cifar-100-python", "svhn": "test_32x32.mat"}
-        present = [name for name, file in files.items() if any(folder.rglob(file))]
-        epochs = bench.size(8, 1)
-        argv = [*net_argv, "--amp", "bf16", "--epochs", epochs, "--schedule", "one_cycle",
-                "--data-dir", folder, "--device", bench.device.type, "--out-dir", bench.folder,
-                "--no-plot", "--ood", *present]
-        if bench.asked.tiny:
-            argv += ["--limit-steps", 1]
-        seconds, rows = bench.seconds(lambda: ddu.main([*map(str, argv)]))
-        metrics = ("accuracy", "nll", "ece15", "auroc_density", "auroc_total")
-        for row, key in itertools.product(rows, metrics):
-            if row.get(key) is not None:
-                sets = " against ".join(filter(None, (row["set"], row.get("against"))))
-                bench.add(f"{epochs} epochs, {sets}", row[key], key, seconds=seconds)
+def show(what, value, note=""):
+    """Print a row of the table, with the peak of the memory since the row before."""
+    memory = ""
+    if DEVICE == "cuda":
+        memory = f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB"
+        torch.cuda.reset_peak_memory_stats()
+    print(f"| {what} | {value} | {note} | {memory} |", flush=True)
 
 
-def bench_forde(bench):
-    """An epoch of FoRDE-PCA with ten ResNet-18, and of its deep ensemble."""
-    members = bench.size(10, 2)
-    steps = bench.size(40, 1)
-    train_set = bench.images("train", bench.size(50_000, 16))
-    splits = data.Splits(train_set, None, train_set, {}, None, {})
-    argv = ["--dataset", "cifar10", "--members", members, "--width", bench.size(1.0, 0.05), "--lr",
-            0.01, "--batch-size", bench.size(128, 8), "--epochs", 2, "--limit-steps", steps]
-    dim = math.prod(train_set.shape)
-    A = torch.eye(dim, device=bench.device)
-    if not bench.asked.tiny:  # a basis of 3072 dimensions takes the CPU minutes
-        args = bench.options(forde, *argv)
-        seconds, basis = bench.seconds(lambda: forde.compute_basis(train_set, args))
-        A = forde.metric_root(basis["eigenvectors"], basis["eigenvalues"]).to(bench.device)
-        bench.add(f"basis of {dim} dimensions", seconds, "s")
-    for method, amp in itertools.product(("deep_ensemble", "forde_pca"), ("off", "bf16")):
-        for chunk in (members, members // 2, 1):
-            bench.forget_memory()
-            try:
-                args = bench.options(forde, *argv, "--amp", amp, "--chunk", chunk, "--name",
-                                     f"forde-{method}-{amp}-{chunk}")
-                run = common.Run(args, fingerprints={})
-                nets = forde.make_ensemble(args, 1, 10, train_set.shape)
-                forde.train(nets, splits, A, method, args, 1, run)
-                break
-            except torch.OutOfMemoryError:
-                nets = None
-        whole = len(train_set) // args.batch_size / steps
-        bench.add(f"{method}, {members} ResNet-18, {chunk} at once, amp {amp}",
-                  last_row(run)["seconds"] * whole, "s an epoch")
+def options(script, *argv):
+    return script.parse_args(["--device", DEVICE] + [str(word) for word in argv])
 
 
-def bench_proxy_distill(bench):
-    """Training and evaluation of ResNet-50 on 224x224 images that are on the device already."""
-    side = bench.size(224, 72)
-    classes = bench.size(1000, 10)
-    dataset = bench.images("train", bench.size(4096, 8), side, classes)
-    dataset = dataclasses.replace(dataset, images=dataset.images.to(bench.device))
-    batch = bench.size(256, 4)
-    steps = bench.size(16, 1)
-    for amp in ("off", "bf16"):
-        args = bench.options(
-            proxy_distill, "--dataset", "imagenet", "--model", bench.size("resnet50", "resnet18"),
-            "--width", bench.size(1.0, 0.05), "--amp", amp, "--member-epochs", 2, "--batch-size",
-            batch, "--limit-steps", steps, "--lr", 0.01, "--name", f"proxy-{amp}")
-        net = proxy_distill.make_network(args, classes, dataset.shape, 1)
-        x = torch.randn(4, *dataset.shape, device=bench.device)
-        training_flops = flops_of(net, x)
-        evaluation_flops = flops_of(net, x, training=False)
-        bench.forget_memory()
-        run = common.Run(args, fingerprints={})
-        splits = data.Splits(dataset, None, dataset, {}, None, {})
-        net = proxy_distill.train_member(splits, 1, args, run)
-        bench.add(f"{args.model} training, batch {batch}, amp {amp}",
-                  steps * batch / last_row(run)["seconds"], "images/s", training_flops)
-        bench.forget_memory()
-
-        def evaluate():
-            return proxy_distill.collect_logits({"member": net}, dataset, args)
-
-        seconds = min(bench.seconds(evaluate)[0] for _ in range(2))
-        bench.add(f"{args.model} evaluation, amp {amp}", len(dataset) / seconds, "images/s",
-                  evaluation_flops)
+def random_set(n, side=32, classes=10):
+    images = torch.randint(0, 256, (n, 3, side, side), dtype=torch.uint8)
+    return data.ImageSet("random", images, torch.arange(n) % classes, classes, (0.5, 0.5, 0.5),
+                         (0.25, 0.25, 0.25))
 
 
-def bench_swag(bench):
-    """A sample of WRN-28-10 from 25 iterates: drawn, and evaluated on 10,000 images."""
-    own = bench.images("test", bench.size(10_000, 16))
-    model = bench.size("wrn_28_10", "wrn_10_4")
-    argv = ["--dataset", "cifar10", "--model", model, "--width", bench.size(1.0, 0.05)]
-    for amp in ("off", "bf16"):
-        args = bench.options(sle, *argv, "--amp", amp)
-        bench.forget_memory()
-        net = sle.make_network(args, own).eval()
-        mean = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
-        rank = bench.size(25, 3)
-        if amp == "off":
-            moments = sle.swag_moments(
-                mean + 1e-3 * torch.randn(rank, len(mean), device=bench.device))
-
-            def draw():
-                noise = torch.randn(8, len(mean), device=bench.device)
-                return sle.swag_samples(*moments, noise, torch.randn(8, rank, device=bench.device))
-
-            seconds = min(bench.seconds(draw)[0] for _ in range(3)) / 8
-            bench.add(f"SWAG draw of {len(mean):,} weights, rank {rank}", 1e3 * seconds, "ms")
-        study = sle.make_study(args, data.Splits(own, own, own, {}, None, {}), {})
-
-        def evaluate():
-            return sle.summarise(study, [sle.compute_outputs(study, net, "test")], [1])
-
-        seconds = min(bench.seconds(evaluate)[0] for _ in range(2))
-        bench.add(f"evaluation of a sample on {len(own):,} images, amp {amp}", seconds, "s")
-
-    # WRN-16-4 on CIFAR-100, the paper's largest matrix.
-    n = bench.size(48_000, 20)
-    dim = bench.size(256, 4)
-    classes = bench.size(100, 3)
-    head = torch.nn.Linear(dim, classes).to(bench.device)
-    theta = sle.flat_head(head).detach()
-    last = sle.LastLayer(torch.randn(n, dim, device=bench.device).relu(), None)
-    bench.forget_memory()
-    seconds, spectrum = bench.seconds(lambda: sle.full_spectrum(theta, last))
-    nonzero = len(spectrum.values) - dim - 1
-    bench.add(f"Laplace: curvature of a last layer, {nonzero:,} eigenvalues", seconds, "s")
+def load_random(name, split, data_dir):
+    """Instead of CIFAR and SVHN, where they are not there: random images of their size."""
+    n = size(50_000 if split == "train" else 10_000, 256)
+    return random_set(n, classes=100 if name == "cifar100" else 10)
 
 
-def bench_gbnn2d(bench):
-    """The mixture of WRN-28-10's weights: learned, labelled, merged, on the CPU; and training."""
-    n = bench.size(36_518_832, 4000)
-    k = bench.size(6000, 16)
-    mu, sigma = like_weights(n).T.contiguous()
-    gradient = torch.rand(n)
-    own = gbnn2d.CompressionOptions(k0=k, min_cluster=bench.size(20, 2))
-    generator = torch.Generator().manual_seed(0)
-    seconds, (_, merged, _) = bench.seconds(
-        lambda: gbnn2d.compress(mu, sigma, gradient, own, generator))
-    bench.add(f"mixture of {n:,} weights, K0 = {k}, merged to {len(merged.centre)}", seconds, "s")
-
-    batch = bench.size(128, 4)
-    args = bench.options(gbnn2d, "--dataset", "cifar100", "--width", bench.size(1, 0.05))
-    net = gbnn2d.make_network(args, 100, (3, 32, 32)).cpu()
-    shared = shared_network(net).to(bench.device).eval()
-    images = torch.randn(batch, 3, 32, 32, device=bench.device)
-    step = gbnn2d_step(shared, images.contiguous(memory_format=torch.channels_last),
-                       torch.arange(batch, device=bench.device) % 100, args)
-    bench.forget_memory()
-    step()  # warm up
-    steps = bench.size(30, 2)
-    seconds, _ = bench.seconds(lambda: [step() for _ in range(steps)])
-    bench.add(f"training of ResNet-18's {len(shared.posterior.label):,} shared weights, "
-              f"batch {batch}", steps * batch / seconds, "images/s")
+def batch_of(count, side=32, classes=10):
+    """(images, labels) on the device."""
+    x = torch.randn(count, 3, side, side, device=DEVICE)
+    labels = torch.arange(count, device=DEVICE) % classes
+    return x.contiguous(memory_format=torch.channels_last), labels
 
 
-def run_tests(bench):
-    """The last line of pytest on those that need CUDA, in a process of its own."""
-    if bench.asked.tiny:
-        return "not run"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k",
-               "(gpu or cuda) and not script", "--continue-on-collection-errors", TESTS]
-    try:
-        done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True,
-                              timeout=max(30, bench.left_s()))
-    except subprocess.TimeoutExpired:
-        return "not done in time"
-    print(done.stdout[-4000:], done.stderr[-2000:], flush=True)
-    return f"{(done.stdout.strip().splitlines() or ['no output'])[-1]} (status {done.returncode})"
+def measure_peak():
+    """FLOP/s of a bf16 product of matrices."""
+    n = size(8192, 128)
+    a, b = torch.randn(2, n, n, device=DEVICE, dtype=torch.bfloat16)
+    return 2 * n**3 / seconds_of(lambda: a @ b)
 
 
-ROWS = {"ddu": bench_ddu, "forde": bench_forde, "proxy_distill": bench_proxy_distill,
-        "swag": bench_swag, "gbnn2d": bench_gbnn2d}
+def count_launches(function):
+    """Kernels that one call starts."""
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as profile:
+        function()
+        wait()
+    return sum(event.name.startswith("cudaLaunchKernel") for event in profile.events())
 
 
-def main(argv=None):
+def row_torchrun(peak, folder):
+    """The command of the first page, for some steps."""
+    import subprocess
+
+    argv = ["--dataset", "cifar100", "--epochs", 1, "--limit-steps", size(20, 1), "--shift", "none",
+            "--ood", "--no-plot", "--device", DEVICE, "--out-dir", folder]
+    if TINY:
+        argv += ["--tiny", "--members", 2, "--width", 0.05, "--batch-size", 8]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+               "1", __file__, "--launch"] + [str(word) for word in argv]
+    start = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr[-2000:])
+    show("torchrun --nproc_per_node 1 forde.py --dataset cifar100, 20 steps, evaluation",
+         f"{time.perf_counter() - start:.0f} s", done.stdout.strip().splitlines()[-1])
+
+
+def row_forde(peak, folder):
+    """A step of ten ResNet-18, over that of the deep ensemble."""
+    members = size(10, 2)
+    batch = data.Batch(*batch_of(size(128, 4)), None)
+    for amp in ((), ("--amp",)):
+        args = options(forde, "--dataset", "cifar10", "--members", members, "--width",
+                       size(1.0, 0.05), *amp)
+        nets = forde.make_ensemble(args, 1, 10, (3, 32, 32)).train()
+        optimiser = torch.optim.SGD(nets.parameters(), 1e-3, 0.9, nesterov=True)
+        A = torch.randn(3072, 3072, device=DEVICE) / 3072**0.5
+        labels = batch.labels.repeat(members)
+
+        def step(is_forde=True):
+            repulsion = 0.0
+            if is_forde:
+                logits, repulsion = forde.logits_and_repulsion(nets, batch, A, args)
+            else:
+                logits = forde.member_logits(nets, batch.images, args)
+            loss = members * F.cross_entropy(logits.flatten(0, 1), labels) + repulsion
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+
+        seconds = seconds_of(step)
+        ensemble = seconds_of(lambda: step(is_forde=False))
+        launches = count_launches(step)
+        show(f"FoRDE-PCA's step, {members} ResNet-18, 128 images {' '.join(amp)}",
+             f"{1e3 * seconds:.1f} ms", f"{seconds / ensemble:.2f} x deep ensemble; {launches:,} "
+             f"launches, {launches / seconds:,.0f} a second")
+    X = torch.randn(size(50_000, 200), 3072, device=DEVICE)
+    show("FoRDE-PCA's A for 50,000 images", f"{seconds_of(lambda: forde.pca_root(X), 1, 1):.2f} s")
+
+
+def row_ddu(peak, folder):
+    """A step of WRN-28-10, and the densities of ImageNet."""
+    images, labels = batch_of(size(128, 4))
+    for amp in ((), ("--amp",)):
+        args = options(ddu, "--dataset", "cifar10", "--width", size(1.0, 0.1), *amp)
+        net = ddu.make_network(args, 10, (3, 32, 32)).train()
+        optimiser = torch.optim.SGD(net.parameters(), 0.01, 0.9)
+
+        def step():
+            with common.autocast(args):
+                logits, _ = net(images)
+            optimiser.zero_grad()
+            F.cross_entropy(logits.float(), labels).backward()
+            optimiser.step()
+
+        with FlopCounterMode(display=False) as counter:
+            step()
+        seconds = seconds_of(step)
+        share = counter.get_total_flops() / seconds / peak
+        show(f"DDU's step, WRN-28-10 with spectral norm, 128 images {' '.join(amp)}",
+             f"{len(images) / seconds:,.0f} images/s", f"{share:.1%} of the bf16 peak")
+    classes = size(1000, 10)
+    dim = size(2048, 32)
+    z = torch.randn(classes * size(300, 40), dim, device=DEVICE)
+    labels = torch.arange(len(z), device=DEVICE) % classes
+    queries = torch.randn(size(50_000, 100), dim)
+    seconds = seconds_of(
+        lambda: ddu.log_density(ddu.ClassGaussians(z, labels, classes), queries), 1, 0)
+    show(f"DDU's densities, {classes} classes x {dim}, {len(queries):,} queries",
+         f"{seconds:.1f} s")
+
+
+def row_proxy_distill(peak, folder):
+    """A student's step, with ten ResNet-50 as teachers."""
+    images, _ = batch_of(size(128, 2), size(224, 72))
+    args = options(proxy_distill, "--dataset", "imagenet", "--amp", "--width", size(1.0, 0.05))
+    classes = size(1000, 10)
+    nets = [proxy_distill.make_network(args, classes, images.shape[1:])
+            for _ in range(size(11, 3))]
+    student, *members = nets
+    optimiser = proxy_distill.make_optimiser(student, args)
+
+    def step():
+        with common.autocast(args):
+            logits = student(images)
+            with torch.no_grad():
+                of_members = [member.eval()(images) for member in members]
+        ensemble = proxy_distill.ensemble_statistics(torch.stack(of_members))
+        loss = proxy_distill.rkl_proxy_loss(logits, ensemble).mean()
+        proxy_distill.update(optimiser, loss, 0.01)
+
+    show("a student's step, ten teachers, ResNet-50, 224 x 224, --amp",
+         f"{len(images) / seconds_of(step, 5):,.0f} images/s")
+
+
+def row_gbnn2d(peak, folder):
+    """A step of ResNet-18 whose weights share Gaussians."""
+    images, labels = batch_of(size(128, 4))
+    args = options(gbnn2d, "--dataset", "cifar10", "--width", size(1.0, 0.05))
+    net = gbnn2d.make_network(args, 10, (3, 32, 32))
+    posterior = gbnn2d.MeanField(net).cpu()
+    points = torch.stack([posterior.mu, posterior.sigma], 1).detach().double()
+    start = time.perf_counter()
+    label, mixture = gbnn2d.cluster(points, torch.rand(len(points)), size(2048, 8),
+                                    torch.Generator().manual_seed(0), tau_w=1.0)
+    weights = gbnn2d.encode(points, label, mixture)
+    show(f"mixture of {len(points):,} weights, on the CPU", f"{time.perf_counter() - start:.0f} s")
+    shared = gbnn2d.RandomNetwork(net, gbnn2d.SharedGaussians(weights)).eval()
+    optimiser = torch.optim.Adam(gbnn2d.parameter_groups(shared, args))
+
+    def step():
+        loss = F.cross_entropy(shared(images), labels) + shared.posterior.kl() / 50_000
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+
+    show("weight sharing's step, ResNet-18, 128 images",
+         f"{len(images) / seconds_of(step):,.0f} images/s")
+
+
+def row_swag(peak, folder):
+    """A sample of WRN-28-10, and the curvature of the paper's largest last layer."""
+    args = options(sle, "--dataset", "cifar10", "--model", "wrn_28_10", "--width", size(1.0, 0.05),
+                   "--amp")
+    dataset = random_set(size(10_000, 32))
+    net = sle.make_member(args, dataset)
+    weights = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+    iterates = weights + 1e-3 * torch.randn(size(25, 3), len(weights), device=DEVICE)
+    moments = sle.swag_moments(iterates)
+
+    def sample():
+        noise = torch.randn(1, len(weights), device=DEVICE)
+        low_rank_noise = torch.randn(1, len(iterates), device=DEVICE)
+        drawn = sle.swag_samples(*moments, noise, low_rank_noise)[0]
+        torch.nn.utils.vector_to_parameters(drawn, net.parameters())
+        sle.compute_outputs(net, dataset, args)
+
+    show(f"a sample of SWAG, WRN-28-10, and its evaluation on {len(dataset):,} images",
+         f"{seconds_of(sample, 3, 1):.2f} s")
+    x = torch.randn(size(48_000, 20), size(256, 4), device=DEVICE).relu()
+    theta = 0.1 * torch.randn(size(100, 3) * (x.shape[1] + 1), device=DEVICE)
+    show("curvature of a last layer of 100 classes, 256 features",
+         f"{seconds_of(lambda: sle.full_laplace(theta, x), 1, 0):.1f} s")
+
+
+ROWS = {"torchrun": row_torchrun, "forde": row_forde, "ddu": row_ddu,
+        "proxy_distill": row_proxy_distill, "gbnn2d": row_gbnn2d, "swag": row_swag}
+
+
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = [*ROWS, "tests"]
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
-    parser.add_argument("--data-dir", help="with CIFAR-10's files (and CIFAR-100's, SVHN's)")
-    parser.add_argument("--out", default="gpu.json", help="the rows as JSON")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ROWS))
     parser.add_argument("--tiny", action="store_true", help="small sizes, also on the CPU")
-    asked = parser.parse_args(argv)
-    unknown = set(asked.names) - set(names)
-    if unknown:
-        parser.error(f"no row {min(unknown)}; choose from {', '.join(names)}")
-    if not asked.tiny and not torch.cuda.is_available():
+    asked = parser.parse_args()
+    if DEVICE == "cpu" and not TINY:
         parser.error("no CUDA device; --tiny also runs on the CPU")
+    name = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
+    peak = measure_peak()
+    print(f"{name}, torch {torch.__version__}: bf16 peak {1e-12 * peak:,.4g} TFLOP/s\n"
+          "| row | value | | memory |\n|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(asked, folder)
-        bench.measure_peak()
-        print(f"{bench.environment['device']}, torch {torch.__version__}: bf16 peak "
-              f"{bench.peak:,.4g} TFLOP/s\n| row | what | value | of the bf16 peak | memory |\n"
-              "|---|---|---|---|---|", flush=True)
-        for bench.name in [name for name in asked.names or names if name != "tests"]:
+        for row in asked.names or ROWS:
             try:
-                if bench.left_s() < LIMIT_S / 5:
-                    raise TimeoutError("no time left; ask for this row by name")
-                ROWS[bench.name](bench)
-            except Exception as error:  # the other rows are worth having
+                ROWS[row](peak, folder)
+            except Exception:  # the other rows are worth having
                 traceback.print_exc()
-                bench.rows.append({"name": bench.name, "what": "failed",
-                                   "error": f"{type(error).__name__}: {error}"})
-        tests = run_tests(bench) if "tests" in (asked.names or names) else "not asked for"
-    print(f"tests: {tests}")
-    bench.save(tests)
-    return bench.rows
+                show(row, "failed")
 
 
-if __name__ == "__main__":
-    sys.exit(any("error" in row for row in main()))
+if __name__ == "__main__" and "--launch" in sys.argv:  # in a process of torchrun
+    if not Path("data", "cifar-100-python").exists():
+        data._load_torchvision = load_random
+    arguments = [word for word in sys.argv[1:] if word not in ("--launch", "--tiny")]
+    common.launch(lambda: forde.main(arguments))
+elif __name__ == "__main__":
+    main()
