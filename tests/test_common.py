@@ -1,0 +1,500 @@
+"""common.py: metrics, options, networks of torchvision, runs, tables, processes."""
+
+import importlib
+import json
+import math
+import os
+import random
+import runpy
+import signal
+import sys
+import time
+from argparse import BooleanOptionalAction, Namespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import REPO, SCRIPTS, Child, assert_equal_checkpoints, run_ranks
+from scipy import optimize, stats
+from sklearn import metrics as sk
+from torch import nn
+from torchmetrics.functional import classification as tm
+from torchvision import models
+
+import common
+import data
+from common import UserError
+
+# ---- Metrics ------------------------------------------------------------------------------------
+
+
+def random_log_probs(m, n, k):
+    """log_probs [m, n, k], and labels [n] from sharper rows of the first member."""
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(m, n, k, dtype=torch.float64)
+    labels = torch.multinomial((1.5 * logits[0]).softmax(-1), 1)[:, 0]
+    return logits.log_softmax(-1), labels
+
+
+@pytest.mark.parametrize("k", [2, 7])
+def test_prediction_metrics_are_those_of_the_libraries(k):
+    [log_probs], labels = random_log_probs(1, 2000, k)
+    probs = log_probs.exp()
+    # scikit-learn halves the Brier score of two classes, unless it is told not to.
+    brier = sk.brier_score_loss(labels, probs.numpy(), labels=range(k), scale_by_half=False)
+    assert common.prediction_metrics(log_probs, labels) == pytest.approx({
+        "accuracy": sk.accuracy_score(labels, probs.argmax(1)), "brier": brier,
+        "nll": sk.log_loss(labels, probs.numpy(), labels=range(k)),
+        "ece15": tm.multiclass_calibration_error(probs, labels, k, 15).item()}, abs=1e-6)
+    if k == 2:
+        assert brier == pytest.approx(2 * sk.brier_score_loss(labels, probs[:, 1]))
+
+
+def test_ece_is_that_of_torchmetrics_with_mirrored_bins():
+    """1 - confidence turns its bins, closed on the left, into bins closed on the right."""
+    confidence = torch.arange(17, 33).repeat(3) / 32  # every second is an edge; 1 is the last
+    is_wrong = (torch.arange(48) % 4 < 1).long()
+    ours = common.ece(torch.stack([confidence, 1 - confidence], 1), is_wrong, bins=16)
+    mirrored = tm.binary_calibration_error(1 - confidence, is_wrong, n_bins=16).item()
+    assert ours == pytest.approx(mirrored, abs=1e-6)
+    assert abs(tm.binary_calibration_error(confidence, 1 - is_wrong, n_bins=16) - ours) > 0.01
+
+
+@pytest.mark.parametrize("m, k", [(1, 3), (5, 10)])
+def test_uncertainty_of_an_ensemble_is_entropy_and_divergence(m, k):
+    log_probs, _ = random_log_probs(m, 40, k)
+    p = log_probs.exp().numpy()
+    ours = common.ensemble_uncertainty(log_probs)
+    expected = {"total": stats.entropy(p.mean(0), axis=-1),
+                "aleatoric": stats.entropy(p, axis=-1).mean(0),
+                "epistemic": stats.entropy(p, p.mean(0)[None], axis=-1).mean(0)}
+    for name, value in expected.items():
+        assert np.allclose(ours[name], value, atol=1e-12), name
+    equal = common.ensemble_uncertainty(log_probs[:1].float().expand(6, -1, -1))["epistemic"]
+    assert 0 <= equal.min() and equal.max() < 1e-6
+    certain = common.ensemble_uncertainty(torch.eye(k).log()[:, None])
+    assert certain["aleatoric"] == 0 and certain["epistemic"].item() == pytest.approx(math.log(k))
+
+
+@pytest.mark.parametrize("value", [math.nan, 0.5])
+def test_nan_or_logits_in_any_member_are_refused(value):
+    for member in range(3):
+        log_probs, labels = random_log_probs(3, 10, 4)
+        log_probs[member, 7, 2] = value
+        for metric, *arguments in [(common.ensemble_uncertainty, log_probs),
+                                   (common.nll, log_probs[member], labels),
+                                   (common.brier, log_probs[member].exp(), labels),
+                                   (common.ece, log_probs[member].exp(), labels)]:
+            with pytest.raises(ValueError, match="probabilities that sum to 1, but a row is off"):
+                metric(*arguments)
+
+
+@pytest.mark.parametrize("decimals", [8, 1, 0])  # ties: few, many, and most
+@pytest.mark.parametrize("fraction", [0.2, 0.8])
+def test_ranking_is_that_of_scikit_learn_and_needs_both_kinds(fraction, decimals):
+    positive = np.arange(500) < 500 * fraction  # also a true positive rate of exactly 0.95
+    scores = (np.random.default_rng(0).normal(1e4, size=500) + 1.5 * positive).round(decimals)
+    fpr, tpr, _ = sk.roc_curve(positive, scores, drop_intermediate=False)
+    expected = {common.auroc: sk.roc_auc_score(positive, scores),
+                common.average_precision: sk.average_precision_score(positive, scores),
+                common.fpr_at_tpr: fpr[tpr >= 0.95].min()}
+    for metric, value in expected.items():
+        ours = metric(torch.tensor(scores), torch.tensor(positive))
+        assert ours == pytest.approx(value, abs=1e-12)
+        for factor, is_positive in ((math.nan, positive), (1, positive | True), (1, positive < 0)):
+            with pytest.raises(ValueError, match="without NaN, of positive and of negative"):
+                metric(factor * torch.tensor(scores), torch.tensor(is_positive))
+
+
+def test_conventions_of_ood_metrics():
+    is_ood = torch.arange(1000) >= 300
+    scores = torch.tensor(np.random.default_rng(3).normal(size=1000).round(1)) + is_ood
+    inside, outside = scores.split([300, 700])
+    ours = common.ood_metrics(inside, outside)
+    assert ours == {"auroc": common.auroc(scores, is_ood),
+                    "aupr_in": common.average_precision(-scores, ~is_ood),
+                    "aupr_out": common.average_precision(scores, is_ood),
+                    "fpr95": (outside <= inside.kthvalue(285).values).double().mean()}
+    # pytorch-ood and torch-uncertainty: the fraction of ID that is rejected when 95 % of OOD is.
+    theirs = (-inside <= (-outside).kthvalue(665).values).double().mean()
+    assert common.fpr_at_tpr(scores, is_ood) == theirs and abs(theirs - ours["fpr95"]) > 0.02
+    # pytorch-ood: trapezoids down to recall 0, precision 1. They differ for a constant score.
+    precision, recall, _ = sk.precision_recall_curve(is_ood, np.zeros(1000))
+    assert sk.auc(recall, precision) == pytest.approx((1 + 0.7) / 2)
+    assert common.ood_metrics(torch.zeros(300), torch.zeros(700))["aupr_out"] == 0.7
+    several = common.detection_metrics({"a": inside, "b": -inside}, {"a": outside, "b": -outside})
+    assert {f"{name}_a": value for name, value in ours.items()}.items() < several.items()
+    assert several["auroc_b"] == pytest.approx(1 - ours["auroc"]) and len(several) == 8
+
+
+def test_rejection_ratio_by_hand():
+    # Errors while 0, ..., 4 are kept: 0 0 1 1 2; at random 0 .5 1 1.5 2; at best 0 0 0 1 2.
+    correct = torch.tensor([False, True, True, False])
+    uncertainty = torch.tensor([0.2, 0.1, 0.3, 0.4])
+    assert common.prediction_rejection_ratio(uncertainty, correct) == (4 - 3) / (4 - 2)
+    assert common.prediction_rejection_ratio(torch.ones(4), correct) == 0
+    for equal in (correct | True, correct & False):
+        assert common.prediction_rejection_ratio(uncertainty, equal) is None
+
+
+@pytest.mark.parametrize("scale", [0.3, 20.0])
+def test_temperature_is_the_minimum_of_the_nll_within_limits(scale):
+    [log_probs], labels = random_log_probs(1, 1000, 10)
+    z = scale * log_probs
+    best = optimize.minimize_scalar(lambda t: common.nll((z / t).log_softmax(1), labels),
+                                    bounds=(0.1, 100), options={"xatol": 1e-9})
+    assert common.fit_temperature(z.float(), labels) == pytest.approx(best.x, rel=1e-5)
+    assert common.fit_temperature(scale * torch.eye(4), torch.arange(4)) == 0.1
+    assert common.fit_temperature(scale * torch.eye(4), torch.arange(4).roll(1)) == 100.0
+
+
+@pytest.mark.parametrize("s", [1, 4])
+def test_regression_is_that_of_the_mixture(s):
+    generator = np.random.default_rng(0)
+    m = generator.normal(size=20) + generator.normal(size=(s, 20))
+    v = generator.random((s, 20)) + 0.05
+    y = m.mean(0) + 1.2 * generator.normal(size=20)
+    moments = common.mixture_moments(torch.tensor(m), torch.tensor(v))
+    expected = {"mean": m.mean(0), "total": (v + m**2).mean(0) - m.mean(0)**2,
+                "aleatoric": v.mean(0), "epistemic": m.var(0)}
+    for name, value in expected.items():
+        assert np.allclose(moments[name], value, atol=1e-12), name
+    levels = np.linspace(0.01, 0.99, 20)
+    is_below = stats.norm.cdf(y, m, np.sqrt(v)).mean(0) <= levels[:, None]
+    assert common.regression_metrics(*map(torch.tensor, (m, v, y))) == pytest.approx({
+        "lpd": np.log(stats.norm.pdf(y, m, np.sqrt(v)).mean(0)).mean(),
+        "mae": sk.mean_absolute_error(y, m.mean(0)),
+        "rmse": sk.root_mean_squared_error(y, m.mean(0)),
+        "quantile_ece": np.abs(is_below.mean(1) - levels).mean()}, abs=1e-12)
+
+
+# ---- Options and networks -----------------------------------------------------------------------
+
+RECIPES = {"digits": {"lr": 0.25}, "folder": {"epochs": 7, "model": "large"}}
+
+
+def parse(folder, *argv):
+    """The options of a script called x, with run directories in `folder`."""
+    parser = common.Parser("x", "About x.", RECIPES, {"small": None, "large": None},
+                           dataset="digits", model="small", epochs=3, batch_size=8, lr=1.0)
+    parser.training("--smooth", action=BooleanOptionalAction, default=True, help="smooth")
+    parser.other("--methods", nargs="+", default=["a"], help="methods")
+    argv = [*map(str, argv), "--out-dir", str(folder), "--device", "cpu"]
+    return parser.parse(argv, parser.look(argv)[1])
+
+
+def test_a_data_set_chooses_its_recipe_and_the_command_line_wins(tmp_path):
+    args = parse(tmp_path)
+    assert (args.lr, args.epochs, args.model, args.batch_size) == (0.25, 3, "small", 8)
+    assert args.run_dir == tmp_path / "x" / "digits-small-seed1"
+    args = parse(tmp_path, "--dataset", "folder:some/images", "--lr", "0.5", "--seed", "4")
+    assert (args.lr, args.epochs, args.run_dir.name) == (0.5, 7, "images-large-seed4")
+
+
+@pytest.mark.parametrize("option, names", [("--dataset", "digits, folder"),
+                                           ("--model", "small, large, torchvision/NAME")])
+def test_unknown_names_are_one_line(option, names, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse(tmp_path, option, "x")
+    assert capsys.readouterr().err.endswith(f"error: {option} x: choose one of {names}\n")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_model_after_an_equals_sign_gets_the_same_recipe(script):
+    parse_args = importlib.import_module(script).parse_args
+    args = parse_args(["--device", "cpu", "--model", "torchvision/resnet18"])
+    assert args == parse_args(["--device", "cpu", "--model=torchvision/resnet18"])
+    assert args.lr != parse_args(["--device", "cpu"]).lr
+
+
+def test_eval_restores_the_options_of_the_last_command_that_may_train(tmp_path):
+    train(tmp_path, "--lr", 0.5, "--no-smooth", "--methods", "b", "c", "--ood", "folder:x",
+          "--predict", "new", "--no-plot", "--fresh")
+    args = parse(tmp_path, "--eval")
+    assert (args.lr, args.smooth, args.methods, args.ood) == (0.5, False, ["b", "c"], ["folder:x"])
+    assert args.predict is None and args.plot and not args.fresh and parse(tmp_path).lr == 0.25
+    typed = train(tmp_path, "--eval", "--methods", "a", "--ood", "--predict", "new").args
+    assert (typed.methods, typed.ood, typed.predict) == (["a"], [], "new")
+    assert parse(tmp_path, "--eval") == args  # that command has replaced none
+
+
+def network(weights="none", num_classes=5, name="shufflenet_v2_x0_5", epochs=1):
+    args = Namespace(model=f"torchvision/{name}", weights=str(weights), epochs=epochs)
+    net = nn.Sequential()
+    net.backbone, net.head = common.torchvision_network(args, num_classes)
+    return net
+
+
+def logits(net):
+    return net.eval()(torch.linspace(-9, 9, 2 * 3 * 32 * 32).sin().view(2, 3, 32, 32)).detach()
+
+
+def prefixed(prefix, net):
+    return {prefix + name: value for name, value in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("content", [
+    nn.Module.state_dict,
+    lambda net: prefixed("_orig_mod.", net),                              # torch.compile
+    lambda net: nn.DataParallel(net).state_dict(),
+    lambda net: torch.optim.swa_utils.AveragedModel(net).state_dict(),
+    lambda net: {"epoch": 3, "state_dict": prefixed("net.", net)},        # Lightning
+    lambda net: {"state_dict": prefixed("model.module._orig_mod.", net)}])
+def test_a_state_dict_loads_as_people_have_it(content, tmp_path):
+    net = models.mobilenet_v3_small(num_classes=5)  # its head is classifier.3
+    torch.save(content(net), tmp_path / "net.pt")
+    ours = network(tmp_path / "net.pt", name="mobilenet_v3_small", epochs=0)
+    assert torch.equal(logits(ours), logits(net))
+    # The same for networks of the scripts, where some names begin with a prefix.
+    torch.save(content(ours), tmp_path / "ours.pt")
+    other = network(name="mobilenet_v3_small")
+    for path in (tmp_path / "ours.pt", "DEFAULT", "none"):  # the last two change nothing
+        common.load_weights(other, path)
+        assert torch.equal(logits(other), logits(net))
+
+
+def test_checkpoints_load_and_another_number_of_classes_needs_training(tmp_path, capsys):
+    path = tmp_path / "net.pt"
+    nets = nn.ModuleList(network() for _ in range(2))
+    for whole in (nets[0], nets):  # of members, the first is loaded
+        torch.save({"net": whole.state_dict(), "history": [{"loss": 1.0}]}, path)
+        assert torch.equal(logits(network(path)), logits(nets[0]))
+    with pytest.raises(UserError, match="its head has 5 classes, not 9; train a new one"):
+        network(path, 9, epochs=0)
+    assert network(path, 9).head.weight.shape == (9, 1024)
+    assert "a new head for 9 classes instead of 5" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--model torchvision/resnet, .*Unknown model"):
+        network(name="resnet")
+
+
+@pytest.mark.parametrize("content, words", [
+    (prefixed("other.", models.shufflenet_v2_x0_5()), ["conv1.0.weight", "other.conv1.0.weight"]),
+    (models.shufflenet_v2_x1_0(num_classes=5).state_dict(), ["size mismatch for conv5.0.weight"]),
+    (torch.ones(3), []), ([1, 2], [])], ids=["names", "sizes", "tensor", "list"])
+def test_a_file_that_does_not_fit_is_one_line_with_both_names(content, words, tmp_path, capsys):
+    torch.save(content, tmp_path / "net.pt")
+    with pytest.raises(SystemExit, match="2"):
+        common.launch(lambda: network(tmp_path / "net.pt"))
+    [line] = capsys.readouterr().err.splitlines()
+    assert all(word in line for word in [f"error: {tmp_path}/net.pt", *words])
+
+
+def test_files_are_read_without_running_code_or_refused_in_one_line(tmp_path):
+    torch.save({"net": nn.Linear(2, 2)}, tmp_path / "pickled network")
+    torch.save({"x": torch.ones(1000)}, tmp_path / "cut")
+    os.truncate(tmp_path / "cut", 2000)
+    (tmp_path / "text").write_text("no checkpoint\nat all\n")
+    header = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+    content = len(header).to_bytes(8, "little") + header + np.ones(2, dtype="<f4").tobytes()
+    (tmp_path / "net.safetensors").write_bytes(content)
+    words = {"pickled network": "", "cut": "", "text": "", "absent": ""}
+    if importlib.util.find_spec("safetensors"):
+        assert common.load(tmp_path / "net.safetensors")["w"].tolist() == [1, 1]
+    else:
+        words["net.safetensors"] = ".*safetensors"
+    for name, word in words.items():
+        with pytest.raises(UserError, match=f"{name} cannot be read: {word}") as error:
+            common.load(tmp_path / name)
+        assert "\n" not in str(error.value)
+
+
+# ---- Runs, tables, processes --------------------------------------------------------------------
+
+
+def train(folder, *argv, dataset="d", files=(), second_loss=None):
+    """A small training, as the scripts write it; returns its Run."""
+    run = common.Run(parse(folder, *argv), dataset, files)
+    common.seed_all(0)
+    run.net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 1))
+    optimiser = torch.optim.SGD(run.net.parameters(), lr=0.05, momentum=0.9)
+    history = run.resume("net", run.args.epochs, net=run.net, optimiser=optimiser)
+    for epoch in range(len(history), run.args.epochs):
+        common.seed_all(1, epoch, common.rank())
+        x = torch.randn(32, 4)
+        loss = (run.net(x)[:, 0] - x.sum(1)).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        history.append({"epoch": epoch + 1, "loss": loss.item()})
+        if epoch == 1 and second_loss is not None:
+            history[-1]["loss"] = second_loss
+        run.save("net", history, net=run.net, optimiser=optimiser)
+    return run
+
+
+def train_and_die(folder):
+    """Killed while the second checkpoint takes the place of the first."""
+    replace = os.replace
+
+    def kill(old, new):
+        if new.name == "net.pt" and new.exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(old, new)
+
+    os.replace = kill
+    train(folder)
+
+
+def test_a_killed_run_resumes_with_equal_weights(tmp_path):
+    whole = train(tmp_path / "whole").dir / "net.pt"
+    assert Child(tmp_path, train_and_die, tmp_path).wait() == -signal.SIGKILL
+    cut = tmp_path / "x" / "digits-small-seed1" / "net.pt"
+    assert len(common.load(cut)["history"]) == 1
+    train(tmp_path)
+    assert_equal_checkpoints(cut, whole)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_divergence_keeps_the_checkpoint_before_and_eval_needs_all_epochs(loss, tmp_path):
+    with pytest.raises(UserError, match="digits-small-seed1 has no run; train it first"):
+        train(tmp_path, "--eval")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="net: training diverged in epoch 2; .* learning rate"):
+        train(tmp_path, second_loss=loss)
+    with pytest.raises(UserError, match="net.pt has 1 of 3 epochs; train without --eval"):
+        train(tmp_path, "--eval")
+    train(tmp_path, "--eval", "--epochs", 0, "--name", "pretrained")  # has nothing to train
+
+
+@pytest.mark.parametrize("mode", [[], ["--eval"]])
+def test_only_other_training_options_data_and_weights_are_refused(mode, tmp_path):
+    own, other = tmp_path / "own.pt", REPO / "LICENSE"  # any file will do
+    argv = ["--no-smooth", "--weights", own]
+    for text, files, options, dataset, words in [
+            ("a", [other], [], "d", None), ("a", [other], [], "e", r"data d \(not e"),
+            ("a", [other], ["--lr", 0.5, "--smooth"], "d", r"lr 0.25 \(not 0.5\), smooth False"),
+            ("b", [other], [], "d", rf"content of {own} \w+ \(not \w"),
+            ("a", [], [], "d", rf"content of {other} \w+ \(not None"),
+            ("a", [other, __file__], [], "d", rf"content of {__file__} None \(not \w"),
+            ("a", [other], [*mode, "--methods", "b", "--runs", 4, "--workers", 0], "d", None)]:
+        own.write_text(text)
+        if words is None:
+            train(tmp_path, *argv, *options, dataset=dataset, files=files)
+            continue
+        with pytest.raises(UserError, match=rf"made with {words}.*\); use another --name, or"):
+            train(tmp_path, *argv, *mode, *options, dataset=dataset, files=files)
+
+
+def test_fresh_starts_over_but_not_with_eval(tmp_path):
+    run = train(tmp_path)
+    run.cached("cache", lambda: {"tensor": torch.ones(2), "name": "a"})
+    run.report([row([1], 0.5)], ["accuracy"])
+    train(tmp_path, "--fresh", "--eval")
+    assert run.cached("cache", dict)["tensor"].tolist() == [1, 1]  # is not computed again
+    with pytest.raises(UserError, match="diverged"):
+        train(tmp_path, "--fresh", "--lr", 0.5, second_loss=math.nan)
+    assert len(common.load(run.dir / "net.pt")["history"]) == 1
+    # No results of the other options stay, as they would be rows of a table.
+    assert {path.name for path in run.dir.iterdir()} == {"net.pt", "options.json"}
+
+
+def test_predictions_have_a_line_for_each_image_and_ten_digits(tmp_path, capsys):
+    run = train(tmp_path)
+    images = data.ImageSet("new", torch.zeros(2, 1, 4, 4), torch.tensor([1, -1]), 3, (0,), (1,),
+                           files=("a.png", "b.png"), unreadable=("c.png",))
+    log_probs = torch.eye(3)[[1, 0]].log()
+    of_llla = {"energy": torch.tensor([-11234.567891, 0.1], dtype=torch.float64)}
+    for classes, names in ((("cat", "dog", "cow"), ["dog", "cat"]), ((), ["1", "0"])):
+        columns = common.class_columns(log_probs, classes)
+        run.write_predictions(images, classes, {"DDU": columns, "llla": of_llla})
+        assert (run.dir / "predictions.csv").read_text().splitlines() == [
+            "file,label,predicted,confidence,energy_llla",
+            f"a.png,{names[0]},{names[0]},1,-11234.56789", f"b.png,,{names[1]},1,0.1", "c.png,,,,"]
+    assert "1 images could not be read" in capsys.readouterr().out
+
+
+def row(seeds, accuracy, **others):
+    return {"method": "m", "seeds": seeds, "set": "t", "n": 10, "accuracy": accuracy} | others
+
+
+def test_pool_counts_equal_rows_once_and_needs_independent_seeds_for_an_error():
+    rows = [row([1], 0.9), row([2], 0.8), row([2], 0.8), row([3], 0.4)]
+    [line] = common.pool(rows, ["accuracy", "nll"])
+    assert line["accuracy"] == f"0.7 ± {stats.sem([0.9, 0.8, 0.4]):.2g}"
+    assert line["seeds"] == 3 and "nll" not in line
+    for seeds, count, text in [(([1, 2], [3]), 3, "0.6 ± 0.1"), (([1, 2], [2]), 2, "0.6")]:
+        [line] = common.pool([row(seeds[0], 0.5), row(seeds[1], 0.7)], ["accuracy"])
+        assert (line["seeds"], line["accuracy"]) == (count, text)
+    for key in ("run", "method", "k", "set", "against", "n"):  # these are not pooled
+        assert len(common.pool([row([1], 0.5), row([2], 0.7) | {key: 3}], ["accuracy"])) == 2
+
+
+def print_without_a_reader(*argv):
+    """python common.py ARGV | true"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    sys.argv = ["common.py", *argv]
+    runpy.run_path(str(REPO / "common.py"), run_name="__main__")
+
+
+def test_common_as_a_program_pools_what_runs_report(tmp_path, capsys):
+    for seed in (9, 10):
+        run = train(tmp_path, "--seed", seed)
+        rows = [row([seed, 2 * seed], seed / 100, nll=0.25), row([seed], None, against="o_d")]
+        assert run.report(rows, ["accuracy"], curve=[1]) == rows
+    table = capsys.readouterr().out.split("\n\n")[-2]
+    assert table == "method  set  n   seeds  accuracy\nm       t    10  2      0.1"
+    assert json.loads((run.dir / "results.json").read_text()) == {
+        "script": "x", "columns": ["accuracy"], "rows": rows, "curve": [1]}
+    assert (run.dir / "results.csv").read_text() == (
+        "method,seeds,set,n,accuracy,nll,against\nm,10 20,t,10,0.1,0.25,\nm,10,t,10,,,o_d\n")
+    folders = [str(run.dir), str(run.dir).replace("seed10", "seed9"), str(tmp_path / "unfinished")]
+    common.main(folders)
+    out, err = capsys.readouterr()
+    assert err == f"skipped: {tmp_path}/unfinished has no results.json\n"
+    assert out == ("\nrun             method  set  n   seeds  accuracy\n"
+                   "x/digits-small  m       t    10  4      0.095 ± 0.005\n"
+                   "\nrun             method  set  against  n   seeds\n"
+                   "x/digits-small  m       t    o_d      10  2\n")
+    common.main([*folders, "--metrics", "nll", "--latex"])
+    single, pairs = capsys.readouterr().out.split("\n\n")
+    assert r"x/digits-small & m & t & 10 & 4 & 0.25 $\pm$ 0 \\" in single and r"o\_d" in pairs
+    child = Child(tmp_path, print_without_a_reader, str(run.dir))
+    assert child.wait() == -signal.SIGPIPE and child.err.read_text() == ""
+
+
+def test_seeds_of_similar_keys_differ_and_seed_everything():
+    keys = [*np.ndindex(7, 7, 7), (), (0,), (0, 0), (1,), (1, 0), (2**40,)]
+    seeds = {common.derive_seed(*key) for key in keys}
+    assert len(seeds) == len(keys) and min(seeds) >= 0 and max(seeds) < 2**63
+    drawn = []
+    for key in ((3, 1), (3, 1), (3, 2)):
+        common.seed_all(*key)
+        drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
+    assert drawn[0] == drawn[1] and not set(drawn[0]) & set(drawn[2])
+
+
+def in_two_processes(folder):
+    """What each process gets; the rows are shuffled, and one batch is empty."""
+    common.start("cpu")
+    rank = common.rank()
+    mine = torch.tensor([3, 0, 4, 1, 2]).split([1, 4])[rank]
+    batches = [{"index": index, "value": 2 * index} for index in (mine, mine[:0])]
+    with common.local_main_first():
+        if rank == 0:
+            time.sleep(0.2)
+            (folder / "download").touch()
+        is_downloaded = (folder / "download").exists()
+    run = train(folder)
+    result = {"rows": common.gather_rows(batches), "sum": common.all_reduce(torch.ones(2) + rank),
+              "is_downloaded": is_downloaded, "net": run.net.state_dict(),
+              "cached": run.cached("rank", lambda: {"rank": rank})}
+    dist.destroy_process_group()
+    return result
+
+
+def test_two_processes(tmp_path):
+    main, other = run_ranks(tmp_path, in_two_processes, tmp_path)
+    assert main["rows"]["value"].tolist() == [0, 2, 4, 6, 8] and other["rows"] is None
+    for result in (main, other):
+        assert result["sum"].tolist() == [3, 3] and result["cached"] == {"rank": 0}
+        assert result["is_downloaded"]
+    saved = common.load(tmp_path / "x" / "digits-small-seed1" / "net.pt")["net"]
+    for name, value in main["net"].items():
+        assert torch.equal(value, saved[name])
+        # Each process had other images: running averages are shared all the same.
+        is_buffer = name in ("1.running_mean", "1.running_var", "1.num_batches_tracked")
+        assert torch.equal(value, other["net"][name]) == is_buffer, name
+    assert "epoch 3" in (tmp_path / "0.out").read_text() and not (tmp_path / "1.out").read_text()
