@@ -1,0 +1,420 @@
+"""proxy_distill.py: equations against mpmath and brute force; networks, training, rows, runs."""
+
+import csv
+import math
+from argparse import Namespace
+from dataclasses import replace
+from functools import partial
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import Child, assert_equal_checkpoints, kill_after, run_ranks, run_script
+from scipy import stats
+from sklearn.metrics import roc_auc_score
+from torch import nn
+from torchvision import models
+
+import common
+import data
+import proxy_distill as pd
+
+exp, log, digamma, loggamma = [np.frompyfunc(getattr(mpmath, name), 1, 1)  # of arrays
+                               for name in ("exp", "log", "digamma", "loggamma")]
+
+
+def exact_kl(a, b):
+    """KL(Dir(a) || Dir(b))."""
+    log_norms = [loggamma(c.sum()) - loggamma(c).sum() for c in (a, b)]
+    return log_norms[0] - log_norms[1] + ((a - b) * (digamma(a) - digamma(a.sum()))).sum()
+
+
+def exact_loss(loss, z, p, m, t):
+    """A loss of one image, from a student's logits z [K] and the predictions p [M, K]."""
+    pi = p.mean(0)
+    alpha = exp(z) + m
+    if loss == "forward_kl":
+        return (pi * log(pi * exp(z).sum() / exp(z))).sum()
+    if loss == "dirichlet_likelihood":
+        log_norm = loggamma(alpha.sum()) - loggamma(alpha).sum()
+        return -(log_norm + ((alpha - 1) * log(p)).sum(1)).mean()
+    beta_0 = (len(z) - 1) / (2 * (pi * log(pi / p)).sum(1).mean() + mpmath.mpf(2)**-23)
+    if loss == "proxy":
+        return exact_kl(pi * beta_0 + t, alpha)
+    b = beta_0 + len(z) * t
+    return exact_kl(alpha, pi * b + 1) / b
+
+
+def make_members(b=2, k=4, spread=0.5):
+    """Logits [3, B, K]: a normal vector that all members share, and one of each."""
+    torch.manual_seed(0)
+    return 2 * torch.randn(b, k).double() + spread * torch.randn(3, b, k).double()
+
+
+def loss_and_gradient(loss, z, ensemble, m=1.0, t=1.0):
+    z = z.clone().requires_grad_()
+    losses = pd.distillation_loss(loss, z, ensemble, m, t)
+    return losses.detach(), torch.autograd.grad(losses.sum(), z)[0]
+
+
+@pytest.mark.parametrize("loss", pd.LOSSES)
+@pytest.mark.parametrize("m, t, spread, largest", [(1, 1, 0.5, 2), (0.3, 0.7, 0.5, 2),
+                                                   (1, 0.2, 0, 12), (1, 1, 0.5, 20)])
+def test_losses_and_their_gradients_are_those_of_mpmath(loss, m, t, spread, largest):
+    """Offsets 1 and others, members that agree, a logit far above the optimum."""
+    members = make_members(spread=spread)
+    z = torch.randn(2, 4).double()
+    z[:, 1] = largest
+    losses, gradient = loss_and_gradient(loss, z, pd.ensemble_statistics(members), m, t)
+    step = mpmath.mpf("1e-20")
+    with mpmath.workdps(60):
+        x = z[1].numpy().astype(object)
+        p = exp(members[:, 1].numpy().astype(object))
+        exact = partial(exact_loss, loss, p=p / p.sum(1, keepdims=True), m=m, t=t)
+        slopes = [float((exact(x + step * axis) - exact(x - step * axis)) / (2 * step))
+                  for axis in np.eye(4, dtype=int)]
+        assert losses[1].item() == pytest.approx(float(exact(x)))
+    assert gradient[1].tolist() == pytest.approx(slopes, 1e-5, 1e-6 * max(map(abs, slopes)))
+
+
+@pytest.mark.parametrize("t", [1, 0, 2.5])
+def test_the_optimum_of_the_reverse_kl_is_the_mean_prediction_with_precision_b(t):
+    ensemble = pd.ensemble_statistics(make_members(k=40))
+    b = pd.proxy_precision(ensemble) + 40 * t
+    z = ensemble.log_probs + b.log()[:, None]  # softmax(z) = pi, sum exp(z) = b
+    losses, gradient = loss_and_gradient("rkl_proxy", z, ensemble, 1, t)
+    np.testing.assert_allclose(torch.cat([losses[:, None], gradient], 1), 0, atol=1e-10)
+
+
+@pytest.mark.parametrize("loss", pd.LOSSES)
+@pytest.mark.parametrize("size, m", [(50.0, 1), (2000.0, 1), (2000.0, 0)])
+def test_a_logit_beyond_the_clamp_has_a_gradient_that_pulls_it_back(loss, size, m):
+    z = torch.tensor([[size, 0, 1], [-size, size, 3]])
+    assert all(values.isfinite().all() for values in pd.student_predictions(z).scores.values())
+    ensemble = pd.ensemble_statistics(make_members(k=3))
+    losses, gradient = loss_and_gradient(loss, z, ensemble, m)
+    assert losses.isfinite().all() and gradient.isfinite().all()  # in float32
+    assert gradient[0, 0] > 0 and gradient[1, 1] > 0
+    assert gradient[1, 0] < 0 or m == 1
+
+
+@pytest.mark.parametrize("loss", pd.LOSSES)
+@pytest.mark.parametrize("m, t", [(1, 1), (0, 1), (1, 0.1)])
+def test_members_with_probability_0_give_finite_losses_and_scores(loss, m, t):
+    logits = torch.zeros(2, 1, 40)
+    logits[0, 0, 0] = logits[1, 0, 1] = 1000  # all other probabilities are 0
+    logits[:, :, 39] = 0 if loss == "dirichlet_likelihood" else -math.inf
+    ensemble = pd.ensemble_statistics(logits)
+    scores = pd.ensemble_predictions(ensemble).scores
+    assert [scores["rmi"].item(), scores["epistemic"].item()] == pytest.approx(
+        [1000 / 2 - math.log(2), math.log(2)])
+    assert all(v.isfinite().all() for v in pd.proxy_predictions(ensemble).scores.values())
+    losses, gradient = loss_and_gradient(loss, torch.randn(1, 40), ensemble, m, t)
+    assert losses.isfinite().all() and gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("spread", [0.5, 0])  # 0: members agree
+def test_uncertainties_of_an_ensemble_are_loops_over_pairs_of_members(spread):
+    logits = make_members(b=50, spread=spread)
+    p = logits.softmax(-1).numpy()
+    pi = p.mean(0)
+    total = stats.entropy(pi, axis=-1)
+    aleatoric = stats.entropy(p, axis=-1).mean(0)
+    epkl = np.mean([stats.entropy(a, b, axis=-1) for a in p for b in p], 0)
+    rmi = np.mean([stats.entropy(pi, a, axis=-1) for a in p], 0)
+    ensemble = pd.ensemble_statistics(logits.requires_grad_())
+    predictions = pd.ensemble_predictions(ensemble)
+    expected = [1 - pi.max(-1), total, aleatoric, total - aleatoric, epkl, rmi]
+    np.testing.assert_allclose(torch.stack([*predictions.scores.values()]), expected, 1e-9, 1e-14)
+    proxy = pd.proxy_predictions(ensemble)
+    np.testing.assert_allclose(proxy.scores["epkl"], 2 * rmi + 2.0**-23, rtol=1e-7)
+    for found in (predictions, proxy):
+        np.testing.assert_allclose(found.log_probs, np.log(pi), rtol=1e-9)
+        np.testing.assert_allclose(found.scores["total"], total, rtol=1e-9)
+        assert all((values >= 0).all() for values in found.scores.values())
+
+
+@pytest.mark.parametrize("alpha", [[2.5, 1.5, 6.0], [0.3, 40.0]])
+def test_uncertainties_of_a_student_are_integrals_over_the_marginals_of_its_dirichlet(alpha):
+    mean = np.array(alpha) / sum(alpha)
+    marginals = [stats.beta(a, sum(alpha) - a) for a in alpha]
+    log_p = np.array([marginal.expect(np.log) for marginal in marginals])
+    p_log_p = np.array([marginal.expect(lambda p: p * np.log(p)) for marginal in marginals])
+    total = stats.entropy(mean)
+    expected = [1 - mean.max(), total, -p_log_p.sum(), total + p_log_p.sum(),
+                (p_log_p - mean * log_p).sum(), (mean * (np.log(mean) - log_p)).sum()]
+    predictions = pd.student_predictions(torch.tensor([alpha]).double().log())
+    np.testing.assert_allclose([*predictions.scores.values()], np.c_[expected], rtol=1e-6)
+
+
+@pytest.mark.parametrize("n, subnetworks, more", [(128, 2, ()), (70, 2, (3, 0.5)), (99, 3, (1, 0))])
+def test_each_subnetwork_sees_each_image_equally_often_and_shares_a_fraction(n, subnetworks, more):
+    rows = pd.mimo_rows(n, subnetworks, *more)
+    repetitions, shared = more or (2, 0.6)
+    count = int(n * repetitions * (1 - shared))  # published: 102 of 256 rows
+    for column in rows.T:
+        assert column.bincount(minlength=n).tolist() == n * [repetitions]
+    is_shared = (rows == rows[:, :1]).all(1)
+    assert is_shared[count:].all() and is_shared[:count].sum() < count / 10
+
+
+def command(images, out, more=""):
+    """The arguments of a study on a folder of images, of a second."""
+    words = (f"--dataset folder:{images} --ood folder:{images}/unknown --width .1 --members 2 "
+             "--member-epochs 2 --epochs 2 --mimo 2 --mimo-epochs 2 --batch-size 12 --lr .3 "
+             f"--noise 1 --augment --name run --out-dir {out} {more}")
+    return words.split()
+
+
+def options(more=""):
+    return pd.parse_args(command("images", "runs", "--losses rkl_proxy --batch-size 4 --opt sgd "
+                                 "--weight-decay .01 --model-offset .5 --target-offset .7 "
+                                 f"--no-augment --workers 0 --device cpu {more}"))
+
+
+@pytest.mark.parametrize("name, decayed, free", [("resnet18", 30, 32), ("resnet50", 65, 96)])
+def test_resnets_are_those_of_torchvision_whose_last_batch_norms_start_at_zero(name, decayed, free):
+    ours = pd.make_network(options(f"--model {name} --width 1"), 1000, (3, 96, 96)).eval()
+    for block in ours.modules():
+        if isinstance(block, pd.Residual):
+            assert (block.body[-1].weight == 0).all() and (block.body[1].weight == 1).all()
+    assert ours.backbone[0].weight.std().item() == pytest.approx((2 / 64 / 49) ** 0.5, rel=0.05)
+    theirs = models.get_model(name).eval()
+    ours.load_state_dict(dict(zip(ours.state_dict(), theirs.state_dict().values(), strict=True)))
+    x = torch.randn(2, 3, 96, 96)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-4)
+    assert pd.NETWORKS[name](options(), (3, 64, 64))[0][0].kernel_size == (3, 3)  # small images
+    groups = pd.make_optimiser(ours, options()).param_groups
+    assert [(len(group["params"]), group["weight_decay"], group["nesterov"])
+            for group in groups] == [(decayed, 0.01, True), (free, 0, True)]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(x[:, :, :32, :32]).dtype == torch.float32
+
+
+def test_learning_rates():
+    args = Namespace(lr=0.1, batch_size=2048, schedule="step")
+    rates = [pd.learning_rate(7 * epoch, 7, 120, args) for epoch in (0, 39.9, 40, 79.9, 80, 106)]
+    assert rates == pytest.approx([0.8, 0.8, 0.08, 0.08, 0.008, 0.0008])
+    assert pd.learning_rate(6, 7, 1, args) == 0.8  # not a thousandth of it
+    args.schedule = "one_cycle"
+    rates = [pd.learning_rate(step, 10, 10, args) for step in range(100)]
+    np.testing.assert_allclose(rates[:20], 0.8 * np.arange(1, 21) / 21)
+    np.testing.assert_allclose(rates[20:], 0.4 + 0.4 * np.cos(np.pi * np.arange(80) / 80))
+
+
+def grey(name, **more):
+    """Twelve images, of one grey each."""
+    images = torch.arange(40, 208, 14, dtype=torch.uint8).view(12, 1, 1, 1).expand(-1, 1, 8, 8)
+    return replace(data.ImageSet(name, images, torch.arange(12) % 3, 3, (0.0,), (1.0,)), **more)
+
+
+def make_spy(args, num_classes, shape):
+    """A network that notes the images [b, D] that it sees, their numbers and its logits."""
+    def note(net, inputs, logits):
+        x = inputs[0].flatten(1)
+        numbers = ((255 * x.view(-1, 64).mean(1) - 40) / 14).round().long()  # in spite of noise
+        net.seen.append((x, numbers, logits.detach()))
+    net = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), num_classes))
+    net.register_forward_hook(note)
+    net.seen = []
+    return net
+
+
+@pytest.fixture
+def spied(monkeypatch):
+    """Sets with noise, four spies that "train" for two epochs, (loss, rate, seed) of each step."""
+    steps = []
+    monkeypatch.setattr(pd, "make_network", make_spy)
+    monkeypatch.setattr(pd, "update", lambda _, loss, lr: steps.append(
+        (loss.detach(), lr, torch.initial_seed())))
+    sets = data.Splits(grey("train"), None, grey("test"), [grey("one"), grey("two")], None)
+    monkeypatch.setattr(data, "load_splits", lambda *_, **__: sets)
+    run = Namespace(resume=lambda *_, **__: [], save=lambda *_, **__: None)
+    splits = pd.load_splits(options())
+    networks = pd.train_networks(splits, 5, options(), run)
+    assert [trained.seeds for trained in networks] == [[5], [6], [5], [5, 6]]
+    return splits, [trained.net for trained in networks], steps
+
+
+def test_no_noise_and_no_order_is_used_twice(spied):
+    """In no epoch of any network, in no set, nor in computed corruptions."""
+    splits, (first, second, mimo, student), steps = spied
+    assert len({seed for _, _, seed in steps}) == 4 * 2  # of networks and epochs: for dropout, too
+    computed = data.corrupted(grey("test"), "gaussian_noise", 1)
+    noisy = [dataset.images.flatten(1) / 255 for dataset in (splits.test, *splits.ood, computed)]
+    orders = []
+    for net in (first, second, student):
+        for epoch in (net.seen[:3], net.seen[3:6]):
+            images, numbers, _ = [torch.cat(column) for column in zip(*epoch)]
+            noisy.append(images)
+            orders.append(tuple(numbers.tolist()))
+    of_mimo = torch.cat([x for x, _, _ in mimo.net.seen]).view(-1, 64)  # each image 2 E times
+    noisy = torch.cat([*noisy, of_mimo.unique(dim=0)])
+    assert len(noisy.unique(dim=0)) == len(noisy) == (4 + 6 + 2) * 12 and len(set(orders)) == 6
+
+
+def test_each_step_minimises_the_loss_of_what_a_network_sees(spied):
+    """Members see labels, and what the student sees; MIMO has 2 --batch-size labels in a step."""
+    _, (first, second, mimo, student), steps = spied
+    seen = [*first.seen[:6], *second.seen[:6], *mimo.net.seen]
+    for (_, numbers, logits), (loss, *_) in zip(seen, steps):
+        torch.testing.assert_close(loss, F.cross_entropy(logits.view(-1, 3), numbers % 3))
+    for number, (x, _, logits) in enumerate(student.seen, 6):
+        of_members = [net.seen[number] for net in (first, second)]
+        assert torch.equal(x, of_members[0][0]) and torch.equal(x, of_members[1][0])
+        ensemble = pd.ensemble_statistics(torch.stack([z for _, _, z in of_members]))
+        expected = pd.rkl_proxy_loss(logits, ensemble, 0.5, 0.7).mean()
+        torch.testing.assert_close(steps[number + 18][0], expected)
+    assert pd.make_loader(grey("train"), 4, 1, 0, options("--augment")).augment == "crop_flip"
+    rates = [pd.learning_rate(step, 3, 2, options()) for step in range(6)]
+    of_mimo = [2 * pd.learning_rate(step, 6, 2, options()) for step in range(12)]
+    assert [lr for _, lr, _ in steps] == [*rates, *rates, *of_mimo, *rates]
+
+
+def test_rows_are_those_of_scikit_learn_and_labels_of_imagenet_a_are_among_its_classes():
+    """Logits are restricted before the softmax; uncertainties are those of all classes."""
+    names = [("member", [7]), ("member", [8]), ("mimo", [7]), ("student_rkl_proxy", [7, 8]),
+             ("student_forward_kl", [7, 8])]
+    networks = [pd.Trained(*name, None) for name in names]
+    names[2:2] = [("proxy", [7, 8]), ("ensemble", [7, 8])]
+    classes_of = {"imagenet": tuple("abcde"), "imagenet_a": ("b", "d"), "imagenet_o": ("b", "d")}
+    test, *ood = [grey(name, labels=torch.arange(90) % len(classes), classes=classes)
+                  for name, classes in classes_of.items()]
+    outputs = [[2 * torch.randn(90, *shape, 5) for shape in ((), (), (2,), (), ())]
+               for _ in classes_of]
+    results = [pd.predict(networks, logits) for logits in outputs]
+    rows = pd.evaluate(networks, outputs, results, data.Splits(None, None, test, ood, None),
+                       Namespace(dataset="imagenet"))
+    blocks = [rows[start:start + 7] for start in range(0, len(rows), 7)]
+    assert [(block[0]["set"], block[0].get("against")) for block in blocks] == [
+        ("imagenet", None), ("imagenet_a", None), ("imagenet", "imagenet_a"),
+        ("imagenet", "imagenet_o")]  # the folders of ImageNet-O are no labels
+    for number, dataset, classes in ((0, test, [0, 1, 2, 3, 4]), (1, ood[0], [1, 3])):
+        one, two, mimo, *students = [z[..., classes].double().softmax(-1) for z in outputs[number]]
+        probs = [one, two, (one + two) / 2, (one + two) / 2, mimo.mean(1), *students]
+        for row, pair, (kind, seeds), p, inside, outside in zip(
+                blocks[number], blocks[3], names, probs, results[number], results[2], strict=True):
+            assert row["method"] == pair["method"] == pd.METHODS[kind]
+            assert row["seeds"] == pair["seeds"] == seeds
+            assert ("prr_rmi" in row) == (kind not in ("member", "student_forward_kl"))
+            wrong = p.argmax(1) != dataset.labels
+            assert row["accuracy"] == pytest.approx(1 - wrong.double().mean().item())
+            assert row["nll"] == pytest.approx(F.nll_loss(p.log(), dataset.labels).item())
+            for score, values in inside.predictions.scores.items():
+                assert row[f"prr_{score}"] == pytest.approx(2 * roc_auc_score(wrong, values) - 1)
+                if number == 0:
+                    both = torch.cat([values, outside.predictions.scores[score]])
+                    auroc = roc_auc_score(90 * [0] + 90 * [1], both)
+                    assert pair[f"auroc_{score}"] == pytest.approx(auroc)
+
+
+@pytest.mark.parametrize("shift", ["published", "computed"])
+def test_rows_of_corruptions_are_means_over_the_first_15_published_kinds(shift, monkeypatch):
+    """A rejection ratio that one copy does not have has no mean."""
+    args = options(f"--shift {shift}")
+    images = torch.randint(256, (3, 12, 1, 1, 3), dtype=torch.uint8)  # and logits
+    images[1] = 255 * F.one_hot(grey("").labels, 3).view(12, 1, 1, 3)  # no error
+    sets = [grey("test", images=logits, std=(0.1,)) for logits in images]
+    copies = map(partial(data.Corruption, "c"), ("fog", "snow", "saturate"), (1, 1, 1), sets)
+    monkeypatch.setattr(data, "corrupted_sets", lambda *_: copies)
+    row, pair = pd.evaluate_shift([pd.Trained("member", [7], nn.Flatten())], [torch.randn(12, 3)],
+                                  data.Splits(None, None, sets[0], [], None), args)
+    if shift == "published":  # whose files have no noise yet
+        sets = [pd.with_noise(dataset, 2, args) for dataset in sets[:2]]
+    nll = [F.cross_entropy(dataset.images.flatten(1) / 25.5, dataset.labels) for dataset in sets]
+    assert row["nll"] == pytest.approx(np.mean(nll), rel=1e-5) and row["prr_total"] is None
+    assert (row["set"], row["n"], row["seeds"]) == ("c", 12 * len(sets), [7])
+    assert (pair["set"], pair["against"], pair["n"]) == ("test", "c", 12)
+
+
+def test_a_batch_that_mimo_cannot_divide_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        pd.parse_args(["--mimo", "3"])
+    assert "--batch-size must be divisible by --mimo" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def study(image_folder, tmp_path_factory):
+    """The rows of a study with all losses, those of --eval, and its directory."""
+    out = tmp_path_factory.mktemp("study")
+    more = f"--losses {' '.join(pd.LOSSES)} --predict folder:{image_folder}/test --shift computed"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "CORRUPTIONS", dict(list(data.CORRUPTIONS.items())[:2]))
+        rows = pd.main([*command(image_folder, out, more), "--device", "cpu"])  # with a picture
+        again = run_script("proxy_distill", *command(image_folder, out, "--eval"))
+    return rows, again, out / "proxy_distill" / "run"
+
+
+def test_a_study_has_rows_of_all_methods_and_eval_repeats_them(study):
+    rows, again, root = study
+    assert again == rows and (root / "uncertainty.png").stat().st_size > 10_000
+    test = rows[0]["set"]
+    pairs = [(test, None, 15), (test, "unknown_noise1", 15), (f"{test}_computed", None, 150),
+             (test, f"{test}_computed", 15)]
+    found = {(row["method"], row["set"], row.get("against"), row["n"]) for row in rows}
+    assert found == {(method, *pair) for method in [*pd.METHODS.values()][:-1] for pair in pairs}
+
+
+def test_predictions_are_those_of_the_last_student_and_of_the_ensemble(study):
+    rows, _, root = study
+    lines = list(csv.DictReader((root / "predictions.csv").open()))
+    columns = "predicted confidence one_minus_max total aleatoric epistemic epkl rmi".split()
+    assert list(lines[0]) == ["file", "label", *columns, *[f"{name}_ensemble" for name in columns]]
+    accuracy = {row["method"]: row["accuracy"] for row in rows if row["n"] == 15 and "nll" in row}
+    for method, column in (("proxy, reverse KL", "predicted"), ("ensemble", "predicted_ensemble")):
+        correct = [line["label"] == line[column] for line in lines]
+        assert np.mean(correct) == pytest.approx(accuracy[method]) and len(lines) == 15
+
+
+def test_a_run_that_is_killed_three_times_ends_with_equal_weights(study, image_folder, tmp_path):
+    argv = command(image_folder, tmp_path, "--losses rkl_proxy")
+    root = tmp_path / "proxy_distill" / "run"
+    names = ["member-seed2.pt", "mimo2-seed1.pt", "student_rkl_proxy-of2-seed1.pt"]
+    for name in names:  # which is written after the first of two epochs
+        kill_after(Child(tmp_path, run_script, "proxy_distill", *argv), root / name)
+    run_script("proxy_distill", *argv)
+    for name in names:
+        assert_equal_checkpoints(root / name, study[2] / name)
+
+
+def test_two_processes_train_the_networks_that_one_evaluates(image_folder, tmp_path):
+    argv = command(image_folder, tmp_path, "--runs 2")
+    rows, _ = run_ranks(tmp_path, run_script, "proxy_distill", *argv)
+    again = run_script("proxy_distill", *argv, "--eval")
+    assert [row.get("nll", 0) for row in again] == pytest.approx(
+        [row.get("nll", 0) for row in rows], rel=1e-4)
+    assert {row["seeds"][0] for row in rows} == {1, 2, 3, 4}
+
+
+def test_files_of_networks_are_evaluated_like_the_networks_of_a_run(study, image_folder, tmp_path):
+    """A checkpoint, and state dicts of torch.compile and of Lightning."""
+    rows, _, root = study
+    names = ["member-seed1.pt", "member-seed2.pt", "student_rkl_proxy-of2-seed1.pt"]
+    files = [tmp_path / name for name in names]
+    first, second, student = [torch.load(root / name)["net"] for name in names]
+    torch.save({"net": first}, files[0])
+    torch.save({f"_orig_mod.module.{name}": second[name] for name in second}, files[1])
+    torch.save({"state_dict": {f"model.{name}": student[name] for name in student}}, files[2])
+    argv = command(image_folder, tmp_path, f"--ensemble-paths {files[0]} {files[1]} --losses "
+                   f"--mimo 0 --student-path {files[2]}")
+    found = [row for row in run_script("proxy_distill", *argv) if "nll" in row]
+    assert len(found) == 5 and found[-1]["method"] == "student of --student-path"
+    assert {row["nll"] for row in found} <= {row.get("nll") for row in rows}
+    torch.save(first, files[1])
+    with pytest.raises(common.UserError, match="content of .*member-seed2.pt"):
+        run_script("proxy_distill", *argv)
+
+
+@pytest.mark.parametrize("model", ["torchvision/mobilenet_v3_small", "attention"])
+def test_networks_of_torchvision_and_of_ones_own(model, image_folder, tmp_path, monkeypatch):
+    """Their files, too, make the same ensemble."""
+    transformer = partial(models.VisionTransformer, 32, 8, 2, 2, 24, 48, num_classes=24)
+    monkeypatch.setitem(pd.NETWORKS, "attention", lambda args, shape: ([transformer()], 24))
+    argv = command(image_folder, tmp_path, f"--model {model} --weights none --image-size 32 "
+                   "--mimo 0 --amp --limit-steps 1 --member-epochs 1 --epochs 1")
+    rows = run_script("proxy_distill", *argv)
+    members = sorted((tmp_path / "proxy_distill" / "run").glob("member*.pt"))
+    again = run_script("proxy_distill", *argv, "--name", "files", "--ensemble-paths", *members)
+    assert again == rows
