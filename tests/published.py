@@ -1,0 +1,492 @@
+"""Files that the authors of three papers published become files that the scripts here evaluate.
+
+  python tests/published.py FILE ... [--out-dir runs] [options of the script]
+
+What a FILE is, it says itself: for proxy_distill.py members and students (Lightning's .ckpt; unpack
+ensemble.tar.gz), for gbnn2d.py 2DGBNNs.pth and the networks of stages 0 and 1, for
+swag_laplace_ensembles.py MAP, SWA, SWAG, LLLA and LA-NF, all files of a study at once. The commands
+that evaluate the results are printed. Options, such as --data-dir, --dataset, and for SST-2 --vocab
+with the word pieces of bert-base-uncased, are those of the script. gbnn2d.py --load and
+swag_laplace_ensembles.py need their data already here. Nothing but tensors and plain values is
+unpickled.
+"""
+
+import argparse
+import contextlib
+import io
+import re
+import shlex
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import serialization
+from torch.utils.serialization import config
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import common  # noqa: E402  from the folder above
+import data  # noqa: E402
+import gbnn2d  # noqa: E402
+import proxy_distill  # noqa: E402
+import swag_laplace_ensembles as swag  # noqa: E402
+from common import UserError  # noqa: E402
+
+# ---- Files --------------------------------------------------------------------------------------
+
+
+class ConfigNode:
+    """Stands for classes of OmegaConf: keeps the state of an object, and runs none of its code."""
+
+    def __setstate__(self, state):
+        self.state = state
+
+    def get(self, *names):
+        """The value to which the names lead; None if there is none."""
+        content = self.state.get("_content")
+        if not names:
+            return self.state.get("_val")
+        return content[names[0]].get(*names[1:]) if names[0] in content else None
+
+
+def empty_dict(*_):
+    """Stands for defaultdict, which torch.load does not fill."""
+    return {}
+
+
+ALLOWED = [(ConfigNode, f"omegaconf.{name}") for name in (
+    "dictconfig.DictConfig", "listconfig.ListConfig", "nodes.AnyNode", "base.Metadata",
+    "base.ContainerMetadata")]
+ALLOWED += [(empty_dict, "collections.defaultdict"), dict, list, int, Any]
+
+
+def read(path):
+    """The content of a file of torch.save. It is mapped into memory, as it may have 5 GB."""
+    with converting(path):
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged:
+            raise ValueError(f"wrong checksum of {damaged}")
+        with serialization.safe_globals(ALLOWED), config.patch("load.mmap", True):
+            return common.load(path)
+
+
+@contextlib.contextmanager
+def converting(path):
+    """One line for what goes wrong with a file."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # of many types: parts are missing, or have other types or sizes
+        raise UserError(f"{path} is damaged, or no published file: {error!r:.200}") from None
+
+
+def check_finite(path, name, value):
+    """Refuse a file with a value that is infinite or no number."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            check_finite(path, key, item)
+    elif isinstance(value, torch.Tensor) and not value.isfinite().all():
+        raise UserError(f"{path}: a value of {name} is not finite")
+
+
+def target_of(path, out_dir):
+    """Where the file `path` goes; published files of one name are in different folders."""
+    *folders, _ = path.resolve().parts[1:][-4:]
+    return out_dir / "published" / ("-".join(folders + [path.stem]) + ".pt")
+
+
+def save(state, target, path):
+    """Write what the file `path` became; returns the name of the new file."""
+    check_finite(path, "it", state)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    common.write(target, buffer.getvalue())
+    return str(target)
+
+
+def in_order(state, expected):
+    """The tensors of a state dict by the names `expected`, of layers that have the same order."""
+    if len(state) != len(expected):
+        raise ValueError(f"{len(state)} tensors instead of {len(expected)}")
+    for name, ours in zip(state, expected):
+        if name.split(".")[-1] != ours.split(".")[-1]:
+            raise ValueError(f"{name} where a network here has {ours}")
+    return dict(zip(expected, state.values()))
+
+
+# ---- proxy_distill.py ---------------------------------------------------------------------------
+
+
+def convert_proxies(files, out_dir, options):
+    """Members and students; returns the commands, one for all members, one for each student."""
+    members = []
+    commands = []
+    for path, file in files.items():
+        with converting(path):
+            state = {name.removeprefix("model."): tensor
+                     for name, tensor in file["state_dict"].items()}
+            model = "resnet50" if "layer1.0.conv3.weight" in state else "resnet18"
+            argv = ["--dataset", "imagenet", "--model", model] + options
+            args = proxy_distill.parse_args(argv + ["--losses"])
+            net = proxy_distill.make_network(args, len(state["fc.bias"]), (3, 224, 224))
+            state = in_order(state, net.state_dict())
+            common.load_state(net, state, path)
+            target = save(state, target_of(path, out_dir), path)
+        # Of the published networks, students alone have a loss among their options.
+        if {"loss", "loss_type"} & set(file.get("hyper_parameters", {})):
+            commands.append(["proxy_distill.py", "--student-path", target] + argv)
+        else:
+            members.append(target)
+    if members:
+        argv += ["--losses", "--ensemble-paths"] + members
+        commands.append(["proxy_distill.py"] + argv)
+    return commands
+
+
+# ---- gbnn2d.py ----------------------------------------------------------------------------------
+
+
+CIFAR100 = ((0.50707516, 0.48654887, 0.44091784), (0.26733429, 0.25643846, 0.27615047))
+CIFAR = ((125.3 / 255, 123.0 / 255, 113.9 / 255), (63.0 / 255, 62.1 / 255, 66.7 / 255))
+# A batch norm that tells a network from the others, its length at --width 1, --model, the shape of
+# images, their mean and std in stages 0 and 1, and in the scripts that predict.
+LAYOUTS = {
+    "conv1.1.weight": (64, "resnet18", (3, 32, 32), CIFAR100, CIFAR100),
+    "layer1.0.bn1.weight": (64, "resnet18", (3, 224, 224), data.IMAGENET, data.IMAGENET),
+    "block1.layer.0.bn2.weight": (160, "wide_resnet", (3, 32, 32), CIFAR, CIFAR100)}
+
+
+def prepare(path, state, options):
+    """(network with random weights, image shape, both statistics, args, argv) for a state dict."""
+    found = [name for name in LAYOUTS if name in state]
+    if not found:
+        raise UserError(f"{path} is no published file")
+    length, model, shape, *statistics = LAYOUTS[found[0]]
+    outputs = len(state["fc.bias"])
+    dataset = "imagenet" if shape[-1] == 224 else f"cifar{outputs}"
+    if "cifar10" in path.resolve().parts:  # its network may have 100 outputs
+        dataset = "cifar10"
+    argv = ["--dataset", dataset] + ["--model", model]
+    argv += ["--width", f"{len(state[found[0]]) / length:g}"]
+    args = gbnn2d.parse_args(argv + options)
+    return gbnn2d.make_network(args, outputs, shape), shape, statistics, args, argv
+
+
+def without_biases(state):
+    """A state dict with the same outputs in eval mode, but without biases of convolutions.
+
+    A bias shifts what batch norms behind it see: it is subtracted from their running means.
+    """
+    norms = [name.removesuffix(".running_mean") for name in state if name.endswith("running_mean")]
+    # In a list, the convolution is the layer before.
+    before = {norm: [f"{norm[:-1]}{int(norm[-1]) - 1}"] for norm in norms}
+    if "block1.layer.0.bn1.weight" in state:
+        # What a convolution adds to the sum over blocks of a wide ResNet, the first batch norm of
+        # each later block sees, until a projection begins another sum; then the last batch norm.
+        terms = ["conv1"]
+        for block in dict.fromkeys(norm[:-3] for norm in norms if norm != "bn1"):
+            before[f"{block}bn1"] = terms
+            before[f"{block}bn2"] = [f"{block}conv1"]
+            if len(state[f"{block}bn1.weight"]) != len(state[f"{block}bn2.weight"]):
+                terms = [f"{block}convShortcut"]
+            terms = terms + [f"{block}conv2"]
+        before["bn1"] = terms
+    result = {}
+    for name, tensor in state.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "running_mean":
+            biases = [state.get(f"{conv}.bias", 0) for conv in before[layer] if conv not in norms]
+            tensor = tensor - sum(biases)
+        if kind != "bias" or layer in norms or layer == "fc":
+            result[name] = tensor
+    return result
+
+
+def ellipse_constants(points, parts):
+    """The constants [E] of weights outside of ellipses in the script for WRN.
+
+    a_1 c_1 + a_2 c_2, where a is the softmax of the two values of a weight; but a_1 c_1, not
+    renormalised, unless both values are above e^12 (in float32).
+    """
+    pairs = [parts["ellipse_outdices_dict"][point] for point in points]
+    values = [parts["ellipse_outdices_value_dict"][point] for point in points]
+    component = torch.tensor(pairs, dtype=torch.long).view(-1, 2)
+    value = torch.tensor(values, dtype=torch.float64).view(-1, 2)
+    terms = value.softmax(1) * parts["centers_guide"][component, 0]    # [E, 2]
+    terms[:, 1] *= (value > torch.tensor(12.0).exp()).all(1)
+    return terms.sum(1).float()
+
+
+def shared_weights(parts, model):
+    """The SharedWeights of 2DGBNNs.pth.
+
+    Weights outside of ellipses are constants in the script for WRN: outliers with sigma 0. Those
+    for ResNet-18 overwrite these constants: here they are the component of the label alone.
+    """
+    points = torch.tensor(parts["ellipse_outdices"], dtype=torch.long)
+    outlier = parts["outliers_indices"]
+    mu = parts["outliers_posterior_loc"]
+    sigma = parts["outliers_posterior_sigma"]
+    if model == "wide_resnet":
+        kept = ~torch.isin(outlier, points)
+        outlier = torch.cat([outlier[kept], points])
+        mu = torch.cat([mu[kept], ellipse_constants(points.tolist(), parts)])
+        sigma = torch.cat([sigma[kept], torch.zeros(len(points))])
+    points = points[~torch.isin(points, outlier)]
+    label = parts["filtered_labels"].short().index_fill(0, outlier, -1)
+    return gbnn2d.SharedWeights(label, outlier.int(), mu, sigma, points.int(),
+                                torch.zeros_like(points).short(), torch.ones(len(points)),
+                                parts["centers_guide"], parts["scale_tril_posterior"])
+
+
+# Two names in the files of another published script.
+OTHER_NAMES = {"centers": "centers_guide", "outliers_posterior_simga": "outliers_posterior_sigma"}
+
+
+def convert_shared(path, file, out_dir, options):
+    """2DGBNNs.pth, for --load; returns the command."""
+    rest = file["state_dict_no_weight"]
+    net, shape, statistics, args, argv = prepare(path, rest, options)
+    parts = dict(file["params_dict_indices"])
+    for name, value in file["params_guide"].items():
+        parts[OTHER_NAMES.get(name, name)] = value
+    weights = shared_weights(parts, args.model)
+    rest = in_order(without_biases(rest), gbnn2d.rest_of(net))
+    classes = data.load(args.dataset, "test", args.data_dir, 32).classes
+    mean, std = statistics[1]
+    names = ("model", "width", "image_size")
+    content = {"options": {name: getattr(args, name) for name in names} | {"draw": "equal"},
+               "weights": weights._asdict(), "rest": rest, "classes": list(classes),
+               "mean": list(mean), "std": list(std)}
+    gbnn2d.restore(content, shape, args)  # as --load does
+    if args.model == "wide_resnet":
+        argv += ["--mc", "30"]
+    target = save(content, target_of(path, out_dir), path)
+    return ["gbnn2d.py", "--load", target] + argv + options
+
+
+def convert_stage(path, file, out_dir, options):
+    """The network of stage 0 or 1, for --weights; returns the command."""
+    state = {}
+    rho = {}
+    for name, tensor in file.get("net", file.get("state_dict", file)).items():
+        name = name.removeprefix("module.")
+        if name.endswith("weight_sigma"):
+            rho[name] = tensor
+        elif not name.endswith(("prior_mu", "prior_bias_mu", "bias_sigma")):
+            state[name.removesuffix("_mu")] = tensor
+    net, _, statistics, _, argv = prepare(path, state, options)
+    state = in_order(without_biases(state), net.state_dict())
+    common.load_state(net, state, path)
+    mean, std = statistics[0]
+    content = {"net": state, "mean": list(mean), "std": list(std)}
+    argv += ["--epochs", "0"]
+    if rho:
+        argv += ["--stoch-epochs", "0"]
+        # The published sigma may be negative, which is the same Gaussian as that of its magnitude.
+        sigma = [(0.0003 + tensor.exp()).log().abs().clamp_min(1e-8) for tensor in rho.values()]
+        content["sigma"] = dict(zip(gbnn2d.weight_shapes(net), sigma, strict=True))
+    target = save(content, target_of(path, out_dir), path)
+    return ["gbnn2d.py", "--weights", target] + argv + options
+
+
+# ---- swag_laplace_ensembles.py ------------------------------------------------------------------
+
+# Classes of the authors' code, and what these posteriors are called here.
+POSTERIORS = {"MAP": "map", "SWA": "swa", "SWAG": "swag", "LastLayerLaplace": "llla",
+              "PosteriorRefinedLastLayerLaplace": "la_nf"}
+# FRN's constant epsilon, what PaiNN computes from the rest; what is not trained.
+UNUSED = r"\.eps$|radial_basis|prediction_finalizer|^iterates$"
+BUFFERS = r"\.running_|\.num_batches|radial_basis|head\.head\.[^r]"
+# Parts of the names of BERT and PaiNN, and what replaces them, one after another.
+NAMES = {
+    "backbone.model.": "backbone.0.", "embeddings.LayerNorm": "norm",
+    "embeddings.word_embeddings": "words", "embeddings.position_embeddings": "positions",
+    "embeddings.token_type_embeddings": "types", "encoder.layer": "layers",
+    "attention.self.query.": "self_attn.in_proj_", "attention.self.key.": "self_attn.in_proj_",
+    "attention.self.value.": "self_attn.in_proj_", "attention.output.dense": "self_attn.out_proj",
+    "attention.output.LayerNorm": "norm1", "intermediate.dense": "linear1",
+    "output.dense": "linear2", "output.LayerNorm": "norm2", "pooler.dense": "pooler.0",
+    "head.fc": "head", "atom_embedding": "embedding", "1.partial_readout_network": "0.readout",
+    "message_blocks": "layers", "update_blocks": "layers", "scalar_network.0": "message.0",
+    "scalar_network.3": "message.2", "rbf_network.0": "filter", "U.0": "u", "V.0": "v",
+    "scalar_vector_network.0": "update.0", "scalar_vector_network.3": "update.2",
+    "head.head.readout_network": "head", "head.head.": ""}
+
+
+def collect_studies(files):
+    """{(data set, model): {seed: {posterior: (path, learning rate, state)}}} of all files."""
+    studies = {}
+    for path, file in files.items():
+        with converting(path):
+            cfg = file["cfg"]
+            kind = cfg.get("inference", "init", "_target_").split(".")[-1]
+            if kind not in POSTERIORS:
+                raise UserError(f"{path} has {kind}; only {', '.join(POSTERIORS)} are converted")
+            depth, widening, norm, dim, layers = [
+                cfg.get("model", "backbone", name)
+                for name in ("depth", "widen_factor", "norm_type", "hidden_size", "n_layers")]
+            model = f"bert_{dim}_{layers}" if dim else "painn"
+            if depth:
+                model = f"wrn_{depth}_{widening}" + ("_bn" if norm == "bn" else "")
+            key = (cfg.get("data", "name").lower(), model)
+            posteriors = studies.setdefault(key, {}).setdefault(cfg.get("seed"), {})
+            name = POSTERIORS[kind]
+            if name in posteriors:
+                raise UserError(f"{path} and {posteriors[name][0]} are both {kind} of one seed; "
+                                "give the one that was selected")
+            rate = cfg.get("inference", "fit", "optimizer", "lr") or 0.0
+            posteriors[name] = (path, rate, file["state_dict"])
+    return studies
+
+
+def network_of(posteriors):
+    """The network theta_m, or else the mean of SWA or SWAG: (path, its published state dict)."""
+    found = [name for name in ("map", "llla", "la_nf", "swa", "swag") if name in posteriors]
+    path, _, state = posteriors[found[0]]
+    state = state.get("llla_inference", state)
+    state = state.get("model", state)
+    return path, {name.removeprefix("model."): state[name] for name in state}
+
+
+def convert_network(state, net):
+    """The state dict of `net`, a WRN, BERT or PaiNN, from a published one."""
+    state = {name: state[name] for name in state if not re.search(UNUSED, name)}
+    if "backbone.conv_1.weight" in state:
+        state = in_order(state, net.state_dict())
+        frn = (".gamma", ".beta", ".tau")                              # [1, C, 1, 1]
+        return {name: state[name].squeeze(0) if name.endswith(frn) else state[name]
+                for name in state}
+    renamed = {}
+    for name, tensor in state.items():
+        for part, ours in NAMES.items():
+            name = name.replace(part, ours)
+        if "in_proj_" in name and name in renamed:  # query, key and value are one matrix
+            tensor = torch.cat([renamed[name], tensor])
+        renamed[name] = tensor
+    if "atom_refs" in renamed:
+        references = renamed.pop("atom_refs").squeeze(1)               # [100]
+        renamed["references"] = F.pad(references, (0, 1))
+    return renamed
+
+
+def convert_iterates(state, net):
+    """SWAG's iterates [R, P] in the order of the parameters of `net`, without FRN's epsilons."""
+    tensors = {name.removeprefix("model."): state[name] for name in state}
+    # In a published iterate, all parameters follow each other as in the file.
+    iterates = tensors.pop("iterates")                                 # [P', R]
+    names = [name for name in tensors if not re.search(BUFFERS, name)]
+    sizes = [tensors[name].numel() for name in names]
+    vectors = []
+    for column in iterates.T:
+        for name, values in zip(names, column.split(sizes)):
+            tensors[name] = values.view(tensors[name].shape)
+        ours = convert_network(tensors, net)
+        vectors.append(torch.cat([ours[name].flatten() for name, _ in net.named_parameters()]))
+    return torch.stack(vectors)
+
+
+def convert_heads(name, state, member, args):
+    """S last layers [S, P] of LLLA or LA-NF, from the noise that the script would use."""
+    theta = swag.flat_head(member.net.head).detach()
+    llla = state.get("llla_inference", state)
+    if not torch.allclose(llla["mean"].to(theta), theta, rtol=1e-4, atol=1e-6):
+        raise ValueError("its network is not that of the same seed")
+    is_hessian = "H_nll" in llla["llla"]  # of molecules, whose H includes the prior
+    values = llla["llla"]["H_nll" if is_hessian else "H"].to(theta.device).double()
+    basis = None
+    if values.ndim == 2:
+        values, basis = swag.eigendecomposition(values)
+    if not is_hessian:
+        values = values.clamp_min(0)  # below is rounding
+    laplace = swag.Laplace(theta, values, basis, float(llla["llla"]["prior_precision"]))
+    noise = swag.draw_noise((args.samples, len(theta)), "llla", member, args)
+    heads = swag.laplace_samples(laplace, noise)
+    if name == "la_nf":
+        kinds = []
+        for kind in ("x0", "alpha_prime", "beta_prime"):
+            layers = [state["guide_state_dict"][f"transform.{layer}.{kind}"]
+                      for layer in range(state["num_transforms"])]
+            kinds.append(torch.stack(layers).to(heads))
+        heads, _ = swag.apply_flow(swag.Flow(kinds[0], kinds[1][:, 0], kinds[2][:, 0]), heads)
+    return heads.cpu()
+
+
+def convert_study(dataset, model, study, out_dir, options):
+    """The run directory of a study; returns the command."""
+    seeds = sorted(study)
+    methods = [method for method in ("swa", "swag", "llla", "la_nf")
+               if all(method in study[seed] for seed in seeds)]
+    sources = [network_of(study[seed]) for seed in seeds]
+    targets = [target_of(path, out_dir) for path, _ in sources]
+    run_options = ["--name", f"published-{dataset}-{model}", "--out-dir", str(out_dir)]
+    argv = ["--dataset", dataset, "--model", model, "--seed", str(seeds[0])] + run_options
+    argv += ["--methods"] + methods + ["--map-paths"] + [str(target) for target in targets]
+    args = swag.parse_args(argv + options)
+    splits = swag.load_splits(args)
+    members = []
+    for (path, state), target in zip(sources, targets):
+        with converting(path):
+            net = swag.make_member(args, splits.train).eval()
+            common.load_state(net, convert_network(state, net), path)
+            save(net.state_dict(), target, path)
+        seed = args.seed + len(members)
+        members.append(swag.Member(net, seed, swag.name_member(net, seed)))
+    run = common.Run(args, data.fingerprint(splits.train, splits.val), args.map_paths)
+    for member, seed in zip(members, seeds):
+        rates = {}
+        heads = {}
+        for method in methods:
+            path, rate, state = study[seed][method]
+            with converting(path):
+                if method in ("swa", "swag"):
+                    rates[method] = rate
+                    iterates = convert_iterates(state, member.net)
+                    save({"iterates": iterates}, run.dir / f"{member.name}-sgd-lr{rate:g}.pt", path)
+                else:
+                    heads[method] = convert_heads(method, state, member, args)
+                    check_finite(path, method, heads)
+        run.write_tensors(f"{member.name}-sgd", rates)
+        run.write_tensors(f"{member.name}-heads-{args.samples}", heads)
+    return ["swag_laplace_ensembles.py", "--eval"] + run_options
+
+
+# ---- Main ---------------------------------------------------------------------------------------
+
+
+def main(argv=None):
+    """Convert the files; returns the commands that evaluate them, as lists of words."""
+    parser = argparse.ArgumentParser(usage="%(prog)s FILE ... [--out-dir runs] [options]",
+                                     allow_abbrev=False, description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--out-dir", type=Path, default=Path("runs"))
+    args, options = parser.parse_known_args(argv)
+    proxies = {}
+    of_study = {}
+    commands = []
+    for path in args.files:
+        file = read(path)
+        if "cfg" in file:
+            of_study[path] = file
+        elif "pytorch-lightning_version" in file:
+            proxies[path] = file
+        else:
+            convert = convert_shared if "params_guide" in file else convert_stage
+            with converting(path):
+                commands.append(convert(path, file, args.out_dir, options))
+    commands += convert_proxies(proxies, args.out_dir, options)
+    for key, study in collect_studies(of_study).items():
+        commands.append(convert_study(*key, study, args.out_dir, options))
+    for command in commands:
+        print(shlex.join(["python"] + command))
+    return commands
+
+
+if __name__ == "__main__":
+    common.launch(main)
