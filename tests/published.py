@@ -2,13 +2,12 @@
 
   python tests/published.py FILE ... [--out-dir runs] [options of the script]
 
-What a FILE is, it says itself: for proxy_distill.py members and students (Lightning's .ckpt; unpack
-ensemble.tar.gz), for gbnn2d.py 2DGBNNs.pth and the networks of stages 0 and 1, for
-swag_laplace_ensembles.py MAP, SWA, SWAG, LLLA and LA-NF, all files of a study at once. The commands
-that evaluate the results are printed. Options, such as --data-dir, --dataset, and for SST-2 --vocab
-with the word pieces of bert-base-uncased, are those of the script. gbnn2d.py --load and
-swag_laplace_ensembles.py need their data already here. Nothing but tensors and plain values is
-unpickled.
+A FILE itself says what it is: for proxy_distill.py a member or student (Lightning's .ckpt; unpack
+ensemble.tar.gz), for gbnn2d.py 2DGBNNs.pth or a network of stage 0 or 1, for
+swag_laplace_ensembles.py MAP, SWA, SWAG, LLLA or LA-NF; all files of a study are given at once. It
+prints the commands that evaluate the results. Options, such as --data-dir, --dataset, and for SST-2
+--vocab with the word pieces of bert-base-uncased, are those of the script. For 2DGBNNs.pth and
+studies the data must be here already. Nothing but tensors and plain values is unpickled.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import serialization
+from torch.serialization import safe_globals
 from torch.utils.serialization import config
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -46,9 +45,9 @@ class ConfigNode:
 
     def get(self, *names):
         """The value to which the names lead; None if there is none."""
-        content = self.state.get("_content")
         if not names:
-            return self.state.get("_val")
+            return self.state["_val"]
+        content = self.state["_content"]
         return content[names[0]].get(*names[1:]) if names[0] in content else None
 
 
@@ -57,9 +56,9 @@ def empty_dict(*_):
     return {}
 
 
-ALLOWED = [(ConfigNode, f"omegaconf.{name}") for name in (
-    "dictconfig.DictConfig", "listconfig.ListConfig", "nodes.AnyNode", "base.Metadata",
-    "base.ContainerMetadata")]
+OMEGACONF = ("dictconfig.DictConfig", "listconfig.ListConfig", "nodes.AnyNode", "base.Metadata",
+             "base.ContainerMetadata")
+ALLOWED = [(ConfigNode, f"omegaconf.{name}") for name in OMEGACONF]
 ALLOWED += [(empty_dict, "collections.defaultdict"), dict, list, int, Any]
 
 
@@ -70,7 +69,7 @@ def read(path):
             damaged = archive.testzip()
         if damaged:
             raise ValueError(f"wrong checksum of {damaged}")
-        with serialization.safe_globals(ALLOWED), config.patch("load.mmap", True):
+        with safe_globals(ALLOWED), config.patch("load.mmap", True):
             return common.load(path)
 
 
@@ -102,7 +101,7 @@ def target_of(path, out_dir):
 
 def save(state, target, path):
     """Write what the file `path` became; returns the name of the new file."""
-    check_finite(path, "it", state)
+    check_finite(path, "a tensor", state)
     target.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -112,11 +111,9 @@ def save(state, target, path):
 
 def in_order(state, expected):
     """The tensors of a state dict by the names `expected`, of layers that have the same order."""
-    if len(state) != len(expected):
-        raise ValueError(f"{len(state)} tensors instead of {len(expected)}")
-    for name, ours in zip(state, expected):
-        if name.split(".")[-1] != ours.split(".")[-1]:
-            raise ValueError(f"{name} where a network here has {ours}")
+    kinds = [[name.split(".")[-1] for name in names] for names in (state, expected)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(f"other layers than {list(expected)[:3]}, ...")
     return dict(zip(expected, state.values()))
 
 
@@ -129,20 +126,19 @@ def convert_proxies(files, out_dir, options):
     commands = []
     for path, file in files.items():
         with converting(path):
-            state = {name.removeprefix("model."): tensor
-                     for name, tensor in file["state_dict"].items()}
-            model = "resnet50" if "layer1.0.conv3.weight" in state else "resnet18"
+            state = file["state_dict"]
+            model = "resnet50" if "model.layer1.0.conv3.weight" in state else "resnet18"
             argv = ["--dataset", "imagenet", "--model", model] + options
             args = proxy_distill.parse_args(argv + ["--losses"])
-            net = proxy_distill.make_network(args, len(state["fc.bias"]), (3, 224, 224))
+            net = proxy_distill.make_network(args, len(state["model.fc.bias"]), (3, 224, 224))
             state = in_order(state, net.state_dict())
             common.load_state(net, state, path)
             target = save(state, target_of(path, out_dir), path)
-        # Of the published networks, students alone have a loss among their options.
-        if {"loss", "loss_type"} & set(file.get("hyper_parameters", {})):
-            commands.append(["proxy_distill.py", "--student-path", target] + argv)
-        else:
-            members.append(target)
+            # Of the published networks, students alone have a loss among their options.
+            if {"loss", "loss_type"} & set(file.get("hyper_parameters", {})):
+                commands.append(["proxy_distill.py", "--student-path", target] + argv)
+            else:
+                members.append(target)
     if members:
         argv += ["--losses", "--ensemble-paths"] + members
         commands.append(["proxy_distill.py"] + argv)
@@ -151,10 +147,9 @@ def convert_proxies(files, out_dir, options):
 
 # ---- gbnn2d.py ----------------------------------------------------------------------------------
 
-
 CIFAR100 = ((0.50707516, 0.48654887, 0.44091784), (0.26733429, 0.25643846, 0.27615047))
 CIFAR = ((125.3 / 255, 123.0 / 255, 113.9 / 255), (63.0 / 255, 62.1 / 255, 66.7 / 255))
-# A batch norm that tells a network from the others, its length at --width 1, --model, the shape of
+# A batch norm that tells a network from the others: its length at --width 1, --model, the shape of
 # images, their mean and std in stages 0 and 1, and in the scripts that predict.
 LAYOUTS = {
     "conv1.1.weight": (64, "resnet18", (3, 32, 32), CIFAR100, CIFAR100),
@@ -172,9 +167,9 @@ def prepare(path, state, options):
     dataset = "imagenet" if shape[-1] == 224 else f"cifar{outputs}"
     if "cifar10" in path.resolve().parts:  # its network may have 100 outputs
         dataset = "cifar10"
-    argv = ["--dataset", dataset] + ["--model", model]
-    argv += ["--width", f"{len(state[found[0]]) / length:g}"]
-    args = gbnn2d.parse_args(argv + options)
+    argv = ["--dataset", dataset, "--model", model, "--width"]
+    argv += [f"{len(state[found[0]]) / length:g}"] + options
+    args = gbnn2d.parse_args(argv)
     return gbnn2d.make_network(args, outputs, shape), shape, statistics, args, argv
 
 
@@ -184,15 +179,13 @@ def without_biases(state):
     A bias shifts what batch norms behind it see: it is subtracted from their running means.
     """
     norms = [name.removesuffix(".running_mean") for name in state if name.endswith("running_mean")]
-    # In a list, the convolution is the layer before.
-    before = {norm: [f"{norm[:-1]}{int(norm[-1]) - 1}"] for norm in norms}
+    before = {norm: [f"{norm[:-1]}{int(norm[-1]) - 1}"] for norm in norms}  # in a list of layers
     if "block1.layer.0.bn1.weight" in state:
         # What a convolution adds to the sum over blocks of a wide ResNet, the first batch norm of
-        # each later block sees, until a projection begins another sum; then the last batch norm.
+        # each later block sees, until a projection begins another sum; and the last one.
         terms = ["conv1"]
         for block in dict.fromkeys(norm[:-3] for norm in norms if norm != "bn1"):
-            before[f"{block}bn1"] = terms
-            before[f"{block}bn2"] = [f"{block}conv1"]
+            before |= {f"{block}bn1": terms, f"{block}bn2": [f"{block}conv1"]}
             if len(state[f"{block}bn1.weight"]) != len(state[f"{block}bn2.weight"]):
                 terms = [f"{block}convShortcut"]
             terms = terms + [f"{block}conv2"]
@@ -201,26 +194,11 @@ def without_biases(state):
     for name, tensor in state.items():
         layer, _, kind = name.rpartition(".")
         if kind == "running_mean":
-            biases = [state.get(f"{conv}.bias", 0) for conv in before[layer] if conv not in norms]
-            tensor = tensor - sum(biases)
+            convs = [conv for conv in before[layer] if conv not in norms]
+            tensor = tensor - sum(state.get(f"{conv}.bias", 0) for conv in convs)
         if kind != "bias" or layer in norms or layer == "fc":
             result[name] = tensor
     return result
-
-
-def ellipse_constants(points, parts):
-    """The constants [E] of weights outside of ellipses in the script for WRN.
-
-    a_1 c_1 + a_2 c_2, where a is the softmax of the two values of a weight; but a_1 c_1, not
-    renormalised, unless both values are above e^12 (in float32).
-    """
-    pairs = [parts["ellipse_outdices_dict"][point] for point in points]
-    values = [parts["ellipse_outdices_value_dict"][point] for point in points]
-    component = torch.tensor(pairs, dtype=torch.long).view(-1, 2)
-    value = torch.tensor(values, dtype=torch.float64).view(-1, 2)
-    terms = value.softmax(1) * parts["centers_guide"][component, 0]    # [E, 2]
-    terms[:, 1] *= (value > torch.tensor(12.0).exp()).all(1)
-    return terms.sum(1).float()
 
 
 def shared_weights(parts, model):
@@ -234,9 +212,17 @@ def shared_weights(parts, model):
     mu = parts["outliers_posterior_loc"]
     sigma = parts["outliers_posterior_sigma"]
     if model == "wide_resnet":
+        # a_1 c_1 + a_2 c_2, where a is the softmax of the two values of a weight; but a_1 c_1, not
+        # renormalised, unless both values are above e^12 (in float32).
+        pairs = [parts["ellipse_outdices_dict"][point] for point in points.tolist()]
+        values = [parts["ellipse_outdices_value_dict"][point] for point in points.tolist()]
+        component = torch.tensor(pairs, dtype=torch.long).view(-1, 2)
+        value = torch.tensor(values, dtype=torch.float64).view(-1, 2)
+        terms = value.softmax(1) * parts["centers_guide"][component, 0]        # [E, 2]
+        terms[:, 1] *= (value > torch.tensor(12.0).exp()).all(1)
         kept = ~torch.isin(outlier, points)
         outlier = torch.cat([outlier[kept], points])
-        mu = torch.cat([mu[kept], ellipse_constants(points.tolist(), parts)])
+        mu = torch.cat([mu[kept], terms.sum(1).float()])
         sigma = torch.cat([sigma[kept], torch.zeros(len(points))])
     points = points[~torch.isin(points, outlier)]
     label = parts["filtered_labels"].short().index_fill(0, outlier, -1)
@@ -252,48 +238,43 @@ OTHER_NAMES = {"centers": "centers_guide", "outliers_posterior_simga": "outliers
 def convert_shared(path, file, out_dir, options):
     """2DGBNNs.pth, for --load; returns the command."""
     rest = file["state_dict_no_weight"]
-    net, shape, statistics, args, argv = prepare(path, rest, options)
+    net, shape, (_, (mean, std)), args, argv = prepare(path, rest, options)
     parts = dict(file["params_dict_indices"])
     for name, value in file["params_guide"].items():
         parts[OTHER_NAMES.get(name, name)] = value
-    weights = shared_weights(parts, args.model)
-    rest = in_order(without_biases(rest), gbnn2d.rest_of(net))
-    classes = data.load(args.dataset, "test", args.data_dir, 32).classes
-    mean, std = statistics[1]
     names = ("model", "width", "image_size")
     content = {"options": {name: getattr(args, name) for name in names} | {"draw": "equal"},
-               "weights": weights._asdict(), "rest": rest, "classes": list(classes),
+               "weights": shared_weights(parts, args.model)._asdict(),
+               "rest": in_order(without_biases(rest), gbnn2d.rest_of(net)),
+               "classes": list(data.load(args.dataset, "test", args.data_dir, 32).classes),
                "mean": list(mean), "std": list(std)}
     gbnn2d.restore(content, shape, args)  # as --load does
-    if args.model == "wide_resnet":
-        argv += ["--mc", "30"]
     target = save(content, target_of(path, out_dir), path)
-    return ["gbnn2d.py", "--load", target] + argv + options
+    return ["gbnn2d.py", "--load", target] + argv
 
 
 def convert_stage(path, file, out_dir, options):
     """The network of stage 0 or 1, for --weights; returns the command."""
     state = {}
-    rho = {}
+    rho = []
     for name, tensor in file.get("net", file.get("state_dict", file)).items():
         name = name.removeprefix("module.")
         if name.endswith("weight_sigma"):
-            rho[name] = tensor
+            rho.append(tensor)
         elif not name.endswith(("prior_mu", "prior_bias_mu", "bias_sigma")):
             state[name.removesuffix("_mu")] = tensor
-    net, _, statistics, _, argv = prepare(path, state, options)
+    net, _, ((mean, std), _), _, argv = prepare(path, state, options)
     state = in_order(without_biases(state), net.state_dict())
     common.load_state(net, state, path)
-    mean, std = statistics[0]
     content = {"net": state, "mean": list(mean), "std": list(std)}
     argv += ["--epochs", "0"]
     if rho:
         argv += ["--stoch-epochs", "0"]
         # The published sigma may be negative, which is the same Gaussian as that of its magnitude.
-        sigma = [(0.0003 + tensor.exp()).log().abs().clamp_min(1e-8) for tensor in rho.values()]
+        sigma = [(0.0003 + tensor.exp()).log().abs().clamp_min(1e-8) for tensor in rho]
         content["sigma"] = dict(zip(gbnn2d.weight_shapes(net), sigma, strict=True))
     target = save(content, target_of(path, out_dir), path)
-    return ["gbnn2d.py", "--weights", target] + argv + options
+    return ["gbnn2d.py", "--weights", target] + argv
 
 
 # ---- swag_laplace_ensembles.py ------------------------------------------------------------------
@@ -306,18 +287,17 @@ UNUSED = r"\.eps$|radial_basis|prediction_finalizer|^iterates$"
 BUFFERS = r"\.running_|\.num_batches|radial_basis|head\.head\.[^r]"
 # Parts of the names of BERT and PaiNN, and what replaces them, one after another.
 NAMES = {
-    "backbone.model.": "backbone.0.", "embeddings.LayerNorm": "norm",
+    "backbone.model.": "backbone.0.", "embeddings.LayerNorm": "norm", "encoder.layer": "layers",
     "embeddings.word_embeddings": "words", "embeddings.position_embeddings": "positions",
-    "embeddings.token_type_embeddings": "types", "encoder.layer": "layers",
-    "attention.self.query.": "self_attn.in_proj_", "attention.self.key.": "self_attn.in_proj_",
-    "attention.self.value.": "self_attn.in_proj_", "attention.output.dense": "self_attn.out_proj",
-    "attention.output.LayerNorm": "norm1", "intermediate.dense": "linear1",
-    "output.dense": "linear2", "output.LayerNorm": "norm2", "pooler.dense": "pooler.0",
-    "head.fc": "head", "atom_embedding": "embedding", "1.partial_readout_network": "0.readout",
-    "message_blocks": "layers", "update_blocks": "layers", "scalar_network.0": "message.0",
-    "scalar_network.3": "message.2", "rbf_network.0": "filter", "U.0": "u", "V.0": "v",
-    "scalar_vector_network.0": "update.0", "scalar_vector_network.3": "update.2",
-    "head.head.readout_network": "head", "head.head.": ""}
+    "embeddings.token_type_embeddings": "types", "attention.self.query.": "self_attn.in_proj_",
+    "attention.self.key.": "self_attn.in_proj_", "attention.self.value.": "self_attn.in_proj_",
+    "attention.output.dense": "self_attn.out_proj", "attention.output.LayerNorm": "norm1",
+    "intermediate.dense": "linear1", "output.dense": "linear2", "output.LayerNorm": "norm2",
+    "pooler.dense": "pooler.0", "head.fc": "head", "atom_embedding": "embedding",
+    "1.partial_readout_network": "0.readout", "message_blocks": "layers", "update_blocks": "layers",
+    "scalar_network.0": "message.0", "scalar_network.3": "message.2", "rbf_network.0": "filter",
+    "U.0": "u", "V.0": "v", "scalar_vector_network.0": "update.0",
+    "scalar_vector_network.3": "update.2", "head.head.readout_network": "head", "head.head.": ""}
 
 
 def collect_studies(files):
@@ -335,14 +315,12 @@ def collect_studies(files):
             model = f"bert_{dim}_{layers}" if dim else "painn"
             if depth:
                 model = f"wrn_{depth}_{widening}" + ("_bn" if norm == "bn" else "")
-            key = (cfg.get("data", "name").lower(), model)
-            posteriors = studies.setdefault(key, {}).setdefault(cfg.get("seed"), {})
-            name = POSTERIORS[kind]
-            if name in posteriors:
-                raise UserError(f"{path} and {posteriors[name][0]} are both {kind} of one seed; "
-                                "give the one that was selected")
+            study = studies.setdefault((cfg.get("data", "name").lower(), model), {})
+            posteriors = study.setdefault(cfg.get("seed"), {})
             rate = cfg.get("inference", "fit", "optimizer", "lr") or 0.0
-            posteriors[name] = (path, rate, file["state_dict"])
+            found = (path, rate, file["state_dict"])
+            if posteriors.setdefault(POSTERIORS[kind], found) is not found:
+                raise UserError(f"{path} is the second {kind} of one seed; give the selected one")
     return studies
 
 
@@ -357,23 +335,22 @@ def network_of(posteriors):
 
 def convert_network(state, net):
     """The state dict of `net`, a WRN, BERT or PaiNN, from a published one."""
-    state = {name: state[name] for name in state if not re.search(UNUSED, name)}
-    if "backbone.conv_1.weight" in state:
-        state = in_order(state, net.state_dict())
-        frn = (".gamma", ".beta", ".tau")                              # [1, C, 1, 1]
-        return {name: state[name].squeeze(0) if name.endswith(frn) else state[name]
-                for name in state}
     renamed = {}
     for name, tensor in state.items():
+        if re.search(UNUSED, name):
+            continue
         for part, ours in NAMES.items():
             name = name.replace(part, ours)
-        if "in_proj_" in name and name in renamed:  # query, key and value are one matrix
+        if name.endswith((".gamma", ".beta", ".tau")):
+            tensor = tensor.squeeze(0)                                 # [1, C, 1, 1]
+        if name in renamed:  # query, key and value are one matrix
             tensor = torch.cat([renamed[name], tensor])
         renamed[name] = tensor
     if "atom_refs" in renamed:
         references = renamed.pop("atom_refs").squeeze(1)               # [100]
         renamed["references"] = F.pad(references, (0, 1))
-    return renamed
+    is_wrn = "backbone.conv_1.weight" in state
+    return in_order(renamed, net.state_dict()) if is_wrn else renamed
 
 
 def convert_iterates(state, net):
@@ -398,23 +375,20 @@ def convert_heads(name, state, member, args):
     llla = state.get("llla_inference", state)
     if not torch.allclose(llla["mean"].to(theta), theta, rtol=1e-4, atol=1e-6):
         raise ValueError("its network is not that of the same seed")
-    is_hessian = "H_nll" in llla["llla"]  # of molecules, whose H includes the prior
-    values = llla["llla"]["H_nll" if is_hessian else "H"].to(theta.device).double()
-    basis = None
-    if values.ndim == 2:
-        values, basis = swag.eigendecomposition(values)
-    if not is_hessian:
-        values = values.clamp_min(0)  # below is rounding
-    laplace = swag.Laplace(theta, values, basis, float(llla["llla"]["prior_precision"]))
-    noise = swag.draw_noise((args.samples, len(theta)), "llla", member, args)
-    heads = swag.laplace_samples(laplace, noise)
+    covariance = llla["covariance"].to(theta.device).double()          # [P, P], or its diagonal
+    noise = swag.draw_noise((args.samples, len(theta)), "llla", member, args).double()
+    if covariance.ndim == 2:
+        offset = noise @ torch.linalg.cholesky(covariance).T
+    else:
+        offset = noise * covariance.sqrt()
+    heads = theta + offset.float()
     if name == "la_nf":
-        kinds = []
+        flow = []
         for kind in ("x0", "alpha_prime", "beta_prime"):
-            layers = [state["guide_state_dict"][f"transform.{layer}.{kind}"]
-                      for layer in range(state["num_transforms"])]
-            kinds.append(torch.stack(layers).to(heads))
-        heads, _ = swag.apply_flow(swag.Flow(kinds[0], kinds[1][:, 0], kinds[2][:, 0]), heads)
+            names = [f"transform.{layer}.{kind}" for layer in range(state["num_transforms"])]
+            layers = [state["guide_state_dict"][name].to(heads) for name in names]
+            flow.append(torch.stack(layers).squeeze(-1))
+        heads, _ = swag.apply_flow(swag.Flow(*flow), heads)
     return heads.cpu()
 
 
@@ -451,9 +425,8 @@ def convert_study(dataset, model, study, out_dir, options):
                     save({"iterates": iterates}, run.dir / f"{member.name}-sgd-lr{rate:g}.pt", path)
                 else:
                     heads[method] = convert_heads(method, state, member, args)
-                    check_finite(path, method, heads)
+                    save(heads, run.dir / f"{member.name}-heads-{args.samples}.pt", path)
         run.write_tensors(f"{member.name}-sgd", rates)
-        run.write_tensors(f"{member.name}-heads-{args.samples}", heads)
     return ["swag_laplace_ensembles.py", "--eval"] + run_options
 
 
