@@ -12,7 +12,6 @@ studies the data must be here already. Nothing but tensors and plain values is u
 
 import argparse
 import contextlib
-import io
 import re
 import shlex
 import sys
@@ -103,9 +102,7 @@ def save(state, target, path):
     """Write what the file `path` became; returns the name of the new file."""
     check_finite(path, "a tensor", state)
     target.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    common.write(target, buffer.getvalue())
+    torch.save(state, target)
     return str(target)
 
 
@@ -120,29 +117,20 @@ def in_order(state, expected):
 # ---- proxy_distill.py ---------------------------------------------------------------------------
 
 
-def convert_proxies(files, out_dir, options):
-    """Members and students; returns the commands, one for all members, one for each student."""
-    members = []
-    commands = []
-    for path, file in files.items():
-        with converting(path):
-            state = file["state_dict"]
-            model = "resnet50" if "model.layer1.0.conv3.weight" in state else "resnet18"
-            argv = ["--dataset", "imagenet", "--model", model] + options
-            args = proxy_distill.parse_args(argv + ["--losses"])
-            net = proxy_distill.make_network(args, len(state["model.fc.bias"]), (3, 224, 224))
-            state = in_order(state, net.state_dict())
-            common.load_state(net, state, path)
-            target = save(state, target_of(path, out_dir), path)
-            # Of the published networks, students alone have a loss among their options.
-            if {"loss", "loss_type"} & set(file.get("hyper_parameters", {})):
-                commands.append(["proxy_distill.py", "--student-path", target] + argv)
-            else:
-                members.append(target)
-    if members:
-        argv += ["--losses", "--ensemble-paths"] + members
-        commands.append(["proxy_distill.py"] + argv)
-    return commands
+def convert_proxy(path, file, out_dir, options):
+    """A member or student; returns the command, in which other members may follow a member."""
+    state = file["state_dict"]
+    model = "resnet50" if "model.layer1.0.conv3.weight" in state else "resnet18"
+    argv = ["--dataset", "imagenet", "--model", model] + options
+    args = proxy_distill.parse_args(argv + ["--losses"])
+    net = proxy_distill.make_network(args, len(state["model.fc.bias"]), (3, 224, 224))
+    state = in_order(state, net.state_dict())
+    common.load_state(net, state, path)
+    target = save(state, target_of(path, out_dir), path)
+    # Of the published networks, students alone have a loss among their options.
+    if {"loss", "loss_type"} & set(file.get("hyper_parameters", {})):
+        return ["proxy_distill.py", "--student-path", target] + argv
+    return ["proxy_distill.py"] + argv + ["--losses", "--ensemble-paths", target]
 
 
 # ---- gbnn2d.py ----------------------------------------------------------------------------------
@@ -231,23 +219,21 @@ def shared_weights(parts, model):
                                 parts["centers_guide"], parts["scale_tril_posterior"])
 
 
-# Two names in the files of another published script.
-OTHER_NAMES = {"centers": "centers_guide", "outliers_posterior_simga": "outliers_posterior_sigma"}
-
-
 def convert_shared(path, file, out_dir, options):
     """2DGBNNs.pth, for --load; returns the command."""
     rest = file["state_dict_no_weight"]
     net, shape, (_, (mean, std)), args, argv = prepare(path, rest, options)
-    parts = dict(file["params_dict_indices"])
-    for name, value in file["params_guide"].items():
-        parts[OTHER_NAMES.get(name, name)] = value
+    guide = file["params_guide"]
+    # Files of another published script have other names for these two.
+    parts = {"centers_guide": guide.get("centers"),
+             "outliers_posterior_sigma": guide.get("outliers_posterior_simga")}
+    parts = parts | guide | file["params_dict_indices"]
     names = ("model", "width", "image_size")
     content = {"options": {name: getattr(args, name) for name in names} | {"draw": "equal"},
                "weights": shared_weights(parts, args.model)._asdict(),
                "rest": in_order(without_biases(rest), gbnn2d.rest_of(net)),
                "classes": list(data.load(args.dataset, "test", args.data_dir, 32).classes),
-               "mean": list(mean), "std": list(std)}
+               "mean": mean, "std": std}
     gbnn2d.restore(content, shape, args)  # as --load does
     target = save(content, target_of(path, out_dir), path)
     return ["gbnn2d.py", "--load", target] + argv
@@ -266,7 +252,7 @@ def convert_stage(path, file, out_dir, options):
     net, _, ((mean, std), _), _, argv = prepare(path, state, options)
     state = in_order(without_biases(state), net.state_dict())
     common.load_state(net, state, path)
-    content = {"net": state, "mean": list(mean), "std": list(std)}
+    content = {"net": state, "mean": mean, "std": std}
     argv += ["--epochs", "0"]
     if rho:
         argv += ["--stoch-epochs", "0"]
@@ -300,28 +286,24 @@ NAMES = {
     "scalar_vector_network.3": "update.2", "head.head.readout_network": "head", "head.head.": ""}
 
 
-def collect_studies(files):
-    """{(data set, model): {seed: {posterior: (path, learning rate, state)}}} of all files."""
-    studies = {}
-    for path, file in files.items():
-        with converting(path):
-            cfg = file["cfg"]
-            kind = cfg.get("inference", "init", "_target_").split(".")[-1]
-            if kind not in POSTERIORS:
-                raise UserError(f"{path} has {kind}; only {', '.join(POSTERIORS)} are converted")
-            depth, widening, norm, dim, layers = [
-                cfg.get("model", "backbone", name)
-                for name in ("depth", "widen_factor", "norm_type", "hidden_size", "n_layers")]
-            model = f"bert_{dim}_{layers}" if dim else "painn"
-            if depth:
-                model = f"wrn_{depth}_{widening}" + ("_bn" if norm == "bn" else "")
-            study = studies.setdefault((cfg.get("data", "name").lower(), model), {})
-            posteriors = study.setdefault(cfg.get("seed"), {})
-            rate = cfg.get("inference", "fit", "optimizer", "lr") or 0.0
-            found = (path, rate, file["state_dict"])
-            if posteriors.setdefault(POSTERIORS[kind], found) is not found:
-                raise UserError(f"{path} is the second {kind} of one seed; give the selected one")
-    return studies
+def collect(path, file, studies):
+    """Add a file to {(data set, model): {seed: {posterior: (path, learning rate, state)}}}."""
+    cfg = file["cfg"]
+    kind = cfg.get("inference", "init", "_target_").split(".")[-1]
+    if kind not in POSTERIORS:
+        raise UserError(f"{path} has {kind}; only {', '.join(POSTERIORS)} are converted")
+    depth, widening, norm, dim, layers = [
+        cfg.get("model", "backbone", name)
+        for name in ("depth", "widen_factor", "norm_type", "hidden_size", "n_layers")]
+    model = f"bert_{dim}_{layers}" if dim else "painn"
+    if depth:
+        model = f"wrn_{depth}_{widening}" + ("_bn" if norm == "bn" else "")
+    study = studies.setdefault((cfg.get("data", "name").lower(), model), {})
+    rate = cfg.get("inference", "fit", "optimizer", "lr") or 0.0
+    found = (path, rate, file["state_dict"])
+    posteriors = study.setdefault(cfg.get("seed"), {})
+    if posteriors.setdefault(POSTERIORS[kind], found) is not found:
+        raise UserError(f"{path} is the second {kind} of one seed; give the selected one")
 
 
 def network_of(posteriors):
@@ -397,21 +379,20 @@ def convert_study(dataset, model, study, out_dir, options):
     seeds = sorted(study)
     methods = [method for method in ("swa", "swag", "llla", "la_nf")
                if all(method in study[seed] for seed in seeds)]
-    sources = [network_of(study[seed]) for seed in seeds]
-    targets = [target_of(path, out_dir) for path, _ in sources]
+    targets = [out_dir / "published" / f"{dataset}-{model}-seed{seed}.pt" for seed in seeds]
     run_options = ["--name", f"published-{dataset}-{model}", "--out-dir", str(out_dir)]
     argv = ["--dataset", dataset, "--model", model, "--seed", str(seeds[0])] + run_options
     argv += ["--methods"] + methods + ["--map-paths"] + [str(target) for target in targets]
     args = swag.parse_args(argv + options)
     splits = swag.load_splits(args)
     members = []
-    for (path, state), target in zip(sources, targets):
+    for number, (seed, target) in enumerate(zip(seeds, targets), args.seed):
+        path, state = network_of(study[seed])
         with converting(path):
             net = swag.make_member(args, splits.train).eval()
             common.load_state(net, convert_network(state, net), path)
             save(net.state_dict(), target, path)
-        seed = args.seed + len(members)
-        members.append(swag.Member(net, seed, swag.name_member(net, seed)))
+        members.append(swag.Member(net, number, swag.name_member(net, number)))
     run = common.Run(args, data.fingerprint(splits.train, splits.val), args.map_paths)
     for member, seed in zip(members, seeds):
         rates = {}
@@ -435,27 +416,28 @@ def convert_study(dataset, model, study, out_dir, options):
 
 def main(argv=None):
     """Convert the files; returns the commands that evaluate them, as lists of words."""
-    parser = argparse.ArgumentParser(usage="%(prog)s FILE ... [--out-dir runs] [options]",
-                                     allow_abbrev=False, description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--out-dir", type=Path, default=Path("runs"))
     args, options = parser.parse_known_args(argv)
-    proxies = {}
-    of_study = {}
-    commands = []
+    studies = {}
+    commands = {}  # {all words but the last: the last ones}
     for path in args.files:
         file = read(path)
-        if "cfg" in file:
-            of_study[path] = file
-        elif "pytorch-lightning_version" in file:
-            proxies[path] = file
-        else:
-            convert = convert_shared if "params_guide" in file else convert_stage
-            with converting(path):
-                commands.append(convert(path, file, args.out_dir, options))
-    commands += convert_proxies(proxies, args.out_dir, options)
-    for key, study in collect_studies(of_study).items():
-        commands.append(convert_study(*key, study, args.out_dir, options))
+        with converting(path):
+            if "cfg" in file:
+                collect(path, file, studies)
+                continue
+            convert = convert_stage
+            if "pytorch-lightning_version" in file:
+                convert = convert_proxy
+            elif "params_guide" in file:
+                convert = convert_shared
+            *words, last = convert(path, file, args.out_dir, options)
+        commands.setdefault(tuple(words), []).append(last)
+    commands = [list(words) + last for words, last in commands.items()]
+    commands += [convert_study(*key, study, args.out_dir, options)
+                 for key, study in studies.items()]
     for command in commands:
         print(shlex.join(["python"] + command))
     return commands
