@@ -41,9 +41,6 @@ def seeded():
     torch.manual_seed(0)
 
 
-# ---- Method -------------------------------------------------------------------------------------
-
-
 def test_samples_of_swag_have_half_the_covariance_and_half_the_variances_of_the_iterates():
     iterates = 5 + torch.randn(7, 4).double() * torch.tensor([1, 1e-6, 3, 0.2])
     moments = sl.swag_moments(iterates)
@@ -193,9 +190,6 @@ def test_published_combinations_without_duplicates(members, k):
     assert k != 2 or list(expected)[0] == (5, 11)  # of the published ensembles.csv
 
 
-# ---- Networks -----------------------------------------------------------------------------------
-
-
 def options(*words):
     return sl.parse_args([*" ".join(map(str, words)).split(), "--device", "cpu"])
 
@@ -226,9 +220,9 @@ def test_networks_are_those_of_the_paper():
     tokens = torch.tensor([[1, 7, 12, 29, 0, 0], [3, 3, 4, 5, 6, 7]])
     bert = make_network("bert_256_4", (30522,), 2, 13_272_322)
     for net, x, expected in (
-            (make_network("wrn_16_4", shape, 100, 2_773_828, 0.1), images, -3.9863750377345033),
-            (make_network("wrn_16_4_bn", shape, 10, 2_748_890, 0.1), images, 0.6538783280959442),
-            (bert, tokens, 1.5211138201139116), (bert, F.pad(tokens, (0, 262)), 1.5211138201139116)):
+            (make_network("wrn_16_4", shape, 100, 2_773_828, 0.1), images, -3.98637503773),
+            (make_network("wrn_16_4_bn", shape, 10, 2_748_890, 0.1), images, 0.65387832809),
+            (bert, tokens, 1.52111382011), (bert, F.pad(tokens, (0, 262)), 1.52111382011)):
         logits, features = net(x)
         close((features * waves(*features.shape)).sum(), expected)
         close(logits, net.head(features))
@@ -263,32 +257,21 @@ def test_painn_sees_distances_within_molecules_and_energies_are_sums_over_atoms(
     assert all(p.grad.isfinite().all() for p in net.parameters())
 
 
-# ---- Training and posteriors --------------------------------------------------------------------
-
-
-def flatten(args, shape):
-    """A network of one's own."""
-    return [nn.Flatten()], math.prod(shape)
-
-
 @pytest.fixture
 def linear(tmp_path, monkeypatch):
-    """Splits, options and run of a linear network; 24 images of three classes are a batch."""
-    monkeypatch.setitem(sl.NETWORKS, "linear", flatten)
+    """Splits, options, run and a member of linear networks; 24 images of three classes."""
+    monkeypatch.setitem(sl.NETWORKS, "own", lambda args, shape: ([nn.Flatten()], math.prod(shape)))
     monkeypatch.setattr(sl, "FLOW_EPOCHS", 2)
-    args = options("--dataset glyphs --model linear --epochs 4 --batch-size 24 --lr .5 --samples 6 "
+    args = options("--dataset glyphs --model own --epochs 4 --batch-size 24 --lr .5 --samples 6 "
                    "--weight-decay .1 --swag-epochs 3 --swag-lrs 1e30 .3 .01 --val-samples 4 "
                    "--flow-layers 2 --out-dir", tmp_path)
     images = torch.rand(36, 1, 2, 2)
     labels = images.flatten(1)[:, :3].argmax(1)
     whole = data.ImageSet("x", images, labels, 3, (0.3,), (0.4,))
     splits = data.Splits(whole.select(slice(24)), whole.select(slice(24, 36)), None, [], None)
-    return splits, args, common.Run(args, "x")
-
-
-def make_member(splits, args):
     common.seed_all(7)
-    return sl.Member(sl.make_member(args, splits.train), 7, "name")
+    member = sl.Member(sl.make_member(args, splits.train), 7, "name")
+    return splits, args, common.Run(args, "x"), member
 
 
 def weights_of(net):
@@ -311,12 +294,12 @@ def descend(net, train_set, optimiser, rates):
 @pytest.mark.parametrize("opt, make", [
     ("sgd", partial(torch.optim.SGD, momentum=0.9, nesterov=True)), ("adamw", torch.optim.AdamW)])
 def test_networks_are_those_of_the_best_epoch_of_half_a_cosine(opt, make, linear, monkeypatch):
-    splits, args, run = linear
+    splits, args, run, member = linear
     args.opt = opt
     lpds = iter([-3.0, -1.0, -1.0, -2.0])
     monkeypatch.setattr(sl, "validation_lpd", lambda *_: next(lpds))
     best = sl.train_map(splits, 7, args, run)
-    net = make_member(splits, args).net
+    net = member.net
     rates = [0.25 + 0.25 * math.cos(math.pi * epoch / 4) for epoch in range(4)]
     weights = descend(net, splits.train, make(net.parameters(), weight_decay=0.1), rates)
     close(weights_of(best), weights[1], 1e-4, 1e-6)
@@ -335,9 +318,8 @@ def swag_networks(iterates, count, member, args):
 
 
 def test_swa_and_swag_choose_among_rates_of_sgd_by_their_own_densities(linear):
-    splits, args, run = linear
+    splits, args, run, member = linear
     args.augment = True  # of MAP networks alone
-    member = make_member(splits, args)
     val = sl.compute_last_layer(member.net, splits.val, args)
     scores = {"swa": {}, "swag": {}}
     for rate in args.swag_lrs[1:]:  # 1e30 diverges
@@ -354,19 +336,10 @@ def test_swa_and_swag_choose_among_rates_of_sgd_by_their_own_densities(linear):
 
 
 @pytest.mark.parametrize("structure", ["full", "diag"])
-def test_last_layers_are_those_of_the_best_precisions(structure, linear, monkeypatch):
+def test_last_layers_are_those_of_the_best_precisions(structure, linear):
     """LLLA by a Hessian; each flow by itself, on the batches and the noise of all."""
-    splits, args, _ = linear
+    splits, args, _, member = linear
     args.structure, args.batch_size = structure, 12
-    member = make_member(splits, args)
-    steps = []
-    negative_elbo = sl.negative_elbo
-
-    def spy(*arguments):
-        steps.append(arguments[3:])
-        return negative_elbo(*arguments)
-
-    monkeypatch.setattr(sl, "negative_elbo", spy)
     heads = sl.fit_last_layer(member, splits, args)
     train, val = [sl.compute_last_layer(member.net, dataset, args) for dataset in splits[:2]]
     theta = sl.flat_head(member.net.head).detach()
@@ -381,10 +354,11 @@ def test_last_layers_are_those_of_the_best_precisions(structure, linear, monkeyp
     delta, *of_llla = samples[max(samples)]
     close(heads["llla"], of_llla[1], 1e-3, 1e-4)
 
-    noises, batches, ns = zip(*steps)
-    assert ns == (24, 24, 24, 24) and len(torch.cat(noises).unique(dim=0)) == 4
-    first, second = torch.cat([batch.x for batch in batches]).split(24)
-    assert len(first.unique(dim=0)) == 24 and not torch.equal(first, second)
+    steps = []
+    for epoch in range(2):
+        noise = sl.draw_noise((2, 15), "flow", member, args, epoch)
+        for step, batch in enumerate(torch.randperm(24).split(12)):
+            steps.append((noise[step:step + 1], train.select(batch.sort().values), 24))
     laplace = sl.Laplace(theta, *sl.eigendecomposition(h), delta)
     refined = {}
     for precision in sl.FLOW_GRID:
@@ -394,7 +368,7 @@ def test_last_layers_are_those_of_the_best_precisions(structure, linear, monkeyp
         for number, step in enumerate(steps):
             adam.param_groups[0]["lr"] = 5e-4 + 5e-4 * math.cos(math.pi * number / 4)
             adam.zero_grad()
-            negative_elbo(flow, laplace, torch.tensor([precision]), *step).sum().backward()
+            sl.negative_elbo(flow, laplace, torch.tensor([precision]), *step).sum().backward()
             adam.step()
         for_val, for_test = [sl.apply_flow(flow, t)[0].detach() for t in of_llla]
         refined[lpd_of(for_val, val)] = for_test
@@ -414,7 +388,7 @@ def refresh_in_a_process(args, train_set):
 @pytest.mark.parametrize("processes, size, n", [(1, 19, 21), (2, 10, 20)])
 def test_statistics_of_batch_norm_weigh_images_equally(processes, size, n, linear, tmp_path):
     """Also those of a small last batch; shuffled; in all processes the same."""
-    splits, args, _ = linear
+    splits, args, *_ = linear
     args.batch_size = size
     train_set = splits.train.select(slice(n))
     results = run_ranks(tmp_path, refresh_in_a_process, args, train_set, size=processes)
@@ -427,11 +401,216 @@ def test_statistics_of_batch_norm_weigh_images_equally(processes, size, n, linea
     assert not torch.equal(batches[0], in_order.images[:len(batches[0])])
 
 
-def test_a_name_depends_on_parameters_and_buffers():
-    """Other running statistics are another network."""
+def test_a_name_depends_on_parameters_and_running_statistics():
     net = nn.BatchNorm1d(2)
     names = {sl.name_member(net, 1), sl.name_member(net, 2)}
-    for tensor in (net.weight.data, net.running_mean, net.running_var):
+    for tensor in (net.weight.data, net.running_mean):
         tensor += 1
         names.add(sl.name_member(net, 1))
-    assert len(names) == 5 and len({*sl.STREAMS.values()}) == len(sl.STREAMS)
+    assert len(names) == 4 and len({*sl.STREAMS.values()}) == len(sl.STREAMS)
+
+
+def write_data(folder):
+    """Tiny sets SST-2 and QM9, of sentences and of molecules at random places."""
+    for name in ("SST-2", "QM9"):
+        (folder / name).mkdir()
+    sentences = [f"{random.choice(['a good film', 'dull , weak'])} {k}\t{k % 2}" for k in range(15)]
+    for name in ("train", "dev", "test"):
+        (folder / "SST-2" / f"{name}.tsv").write_text("\n".join(["sentence\tlabel", *sentences]))
+    energies = ["mol_id,u0"]
+    molecules = []
+    for number in range(60):
+        atoms = [f"{random.random()} {k} {k % 2} {random.choice('HCNO')}\n"
+                 for k in range(1 + number % 5)]
+        energies.append(f"{number},{random.random() - len(atoms)}")
+        molecules.append(f"{number}\n\n\n{len(atoms):3d}\n{''.join(atoms)}")
+    for name, content in (("gdb9.sdf", "$$$$\n".join(molecules)), ("uncharacterized.txt", "none"),
+                          ("gdb9.sdf.csv", "\n".join(energies))):
+        (folder / "QM9" / name).write_text(content)
+
+
+def command(dataset, out, *more):
+    """The arguments of a small study."""
+    words = (f"--dataset {dataset} --out-dir {out} --name run --members 3 --ensembles 1 2 3 "
+             "--width .1 --epochs 2 --batch-size 12 --lr .05 --swag-epochs 2 --swag-lrs .03 .01 "
+             "--samples 5 --val-samples 2 --flow-layers 2 --image-size 32 --workers 0")
+    return [*words.split(), *" ".join(map(str, more)).split()]
+
+
+@pytest.fixture(scope="module")
+def studies(image_folder, tmp_path_factory):
+    @cache
+    def study(kind):
+        """The directory of a study of images, sst2 or qm9, its arguments and its rows."""
+        out = tmp_path_factory.mktemp(kind)
+        write_data(out)
+        folder = f"folder:{image_folder}"
+        more = "--swag-lrs 1e-6 1e-7 --lr .0005"
+        if kind == "images":
+            more = f"--dataset {folder} --ood {folder}/unknown --predict {folder}/test"
+        argv = command(kind, out, "--data-dir", out, "--methods swa swag swag llla la_nf", more)
+        rows = sl.main([*argv, "--device", "cpu"])  # with a picture
+        return out / "swag_laplace_ensembles" / "run", tuple(argv), rows
+
+    return study
+
+
+def outputs_by_hand(args, splits, run, method, seed, dataset):
+    """The outputs [S, N, C] of all samples of a stored posterior, each of which is a network."""
+    net = sl.train_map(splits, seed, args, run)
+    member = sl.Member(net, seed, sl.name_member(net, seed))
+    posterior = sl.fit_posterior(member, method, splits, args, run)
+    samples = [weights_of(net)]
+    if method == "swa":
+        samples = [posterior.mean(0)]
+    elif method == "swag":
+        samples = swag_networks(posterior, args.samples, member, args)
+    elif method != "map":
+        samples = [torch.cat([samples[0][:-len(head)], head]) for head in posterior]
+    [batch] = sl.make_loader(dataset, len(dataset), args).epoch()
+    outputs = []
+    for weights in samples:
+        nn.utils.vector_to_parameters(weights, net.parameters())
+        outputs.append(net(batch[0])[0][batch.index.argsort()].detach().double())
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("kind", ["images", "sst2", "qm9"])
+def test_rows_and_predictions_are_those_of_the_stored_networks(kind, studies):
+    """Also with another number of samples than that of the study, without training."""
+    root, argv, rows = studies(kind)
+    assert (root / "differences.png").stat().st_size > 10_000
+    assert run_sl(*argv, "--eval") == rows
+    rows = run_sl(*argv, "--eval", "--samples", 7)
+    args = options(*argv, "--eval --samples 7")
+    splits = sl.load_splits(args)
+    label = splits.test.labels
+    run = common.Run(args, data.fingerprint(splits.train, splits.val))
+    stored = cache(partial(outputs_by_hand, args, splits, run))
+    methods = {title: method for method, title in sl.METHODS.items()}
+
+    def predict(method, seeds, dataset):
+        """log p or energies [S, N, 2 or C], and uncertainties, of the first S // K samples."""
+        n = 1 if method in ("map", "swa") else 7 // len(seeds)
+        outputs = torch.cat([stored(method, seed, dataset)[:n] for seed in seeds])
+        if kind == "qm9":
+            return outputs, common.mixture_moments(*outputs.unbind(-1))
+        return outputs.log_softmax(-1), common.ensemble_uncertainty(outputs.log_softmax(-1))
+
+    lpds_of_de = {}
+    for row in rows:
+        seeds = tuple(row["seeds"])
+        outputs, scores = predict(methods[row["method"]], seeds, splits.test)
+        if "against" in row:
+            _, outside = predict(methods[row["method"]], seeds, splits.ood[0])
+            assert ("auroc_epistemic" in row) == (len(outputs) > 1)
+            for name in ("total", "epistemic")[:len(outputs)]:
+                auroc = roc_auc_score(15 * [0] + 8 * [1], torch.cat([scores[name], outside[name]]))
+                assert row[f"auroc_{name}"] == pytest.approx(auroc, abs=0.02)
+            continue
+        if kind == "qm9":
+            log_p = Normal(outputs[..., 0], outputs[..., 1].sqrt()).log_prob(label)
+            close(row["mae"], (scores["mean"] - label).abs().mean(), 1e-4)
+        else:
+            log_p = outputs[:, range(15), label]
+            close(row["accuracy"], (outputs.exp().mean(0).argmax(1) == label).double().mean())
+        lpd = log_p.exp().mean(0).log()
+        change = lpd - lpds_of_de.setdefault(seeds, lpd)
+        close([row["lpd"], row["lpd_minus_de"], row["interval95"]],
+              [lpd.mean(), change.mean(), 1.96 * change.std() / math.sqrt(len(label))], 1e-3, 1e-4)
+    assert len(rows) == 5 * 7 * len([splits.test, *splits.ood])  # no method twice
+    if kind == "images":
+        lines = list(csv.DictReader((root / "predictions.csv").open()))
+        for method, end in (("map", ""), ("swag", "_swag"), ("la_nf", "_la_nf")):
+            log_probs, scores = predict(method, (1, 2, 3), splits.predict)
+            confidence, predicted = log_probs.exp().mean(0).max(1)
+            names = [splits.train.classes[number] for number in predicted]
+            assert [line[f"predicted{end}"] for line in lines] == names
+            for name, values in (scores | {"confidence": confidence}).items():
+                close([float(line[f"{name}{end}"]) for line in lines], values, 1e-4, 1e-5)
+
+
+def test_a_run_that_is_killed_three_times_ends_with_equal_files(studies, tmp_path):
+    root, argv, rows = studies("images")
+    argv = [*argv, "--out-dir", tmp_path]
+    copy = tmp_path / "swag_laplace_ensembles" / "run"
+    files = [path.name for path in root.glob("*.pt") if not path.name.endswith("heads-7.pt")]
+    for end in ("map-seed2.pt", "-sgd.pt", "-heads-5.pt"):
+        name = min(name for name in files if name.endswith(end))
+        kill_after(Child(tmp_path, run_sl, *argv), copy / name)
+    assert run_sl(*argv) == rows
+    for name in files:
+        assert_equal_checkpoints(root / name, copy / name)
+
+
+def test_two_processes_equal_one_without_batch_norm(image_folder, tmp_path):
+    argv = command(f"folder:{image_folder}", tmp_path, "--limit-train 24 --members 2 --runs 2 "
+                   "--ensembles 1 2")
+    rows, _ = run_ranks(tmp_path, run_sl, *argv)
+    one = run_sl(*argv, "--name", "one")
+    close([row["lpd"] for row in rows], [row["lpd"] for row in one], 1e-3)
+    assert [row["seeds"] for row in rows if row["k"] == 2] == 5 * [[1, 2], [3, 4]]
+
+
+def test_files_of_networks_and_sets_of_any_name(studies, image_folder, tmp_path):
+    """--map-paths gives the rows of its run; a set may have the name of another one."""
+    root, argv, rows = studies("images")
+    file = shutil.copy(root / "map-seed1.pt", tmp_path / "net.pt")
+    argv += ("--methods", "llla", "--out-dir", tmp_path, "--ood")
+    for name in ("train", "predict"):
+        shutil.copytree(image_folder / "unknown", tmp_path / name)
+        argv += (f"folder:{tmp_path}/{name}",)
+    paths = ("--map-paths", file, root / "map-seed2.pt", root / "map-seed3.pt")
+    found = run_sl(*argv, *paths)
+    for name in ("train", "predict"):
+        expected = [row | {"against": name} if "against" in row else row
+                    for row in rows if row["method"] in ("DE", "LLLA")]
+        assert [row for row in found if row.get("against", name) == name] == expected
+    shutil.copy(root / "map-seed2.pt", file)
+    with pytest.raises(UserError, match="content of .*net.pt"):
+        run_sl(*argv, *paths)
+    # A network that may have seen all training images is validated on test images.
+    argv += ("--weights", file, "--epochs", 0, "--fresh")
+    assert [(row["seeds"], row["n"]) for row in run_sl(*argv)] == 6 * [([1], 14)]
+    train, val, test, *_ = sl.load_splits(options(*argv))
+    assert len(train) == 36 and not set(val.files) & set(test.files)
+
+
+@pytest.mark.parametrize("model, more", [
+    ("torchvision/shufflenet_v2_x0_5", "--methods swag"), ("attention", "--structure diag --amp")])
+def test_a_network_of_torchvision_and_attention(model, more, image_folder, tmp_path, monkeypatch):
+    vit = models.VisionTransformer(32, 8, 2, 2, 24, 48, num_classes=9)
+    monkeypatch.setitem(sl.NETWORKS, "attention", lambda args, shape: ([vit], 9))
+    argv = command(f"folder:{image_folder}", tmp_path, f"--model {model} --weights none",
+                   "--members 2 --ensembles 2 --swag-lrs .01 --epochs 1", more)
+    rows = run_sl(*argv)
+    assert all(math.isfinite(row["lpd"]) for row in rows) and run_sl(*argv, "--eval") == rows
+
+
+def test_options_of_the_paper(capsys):
+    args = options("--dataset cifar10 --model wrn_28_10 --methods swag map swag --ensembles 40 2")
+    assert (args.structure, args.epochs, args.swag_epochs) == ("diag", 200, 25)
+    assert (args.methods, args.ensembles) == (["map", "swag"], [2, 30])
+    molecules = options("--dataset qm9").swag_lrs
+    assert [sum(args.swag_lrs), sum(molecules)] == pytest.approx([0.2986, 2.9986e-6])
+    assert [len(sl.FLOW_GRID), sum(sl.FLOW_GRID), len(molecules)] == [15, 1566, 30]
+    close(sl.LAPLACE_GRID, 10 ** np.linspace(-4, 4, 21))
+    for more, message in (("--runs 2 --epochs 0", "all runs would have the same networks"),
+                          ("--samples 4", "--samples 4: each of 5 members needs one")):
+        with pytest.raises(SystemExit):
+            options(more)
+        assert message in capsys.readouterr().err
+
+
+def test_validation_images_are_the_published_ones_for_all_seeds(monkeypatch):
+    """The statistics are those of the training images."""
+    index = torch.arange(50_000)
+    pixels = torch.stack([index % 256, index // 256], 1).byte()[:, :, None, None]
+    cifar = data.ImageSet("x", pixels, index % 10, 10, (0.5,) * 2, (0.3,) * 2)
+    monkeypatch.setattr(data, "load", lambda *_: cifar)
+    train, val, *_ = sl.load_splits(options("--dataset cifar10 --ood --seed 5"))
+    rows = [images[:, 0, 0, 0] + 256 * images[:, 1, 0, 0].long()
+            for images in (train.images, val.images)]
+    assert rows[1].sum() == 50_129_101 and torch.equal(torch.cat(rows).sort().values, index)
+    for found, value in zip((val.std, val.mean), torch.std_mean(train.images.double(), (0, 2, 3))):
+        close(found, value / 255, 1e-5)
