@@ -50,15 +50,11 @@ class ConfigNode:
         return content[names[0]].get(*names[1:]) if names[0] in content else None
 
 
-def empty_dict(*_):
-    """Stands for defaultdict, which torch.load does not fill."""
-    return {}
-
-
 OMEGACONF = ("dictconfig.DictConfig", "listconfig.ListConfig", "nodes.AnyNode", "base.Metadata",
              "base.ContainerMetadata")
 ALLOWED = [(ConfigNode, f"omegaconf.{name}") for name in OMEGACONF]
-ALLOWED += [(empty_dict, "collections.defaultdict"), dict, list, int, Any]
+# An ordinary dictionary, because torch.load does not fill a defaultdict.
+ALLOWED += [(lambda *_: {}, "collections.defaultdict"), dict, list, int, Any]
 
 
 def read(path):
@@ -121,7 +117,7 @@ def convert_proxy(path, file, out_dir, options):
     """A member or student; returns the command, in which other members may follow a member."""
     state = file["state_dict"]
     model = "resnet50" if "model.layer1.0.conv3.weight" in state else "resnet18"
-    argv = ["--dataset", "imagenet", "--model", model] + options
+    argv = ["--dataset", "imagenet", "--model", model, "--width", "1"] + options
     args = proxy_distill.parse_args(argv + ["--losses"])
     net = proxy_distill.make_network(args, len(state["model.fc.bias"]), (3, 224, 224))
     state = in_order(state, net.state_dict())
@@ -162,10 +158,7 @@ def prepare(path, state, options):
 
 
 def without_biases(state):
-    """A state dict with the same outputs in eval mode, but without biases of convolutions.
-
-    A bias shifts what batch norms behind it see: it is subtracted from their running means.
-    """
+    """A state dict without biases of convolutions, which the running means behind them absorb."""
     norms = [name.removesuffix(".running_mean") for name in state if name.endswith("running_mean")]
     before = {norm: [f"{norm[:-1]}{int(norm[-1]) - 1}"] for norm in norms}  # in a list of layers
     if "block1.layer.0.bn1.weight" in state:
@@ -190,11 +183,9 @@ def without_biases(state):
 
 
 def shared_weights(parts, model):
-    """The SharedWeights of 2DGBNNs.pth.
-
-    Weights outside of ellipses are constants in the script for WRN: outliers with sigma 0. Those
-    for ResNet-18 overwrite these constants: here they are the component of the label alone.
-    """
+    """The SharedWeights of 2DGBNNs.pth."""
+    # Weights outside of ellipses are constants in the script for WRN: outliers with sigma 0. Those
+    # for ResNet-18 overwrite these constants: here they are the component of the label alone.
     points = torch.tensor(parts["ellipse_outdices"], dtype=torch.long)
     outlier = parts["outliers_indices"]
     mu = parts["outliers_posterior_loc"]
@@ -268,9 +259,6 @@ def convert_stage(path, file, out_dir, options):
 # Classes of the authors' code, and what these posteriors are called here.
 POSTERIORS = {"MAP": "map", "SWA": "swa", "SWAG": "swag", "LastLayerLaplace": "llla",
               "PosteriorRefinedLastLayerLaplace": "la_nf"}
-# FRN's constant epsilon, what PaiNN computes from the rest; what is not trained.
-UNUSED = r"\.eps$|radial_basis|prediction_finalizer|^iterates$"
-BUFFERS = r"\.running_|\.num_batches|radial_basis|head\.head\.[^r]"
 # Parts of the names of BERT and PaiNN, and what replaces them, one after another.
 NAMES = {
     "backbone.model.": "backbone.0.", "embeddings.LayerNorm": "norm", "encoder.layer": "layers",
@@ -319,7 +307,8 @@ def convert_network(state, net):
     """The state dict of `net`, a WRN, BERT or PaiNN, from a published one."""
     renamed = {}
     for name, tensor in state.items():
-        if re.search(UNUSED, name):
+        # FRN's constant epsilon; what PaiNN computes from the rest.
+        if re.search(r"\.eps$|radial_basis|prediction_finalizer|^iterates$", name):
             continue
         for part, ours in NAMES.items():
             name = name.replace(part, ours)
@@ -338,9 +327,10 @@ def convert_network(state, net):
 def convert_iterates(state, net):
     """SWAG's iterates [R, P] in the order of the parameters of `net`, without FRN's epsilons."""
     tensors = {name.removeprefix("model."): state[name] for name in state}
-    # In a published iterate, all parameters follow each other as in the file.
     iterates = tensors.pop("iterates")                                 # [P', R]
-    names = [name for name in tensors if not re.search(BUFFERS, name)]
+    # In a published iterate, all parameters follow each other as in the file.
+    buffers = r"\.running_|\.num_batches|radial_basis|head\.head\.[^r]"
+    names = [name for name in tensors if not re.search(buffers, name)]
     sizes = [tensors[name].numel() for name in names]
     vectors = []
     for column in iterates.T:
@@ -381,8 +371,8 @@ def convert_study(dataset, model, study, out_dir, options):
                if all(method in study[seed] for seed in seeds)]
     targets = [out_dir / "published" / f"{dataset}-{model}-seed{seed}.pt" for seed in seeds]
     run_options = ["--name", f"published-{dataset}-{model}", "--out-dir", str(out_dir)]
-    argv = ["--dataset", dataset, "--model", model, "--seed", str(seeds[0])] + run_options
-    argv += ["--methods"] + methods + ["--map-paths"] + [str(target) for target in targets]
+    argv = ["--dataset", dataset, "--model", model, "--width", "1", "--seed", str(seeds[0])]
+    argv += run_options + ["--methods"] + methods + ["--map-paths"] + [str(target) for target in targets]
     args = swag.parse_args(argv + options)
     splits = swag.load_splits(args)
     members = []
