@@ -4,10 +4,10 @@
 
 A FILE itself says what it is: for proxy_distill.py a member or student (Lightning's .ckpt; unpack
 ensemble.tar.gz), for gbnn2d.py 2DGBNNs.pth or a network of stage 0 or 1, for
-swag_laplace_ensembles.py MAP, SWA, SWAG, LLLA or LA-NF; all files of a study are given at once. It
-prints the commands that evaluate the results. Options, such as --data-dir, --dataset, and for SST-2
---vocab with the word pieces of bert-base-uncased, are those of the script. For 2DGBNNs.pth and
-studies the data must be here already. Nothing but tensors and plain values is unpickled.
+swag_laplace_ensembles.py MAP, SWA, SWAG, LLLA or LA-NF, all files of a study at once. Printed are
+the commands that evaluate the results. Options, such as --data-dir, --dataset and --vocab (SST-2:
+the word pieces of bert-base-uncased), are those of the script; for 2DGBNNs.pth and studies the data
+must be here already. Nothing but tensors and plain values is unpickled.
 """
 
 import argparse
@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.serialization import safe_globals
 from torch.utils.serialization import config
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -31,7 +29,6 @@ import data  # noqa: E402
 import gbnn2d  # noqa: E402
 import proxy_distill  # noqa: E402
 import swag_laplace_ensembles as swag  # noqa: E402
-from common import UserError  # noqa: E402
 
 # ---- Files --------------------------------------------------------------------------------------
 
@@ -59,13 +56,11 @@ ALLOWED += [(lambda *_: {}, "collections.defaultdict"), dict, list, int, Any]
 
 def read(path):
     """The content of a file of torch.save. It is mapped into memory, as it may have 5 GB."""
-    with converting(path):
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged:
-            raise ValueError(f"wrong checksum of {damaged}")
-        with safe_globals(ALLOWED), config.patch("load.mmap", True):
-            return common.load(path)
+    with zipfile.ZipFile(path) as archive:
+        if archive.testzip():
+            raise ValueError("a checksum is wrong")
+    with torch.serialization.safe_globals(ALLOWED), config.patch("load.mmap", True):
+        return common.load(path)
 
 
 @contextlib.contextmanager
@@ -73,19 +68,10 @@ def converting(path):
     """One line for what goes wrong with a file."""
     try:
         yield
-    except UserError:
+    except common.UserError:
         raise
     except Exception as error:  # of many types: parts are missing, or have other types or sizes
-        raise UserError(f"{path} is damaged, or no published file: {error!r:.200}") from None
-
-
-def check_finite(path, name, value):
-    """Refuse a file with a value that is infinite or no number."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            check_finite(path, key, item)
-    elif isinstance(value, torch.Tensor) and not value.isfinite().all():
-        raise UserError(f"{path}: a value of {name} is not finite")
+        raise common.UserError(f"{path} is damaged or of another kind: {error!r:.200}") from None
 
 
 def target_of(path, out_dir):
@@ -95,8 +81,13 @@ def target_of(path, out_dir):
 
 
 def save(state, target, path):
-    """Write what the file `path` became; returns the name of the new file."""
-    check_finite(path, "a tensor", state)
+    """Write what the file `path` became, if it is finite; returns the name of the new file."""
+    values = [state]
+    for value in values:
+        if isinstance(value, dict):
+            values.extend(value.values())  # which follow later in this loop
+        elif isinstance(value, torch.Tensor) and not value.isfinite().all():
+            raise common.UserError(f"{path}: a value is not finite")
     target.parent.mkdir(parents=True, exist_ok=True)
     torch.save(state, target)
     return str(target)
@@ -104,8 +95,7 @@ def save(state, target, path):
 
 def in_order(state, expected):
     """The tensors of a state dict by the names `expected`, of layers that have the same order."""
-    kinds = [[name.split(".")[-1] for name in names] for names in (state, expected)]
-    if kinds[0] != kinds[1]:
+    if [name.split(".")[-1] for name in state] != [name.split(".")[-1] for name in expected]:
         raise ValueError(f"other layers than {list(expected)[:3]}, ...")
     return dict(zip(expected, state.values()))
 
@@ -145,7 +135,7 @@ def prepare(path, state, options):
     """(network with random weights, image shape, both statistics, args, argv) for a state dict."""
     found = [name for name in LAYOUTS if name in state]
     if not found:
-        raise UserError(f"{path} is no published file")
+        raise common.UserError(f"{path} is no published file")
     length, model, shape, *statistics = LAYOUTS[found[0]]
     outputs = len(state["fc.bias"])
     dataset = "imagenet" if shape[-1] == 224 else f"cifar{outputs}"
@@ -162,8 +152,7 @@ def without_biases(state):
     norms = [name.removesuffix(".running_mean") for name in state if name.endswith("running_mean")]
     before = {norm: [f"{norm[:-1]}{int(norm[-1]) - 1}"] for norm in norms}  # in a list of layers
     if "block1.layer.0.bn1.weight" in state:
-        # What a convolution adds to the sum over blocks of a wide ResNet, the first batch norm of
-        # each later block sees, until a projection begins another sum; and the last one.
+        # Wide ResNet: norms of the sum over blocks, which begins anew where there is a projection.
         terms = ["conv1"]
         for block in dict.fromkeys(norm[:-3] for norm in norms if norm != "bn1"):
             before |= {f"{block}bn1": terms, f"{block}bn2": [f"{block}conv1"]}
@@ -195,8 +184,8 @@ def shared_weights(parts, model):
         # renormalised, unless both values are above e^12 (in float32).
         pairs = [parts["ellipse_outdices_dict"][point] for point in points.tolist()]
         values = [parts["ellipse_outdices_value_dict"][point] for point in points.tolist()]
-        component = torch.tensor(pairs, dtype=torch.long).view(-1, 2)
         value = torch.tensor(values, dtype=torch.float64).view(-1, 2)
+        component = torch.tensor(pairs, dtype=torch.long).view(-1, 2)
         terms = value.softmax(1) * parts["centers_guide"][component, 0]        # [E, 2]
         terms[:, 1] *= (value > torch.tensor(12.0).exp()).all(1)
         kept = ~torch.isin(outlier, points)
@@ -244,19 +233,17 @@ def convert_stage(path, file, out_dir, options):
     state = in_order(without_biases(state), net.state_dict())
     common.load_state(net, state, path)
     content = {"net": state, "mean": mean, "std": std}
-    argv += ["--epochs", "0"]
     if rho:
         argv += ["--stoch-epochs", "0"]
         # The published sigma may be negative, which is the same Gaussian as that of its magnitude.
         sigma = [(0.0003 + tensor.exp()).log().abs().clamp_min(1e-8) for tensor in rho]
         content["sigma"] = dict(zip(gbnn2d.weight_shapes(net), sigma, strict=True))
     target = save(content, target_of(path, out_dir), path)
-    return ["gbnn2d.py", "--weights", target] + argv
+    return ["gbnn2d.py", "--weights", target] + argv + ["--epochs", "0"]
 
 
 # ---- swag_laplace_ensembles.py ------------------------------------------------------------------
 
-# Classes of the authors' code, and what these posteriors are called here.
 POSTERIORS = {"MAP": "map", "SWA": "swa", "SWAG": "swag", "LastLayerLaplace": "llla",
               "PosteriorRefinedLastLayerLaplace": "la_nf"}
 # Parts of the names of BERT and PaiNN, and what replaces them, one after another.
@@ -277,9 +264,7 @@ NAMES = {
 def collect(path, file, studies):
     """Add a file to {(data set, model): {seed: {posterior: (path, learning rate, state)}}}."""
     cfg = file["cfg"]
-    kind = cfg.get("inference", "init", "_target_").split(".")[-1]
-    if kind not in POSTERIORS:
-        raise UserError(f"{path} has {kind}; only {', '.join(POSTERIORS)} are converted")
+    kind = POSTERIORS[cfg.get("inference", "init", "_target_").split(".")[-1]]
     depth, widening, norm, dim, layers = [
         cfg.get("model", "backbone", name)
         for name in ("depth", "widen_factor", "norm_type", "hidden_size", "n_layers")]
@@ -290,8 +275,8 @@ def collect(path, file, studies):
     rate = cfg.get("inference", "fit", "optimizer", "lr") or 0.0
     found = (path, rate, file["state_dict"])
     posteriors = study.setdefault(cfg.get("seed"), {})
-    if posteriors.setdefault(POSTERIORS[kind], found) is not found:
-        raise UserError(f"{path} is the second {kind} of one seed; give the selected one")
+    if posteriors.setdefault(kind, found) is not found:
+        raise common.UserError(f"{path} is the second {kind} of one seed; give the selected one")
 
 
 def network_of(posteriors):
@@ -319,7 +304,7 @@ def convert_network(state, net):
         renamed[name] = tensor
     if "atom_refs" in renamed:
         references = renamed.pop("atom_refs").squeeze(1)               # [100]
-        renamed["references"] = F.pad(references, (0, 1))
+        renamed["references"] = torch.cat([references, references.new_zeros(1)])
     is_wrn = "backbone.conv_1.weight" in state
     return in_order(renamed, net.state_dict()) if is_wrn else renamed
 
@@ -367,12 +352,14 @@ def convert_heads(name, state, member, args):
 def convert_study(dataset, model, study, out_dir, options):
     """The run directory of a study; returns the command."""
     seeds = sorted(study)
-    methods = [method for method in ("swa", "swag", "llla", "la_nf")
-               if all(method in study[seed] for seed in seeds)]
-    targets = [out_dir / "published" / f"{dataset}-{model}-seed{seed}.pt" for seed in seeds]
-    run_options = ["--name", f"published-{dataset}-{model}", "--out-dir", str(out_dir)]
+    methods = [method for method in ("swa", "swag", "llla", "la_nf") if method in study[seeds[0]]]
+    if len({frozenset(posteriors) - {"map"} for posteriors in study.values()}) > 1:
+        raise common.UserError(f"{dataset}, {model}: not all seeds have the same posteriors")
+    name = f"published-{dataset}-{model}"
+    targets = [out_dir / "swag_laplace_ensembles" / name / f"map-seed{seed}.pt" for seed in seeds]
     argv = ["--dataset", dataset, "--model", model, "--width", "1", "--seed", str(seeds[0])]
-    argv += run_options + ["--methods"] + methods + ["--map-paths"] + [str(target) for target in targets]
+    argv += ["--name", name, "--out-dir", str(out_dir), "--methods"]
+    argv += methods + ["--map-paths"] + [str(target) for target in targets]
     args = swag.parse_args(argv + options)
     splits = swag.load_splits(args)
     members = []
@@ -397,11 +384,9 @@ def convert_study(dataset, model, study, out_dir, options):
                 else:
                     heads[method] = convert_heads(method, state, member, args)
                     save(heads, run.dir / f"{member.name}-heads-{args.samples}.pt", path)
-        run.write_tensors(f"{member.name}-sgd", rates)
-    return ["swag_laplace_ensembles.py", "--eval"] + run_options
-
-
-# ---- Main ---------------------------------------------------------------------------------------
+        if rates:
+            run.write_tensors(f"{member.name}-sgd", rates)
+    return ["swag_laplace_ensembles.py", "--eval", "--name", name, "--out-dir", str(out_dir)]
 
 
 def main(argv=None):
@@ -413,16 +398,14 @@ def main(argv=None):
     studies = {}
     commands = {}  # {all words but the last: the last ones}
     for path in args.files:
-        file = read(path)
         with converting(path):
+            file = read(path)
             if "cfg" in file:
                 collect(path, file, studies)
                 continue
-            convert = convert_stage
+            convert = convert_shared if "params_guide" in file else convert_stage
             if "pytorch-lightning_version" in file:
                 convert = convert_proxy
-            elif "params_guide" in file:
-                convert = convert_shared
             *words, last = convert(path, file, args.out_dir, options)
         commands.setdefault(tuple(words), []).append(last)
     commands = [list(words) + last for words, last in commands.items()]
