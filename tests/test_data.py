@@ -1,17 +1,13 @@
-"""data.py: sets, splits, loaders, embedded and published sets, folders, corruptions, sequences."""
+"""data.py: splits, loaders, embedded and published images, corruptions, texts, molecules."""
 
 import hashlib
 import itertools
-import math
 import os
 import subprocess
 import sys
-import urllib.request
 from argparse import Namespace
-from collections import Counter
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,33 +17,20 @@ from conftest import REPO, save_images
 from PIL import Image
 from scipy.spatial.distance import cdist
 from torchvision import transforms as T
-from torchvision.transforms import functional as TF
 
 import common
 import data
 from common import UserError
-from data import ImageSet, Loader, MoleculeSet, SequenceLoader, load, load_molecules, load_text
+from data import ImageSet, Loader, SequenceLoader, load, load_molecules, load_text
 
 TEXTS = load_text("reviews", "test").select(slice(53))
 MOLECULES = load_molecules("clusters", "test").select(slice(53))
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch):
-    def refuse(*_, **__):
-        raise OSError("no route\nto host")
-
-    monkeypatch.setattr(urllib.request, "urlopen", refuse)
-
-
-@pytest.fixture
-def as_rank(monkeypatch):
-    """as_rank(rank, size): what runs next believes to be that process."""
-    def become(rank, size):
-        monkeypatch.setattr(common, "rank", lambda: rank)
-        monkeypatch.setattr(common, "world_size", lambda: size)
-
-    return become
+def become(monkeypatch, rank, size):
+    """What runs next believes to be process number `rank` of `size`."""
+    monkeypatch.setattr(common, "rank", lambda: rank)
+    monkeypatch.setattr(common, "world_size", lambda: size)
 
 
 def splits_of(dataset, data_dir="data", seed=1, num_val=None, **changes):
@@ -60,9 +43,9 @@ def splits_of(dataset, data_dir="data", seed=1, num_val=None, **changes):
     return data.load_splits(Namespace(**args), seed, num_val)
 
 
-def toy(n=50, shape=(3, 8, 8), seed=0, **fields):
+def toy(n=50, shape=(3, 8, 8), **fields):
     """An ImageSet of random bytes with seven classes."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (n, *shape), generator=generator, dtype=torch.uint8)
     given = {"mean": (0.4, 0.5, 0.6)[:shape[0]], "std": (0.2, 0.25, 0.3)[:shape[0]]} | fields
     return ImageSet("toy", images, torch.arange(n) % 7, 7, **given)
@@ -70,9 +53,8 @@ def toy(n=50, shape=(3, 8, 8), seed=0, **fields):
 
 def refuses(match, call, *args):
     """`call` raises a UserError whose message is one line that matches `match`."""
-    with pytest.raises(UserError, match=match) as error:
+    with pytest.raises(UserError, match=rf"\A.*{match}.*\Z"):
         call(*args)
-    assert "\n" not in str(error.value)
 
 
 def digest(tensor):
@@ -80,7 +62,6 @@ def digest(tensor):
 
 
 def joined(batches, field):
-    """What all batches have, one after another."""
     return torch.cat([getattr(batch, field) for batch in batches])
 
 
@@ -89,31 +70,24 @@ def split_rows(values, sizes):
 
 
 def save(path, level=20):
-    """Write a grey image."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (64, 64), (level, level, level)).save(path)
 
 
-# ---- Sets ---------------------------------------------------------------------------------------
-
-
-def test_other_sets_get_channels_size_and_statistics_of_the_training_set():
-    grey = toy(5, (1, 28, 28))
-    colour = toy(5, (3, 32, 32), seed=1)
-    up = data.convert_like(grey, replace(colour, side=64))  # the Loader changes the size
-    assert (up.shape, up.mean, up.std) == ((3, 64, 64), colour.mean, colour.std)
-    assert torch.equal(up.images, grey.images.expand(-1, 3, -1, -1))
-    half = data.convert_like(colour, toy(1, (1, 16, 16))).images
+def test_other_sets_are_resized_and_grey_like_the_training_set():
+    colour = toy(5, (3, 32, 32))
+    half = data.convert_like(colour, toy(1, (1, 16, 16), mean=(0.2,)))
     luma = colour.images.double().mul(torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1)
     expected = F.interpolate(luma[:, None], (16, 16), mode="bilinear", antialias=True)
-    assert half.dtype == torch.uint8 and (half - expected).abs().max() < 0.55
+    assert half.images.dtype == torch.uint8 and half.mean == (0.2,)
+    assert (half.images - expected).abs().max() < 0.55
 
 
 def test_a_fingerprint_notices_all_that_training_sees(tmp_path):
     images = toy(6, groups=torch.arange(6), classes=tuple("abcdefg"), files=tuple("uvwxyz"))
-    one_pixel = images.images.clone()
-    one_pixel[5, 2, 7, 7] ^= 1
-    changes = {"images": one_pixel, "labels": images.labels.flip(0), "files": tuple("uvwxyy"),
+    pixels = images.images.clone()
+    pixels[5, 2, 7, 7] ^= 1
+    changes = {"images": pixels, "labels": images.labels.flip(0), "files": tuple("uvwxyy"),
                "groups": torch.zeros(6).long(), "classes": tuple("abcdefh")}
     sets = [images, TEXTS, MOLECULES, replace(TEXTS, vocab=("x", *TEXTS.vocab[1:])),
             replace(MOLECULES, positions=MOLECULES.positions + 1e-9)]
@@ -122,20 +96,15 @@ def test_a_fingerprint_notices_all_that_training_sees(tmp_path):
     assert len(prints | {data.fingerprint(*sets), data.fingerprint(*sets[::-1])}) == len(sets) + 2
     assert data.fingerprint(replace(images, name="other"), None) == data.fingerprint(images)
     # Of bitmaps of equal size the contents count; of more than 10,000 files, sizes and times.
-    path = tmp_path / "x" / "b.bmp"
-    save(path)
-    few = load(f"folder:{tmp_path}", "all", image_size=96)
-    many = replace(few, files=few.files * 10001, labels=few.labels.repeat(10001))
-    before = [data.fingerprint(few), data.fingerprint(many)]
-    os.utime(path, (1, 1))
-    touched = [data.fingerprint(few), data.fingerprint(many)]
-    assert touched[0] == before[0] and touched[1] != before[1]
-    save(path, 21)
-    os.utime(path, (1, 1))
-    assert data.fingerprint(few) != before[0] and data.fingerprint(many) == touched[1]
-
-
-# ---- Splits -------------------------------------------------------------------------------------
+    prints = []
+    for level, time in ((20, 1), (20, 2), (21, 2)):
+        save(tmp_path / "x.bmp", level)
+        os.utime(tmp_path / "x.bmp", (time, time))
+        few = load(f"folder:{tmp_path}", "all", image_size=96)
+        many = replace(few, files=few.files * 10001, labels=few.labels.repeat(10001))
+        prints.append([data.fingerprint(few), data.fingerprint(many)])
+    assert prints[0][0] == prints[1][0] != prints[2][0]
+    assert prints[0][1] != prints[1][1] == prints[2][1]
 
 
 @pytest.mark.parametrize("num_val", [None, 1, 37])
@@ -159,16 +128,6 @@ def test_a_split_draws_whole_groups_until_there_are_enough_rows(num_val):
         [6000 * n / 103 for n in (60, 40, 3)], abs=60)
 
 
-def test_a_limit_keeps_copies_together_and_is_the_same_for_all_seeds():
-    whole = data.load("dirty_glyphs", "train")
-    few = data.random_subset(whole, 1000)
-    copies = few.groups[few.is_ambiguous].unique(return_counts=True)[1]
-    assert len(few) == 1000 and 450 < copies.sum() < 550 and (copies == 1).sum() <= 1
-    assert few.groups.diff().min() >= 0  # in the order of the set
-    assert torch.equal(data.random_subset(whole, 1000).images, few.images)
-    assert [data.random_subset(whole, limit) is whole for limit in (None, 16000)] == [True, True]
-
-
 @pytest.mark.parametrize("changes, num_val, source", [
     ({}, 30, "train"), ({"weights": "net.pt"}, 0, None), ({"epochs": 0}, None, "train"),
     ({"weights": "net.pt"}, None, "test"), ({"weights": "net.pt", "epochs": 0}, 30, "test"),
@@ -177,8 +136,7 @@ def test_a_limit_keeps_copies_together_and_is_the_same_for_all_seeds():
     ({"model": "torchvision/x", "weights": "none", "epochs": 0}, None, "train")])
 def test_validation_images_were_never_seen_in_training(changes, num_val, source, capsys):
     """They are test images where trained weights come from elsewhere; copies stay together."""
-    train, val, test, *_ = splits_of("dirty_glyphs", seed=3, num_val=num_val, limit_train=500,
-                                     **changes)
+    train, val, test, *_ = splits_of("dirty_glyphs", "", 3, num_val, limit_train=500, **changes)
     assert ("held out for validation" in capsys.readouterr().out) == (source == "test")
     assert len(test) == 4000 - (len(val) if source == "test" else 0) and len(train) == 500
     if source is None:
@@ -187,7 +145,6 @@ def test_validation_images_were_never_seen_in_training(changes, num_val, source,
     whole = load("dirty_glyphs", source)
     expected = data.split(whole, 3, num_val if source == "train" else None)[1]
     assert torch.equal(val.labels, expected.labels) and torch.equal(val.groups, expected.groups)
-    assert torch.equal(val.images[:, :1], expected.images)
     assert 0.3 < val.is_ambiguous.double().mean() < 0.7
     rest = {"train": train, "test": test}[source]
     assert not set(val.groups.tolist()) & set(rest.groups.tolist())
@@ -199,14 +156,13 @@ def test_a_folder_with_val_is_validated_on_it(image_folder, tmp_path):
     name = f"folder:{tmp_path}"
     assert [len(part) for part in splits_of(name)[:3]] == [33, 3, 15]
     save_images(tmp_path / "val", ("ant", "bee", "cat"), 2, 20)
-    splits = splits_of(name, weights="net.pt")
-    assert [len(part) for part in splits[:3]] == [36, 6, 15] and splits.val.shape == (3, 32, 32)
-    assert len(splits_of(name, num_val=9).val) == 9  # of the training images
+    assert [len(part) for part in splits_of(name, weights="net.pt")[:3]] == [36, 6, 15]
     save_images(tmp_path / "val", ("dog",), 1, 20)
     refuses("training, validation and test set differ in classes", splits_of, name)
 
 
-def test_other_sets_are_found_skipped_or_refused_by_their_names(tmp_path, capsys):
+def test_other_sets_are_found_skipped_or_refused_by_their_names(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("urllib.request.urlopen", None)
     save(tmp_path / "a" / "val" / "deep" / "x.PNG")
     save(tmp_path / "b" / "val" / "y.jpg")
     folders = [f"folder:{tmp_path}/{name}/val" for name in "ab"]
@@ -222,15 +178,14 @@ def test_other_sets_are_found_skipped_or_refused_by_their_names(tmp_path, capsys
                          (folders, "--ood: two sets have the same name: val, val"),
                          ([f"folder:{tmp_path}/c"], f"expected images in {tmp_path}/c")):
         refuses(match, partial(splits_of, "glyphs", tmp_path, ood=names))
-    refuses("svhn: .* not found", partial(splits_of, "glyphs", tmp_path, predict="svhn"))
 
 
 def test_labels_to_predict_go_by_the_names_of_classes(image_folder, tmp_path):
     for place in ("bee", "deep/ant", "cow", "."):
         save(tmp_path / "more" / place / "x.png")
-    digits = load("dirty_glyphs", "test").labels.tolist()
     for dataset, predict, expected in (
-            ("glyphs", "dirty_glyphs", digits), ("glyphs", "glyphs_letters", [-1] * 2000),
+            ("glyphs", "dirty_glyphs", load("dirty_glyphs", "test").labels.tolist()),
+            ("glyphs", "glyphs_letters", [-1] * 2000),
             (f"folder:{image_folder}", f"folder:{tmp_path}/more", [-1, 1, -1, 0]),
             ("reviews", "reviews_finance", [-1] * 1000)):
         splits = splits_of(dataset, predict=predict)
@@ -244,18 +199,15 @@ def test_networks_of_torchvision_get_imagenets_statistics_and_three_channels(ima
     normalise = T.Normalize(*data.IMAGENET)
     steps = T.Compose([T.Resize(110), T.CenterCrop(96), T.ToTensor(), normalise])
     for dataset in (splits.train, splits.val, splits.test, splits.predict):
-        images = joined(Loader(dataset, 20).epoch(), "images")
         expected = [steps(Image.open(dataset.root / file)) for file in dataset.files]
-        torch.testing.assert_close(images, torch.stack(expected), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(joined(Loader(dataset, 20).epoch(), "images"),
+                                   torch.stack(expected), atol=1e-5, rtol=1e-5)
     # Sets in memory are resized by the Loader, batch by batch.
     [batch] = Loader(splits.ood[0].select(slice(5))).epoch()
     grey = load("glyphs_letters", "test").images[:5].expand(-1, 3, -1, -1) / 255
-    expected = TF.resize(normalise(grey), [96, 96])
-    torch.testing.assert_close(batch.images, expected, atol=1e-5, rtol=1e-5)
+    resized = T.functional.resize(normalise(grey), [96, 96])
+    torch.testing.assert_close(batch.images, resized, atol=1e-5, rtol=1e-5)
     assert splits_of("glyphs", model="torchvision/x").train.shape == (3, 224, 224)
-
-
-# ---- Loaders ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("augment, mode, shape", [
@@ -267,40 +219,35 @@ def test_augmented_batches_are_crops_and_flips_of_one_image_at_a_time(augment, m
     order = joined(batches, "index")
     assert torch.equal(joined(batches, "labels"), dataset.labels[order])
     mean, std = torch.tensor([dataset.mean, dataset.std]).view(2, -1, 1, 1)
-    seen = Counter()
+    seen = []
     for row, image in zip(order, joined(batches, "images")):
         padded = F.pad(dataset.images[row][None].float(), [4] * 4, mode=mode)[0] / 255
         padded = (padded - mean) / std
         for top, left, flip in itertools.product(range(9), range(9), (0, 1)):
             crop = padded[:, top:top + height, left:left + width]
             if torch.allclose([crop, crop.flip(2)][flip], image, atol=1e-5):
-                seen.update(["found", ("top", top), ("left", left), ("flip", flip)])
+                seen.append((top, left, flip))
                 break
-    assert seen["found"] == 130 and len(seen) == 1 + 9 + 9 + 2  # all shifts and flips occur
-    assert 45 < seen["flip", 1] < 85
+    tops, lefts, flips = zip(*seen)
+    assert len(seen) == 130 and {*tops} == {*lefts} == {*range(9)} and 45 < sum(flips) < 85
 
 
-@pytest.mark.parametrize("is_float", [True, False])
-def test_evaluation_is_in_order_and_normalised_and_batches_are_the_callers(is_float):
-    images = toy(21).images[3:]
-    dataset = replace(toy(18), images=images / 255 if is_float else images.clone())
+def test_evaluation_is_in_order_and_normalised_and_batches_are_the_callers():
+    dataset = replace(toy(18), images=toy(18).images / 255)
+    before = dataset.images.clone()
     mean, std = torch.tensor([dataset.mean, dataset.std]).view(2, -1, 1, 1)
     batches = list(Loader(dataset, 4).epoch())
-    expected = (images / 255 - mean) / std
-    torch.testing.assert_close(joined(batches, "images"), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(joined(batches, "images"), (before - mean) / std)
     assert joined(batches, "index").tolist() == list(range(18))
-    for batch in batches:
-        batch.images.zero_()
-    assert torch.equal(dataset.images, images / 255 if is_float else images)
+    batches[0].images.zero_()
+    assert torch.equal(dataset.images, before)
 
 
 @pytest.mark.parametrize("n, changes, sizes", [
     (30, {}, [8, 8, 8, 6]), (30, {"drop_last": True}, [8, 8, 8]), (30, {"limit_steps": 2}, [8, 8]),
     (33, {}, [8, 8, 8, 9]), (9, {"augment": "crop_flip"}, [9]), (34, {}, [8, 8, 8, 8, 2]),
-    (33, {"shuffle": False}, [8, 8, 8, 8, 1]), (33, {"drop_last": True}, [8, 8, 8, 8]),
-    (33, {"limit_steps": 4}, [8, 8, 8, 9]), (5, {"drop_last": True}, [5]), (1, {}, [1])])
+    (33, {"shuffle": False}, [8, 8, 8, 8, 1]), (33, {"drop_last": True}, [8] * 4), (1, {}, [1])])
 def test_a_last_training_batch_of_one_image_joins_the_batch_before(n, changes, sizes):
-    """Batch norm cannot train on one image."""
     loader = Loader(toy(n), 8, seed=2, **{"shuffle": True} | changes)
     batches = list(loader.epoch(1))
     assert [len(batch.images) for batch in batches] == loader.sizes == sizes
@@ -317,7 +264,7 @@ def test_orders_depend_on_seed_and_epoch_alone():
             order = joined(make(seed=seed, shuffle=True).epoch(epoch), "index")
             orders.add((seed, epoch, *order.tolist()))
     assert len(orders) == len({order[2:] for order in orders}) == 16
-    assert {tuple(sorted(order[2:])) for order in orders} == {tuple(range(53))}
+    assert {frozenset(order[2:]) for order in orders} == {frozenset(range(53))}
     assert torch.equal(torch.get_rng_state(), state)  # the global generator is left alone
 
 
@@ -325,12 +272,12 @@ def test_orders_depend_on_seed_and_epoch_alone():
     (Loader, toy(50), 2), (partial(Loader, augment="crop_flip"), toy(50), 3),
     (SequenceLoader, TEXTS, 12), (SequenceLoader, MOLECULES, 3)])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_several_processes_share_the_batches_of_one(make, dataset, world, shuffle, as_rank):
+def test_several_processes_share_the_batches_of_one(make, dataset, world, shuffle, monkeypatch):
     make = partial(make, dataset, 12, seed=5, shuffle=shuffle)
     whole = list(make().epoch(4))
     pieces = []
     for rank in range(world):
-        as_rank(rank, world)
+        become(monkeypatch, rank, world)
         pieces.append(list(make().epoch(4)))
     # In training, a smaller last batch is dropped, so that all processes have equal shares.
     assert len(pieces[0]) == len(make()) == (len(dataset) // 12 if shuffle else len(whole))
@@ -340,16 +287,16 @@ def test_several_processes_share_the_batches_of_one(make, dataset, world, shuffl
             len(rows) for rows in np.array_split(batch.index, world)]
         inputs = [getattr(part[0], "positions", part[0]) for part in parts]
         assert torch.equal(torch.cat(inputs), getattr(batch[0], "positions", batch[0]))
-    as_rank(0, 5)
+    become(monkeypatch, 0, 5)
     if shuffle:
         refuses("5 processes cannot share batches of 12 equally; .* --batch-size", make)
 
 
-def test_files_are_augmented_by_seed_epoch_and_process(image_folder, as_rank):
+def test_files_are_augmented_by_seed_epoch_and_process(image_folder, monkeypatch):
     dataset = load(f"folder:{image_folder}", "train", image_size=66).select(slice(12))
 
     def read(epoch=0, seed=4, rank=0, augment="crop_flip"):
-        as_rank(rank, 2)
+        become(monkeypatch, rank, 2)
         loader = Loader(dataset, 6, seed=seed, shuffle=True, workers=1, augment=augment)
         batches = list(loader.epoch(epoch))
         return joined(batches, "images"), joined(batches, "index").tolist()
@@ -363,7 +310,7 @@ def test_files_are_augmented_by_seed_epoch_and_process(image_folder, as_rank):
     for row, image, other in zip(rows, read(augment="none")[0], first):
         assert torch.allclose(dataset[row] / 255, image * std + mean, atol=1e-6)
         assert not torch.allclose(image, other)
-    as_rank(1, 2)  # in an evaluation, it gets an empty piece of a small last batch
+    become(monkeypatch, 1, 2)  # in an evaluation, it gets an empty piece of a small last batch
     assert [len(b.images) for b in Loader(dataset.select(slice(5)), 4).epoch()] == [2, 0]
 
 
@@ -382,15 +329,13 @@ def test_sentences_are_padded_and_molecules_become_graphs(size, cutoff, shuffle)
         graph = batch.molecules
         chosen = MOLECULES.select(batch.index)
         owner = torch.arange(len(chosen)).repeat_interleave(chosen.sizes)
-        near = torch.tensor(cdist(chosen.positions, chosen.positions) < cutoff)
-        near &= owner[:, None] == owner
+        distance = torch.tensor(cdist(chosen.positions, chosen.positions))
+        near = (distance < cutoff) & (owner[:, None] == owner)
         targets, sources = near.fill_diagonal_(False).nonzero(as_tuple=True)
         expected = (chosen.numbers, chosen.positions.float(), owner, sources, targets)
         assert all(map(torch.equal, graph[:5], expected)) and graph.count == len(chosen)
         assert torch.equal(batch.labels, chosen.labels)
 
-
-# ---- Images -------------------------------------------------------------------------------------
 
 # Images of training (0: slow) and of test, classes, digest of the test labels, mean grey.
 EMBEDDED = {"glyphs": (10000, 2000, 10, "5cdcce1ed6aa", 53.175),
@@ -415,17 +360,19 @@ def test_embedded_sets_are_always_the_same_and_their_parts_are_apart(name):
     assert [mean, std] == pytest.approx([*test.mean, *test.std], abs=1e-4 if train_rows else 1e-3)
 
 
-def test_blends_of_two_digits_are_there_twice_with_a_label_drawn_for_each():
-    train = load("glyphs_ambiguous", "train")
-    assert torch.equal(train.groups, torch.arange(5000).repeat_interleave(2))
-    assert torch.equal(train.images[::2], train.images[1::2])
-    # The labels differ with probability 2 w (1 - w), where w is uniform in .35 ... .65.
-    differ = train.labels[::2] != train.labels[1::2]
+def test_blends_of_two_digits_are_there_twice_and_a_limit_keeps_them_together():
+    blends = load("glyphs_ambiguous", "train")
+    assert torch.equal(blends.groups, torch.arange(5000).repeat_interleave(2))
+    assert torch.equal(blends.images[::2], blends.images[1::2])
+    differ = blends.labels[::2] != blends.labels[1::2]  # the mean of 2 w (1 - w), .35 < w < .65
     assert differ.double().mean() == pytest.approx(0.485, abs=0.03)
-    test = load("dirty_glyphs", "test")
-    assert torch.equal(test.images[test.is_ambiguous], load("glyphs_ambiguous", "test").images)
-    assert torch.equal(test.images[~test.is_ambiguous], load("glyphs", "test").images)
-    assert len(test.groups.unique()) == 4000
+    whole = load("dirty_glyphs", "train")
+    few = data.random_subset(whole, 1000)
+    copies = few.groups[few.is_ambiguous].unique(return_counts=True)[1]
+    assert len(few) == 1000 and 450 < copies.sum() < 550 and (copies == 1).sum() <= 1
+    assert few.groups.diff().min() >= 0  # in the order of the set
+    assert torch.equal(data.random_subset(whole, 1000).images, few.images)
+    assert [data.random_subset(whole, limit) is whole for limit in (None, 16000)] == [True, True]
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "svhn"])
@@ -436,8 +383,8 @@ def test_torchvisions_sets_and_ambiguous_mnist(name, tmp_path, monkeypatch):
     def read(root, download, **part):
         assert download and part == ({"split": "test"} if name == "svhn" else {"train": False})
         raw = {"mnist": pixels[:, 0], "cifar10": pixels.transpose(0, 2, 3, 1), "svhn": pixels}
-        return SimpleNamespace(data=raw[name], labels=np.arange(6), targets=list(range(6)),
-                               classes="abcdefghij")
+        return Namespace(data=raw[name], labels=np.arange(6), targets=list(range(6)),
+                         classes="abcdefghij")
 
     monkeypatch.setitem(data.TORCHVISION, name, read)
     test = load(name, "test", tmp_path)
@@ -446,12 +393,10 @@ def test_torchvisions_sets_and_ambiguous_mnist(name, tmp_path, monkeypatch):
     if name == "mnist":
         levels = torch.arange(12000).div(12000).half()
         labels = torch.arange(120000).view(12000, 10) % 9
-        files = {"samples": levels.view(-1, 1, 1, 1).expand(-1, 1, 4, 5), "labels": labels}
         (tmp_path / "AmbiguousMNIST").mkdir()
-        for file, content in files.items():
-            torch.save(content, tmp_path / "AmbiguousMNIST" / f"amnist_{file}.pt")
-        train = load("ambiguous_mnist", "train", tmp_path)
-        assert torch.equal(train.labels, labels[:6000].flatten())
+        torch.save(labels, tmp_path / "AmbiguousMNIST" / "amnist_labels.pt")
+        images = levels.view(-1, 1, 1, 1).expand(-1, 1, 4, 5)
+        torch.save(images, tmp_path / "AmbiguousMNIST" / "amnist_samples.pt")
         both = load("dirty_mnist", "test", tmp_path)  # a union of bytes and numbers in [0, 1]
         assert torch.equal(both.images[:6], test.images / 255) and both.is_ambiguous.sum() == 60000
         assert torch.equal(both.images[6:, 0, 2, 1], levels[6000:].float().repeat_interleave(10))
@@ -459,22 +404,17 @@ def test_torchvisions_sets_and_ambiguous_mnist(name, tmp_path, monkeypatch):
         assert both.groups.bincount().tolist() == [1] * 6 + [10] * 6000
 
 
-def test_imagenet_and_tiny_imagenet(tmp_path):
+def test_tiny_imagenet(tmp_path):
     root = tmp_path / "tiny-imagenet-200"
     for k, wnid in enumerate(("n02", "n01")):
-        save(tmp_path / "imagenet" / "val" / wnid / "a.JPEG", 100 + 50 * k)
         save(root / "train" / wnid / "images" / "a.JPEG", 100 * k)
         save(root / "val" / "images" / f"{k}.JPEG", 50 * k)
     (root / "wnids.txt").write_text("n02\nn01\n")
     (root / "val" / "val_annotations.txt").write_text("0.JPEG\tn02\t0\t0\n1.JPEG\tn01\t0\t0\n")
-    for name, split, levels, labels, side in (("imagenet", "test", [150, 100], [0, 1], 224),
-                                              ("tiny_imagenet", "test", [0, 50], [1, 0], 64),
-                                              ("tiny_imagenet", "train", [100, 0], [0, 1], 64)):
-        dataset = load(name, split, tmp_path)
-        assert (dataset.classes, dataset.shape) == (("n01", "n02"), (3, side, side))
-        [batch] = Loader(replace(dataset, mean=(0, 0, 0), std=(1, 1, 1))).epoch()
-        assert batch.images[:, 0, 9, 9].mul(255).round().tolist() == levels
-        assert batch.labels.tolist() == labels
+    for split, levels, labels in (("test", [0, 50], [1, 0]), ("train", [100, 0], [0, 1])):
+        dataset = load("tiny_imagenet", split, tmp_path)
+        assert (dataset.classes, dataset.shape) == (("n01", "n02"), (3, 64, 64))
+        assert dataset.images[:, 0, 9, 9].tolist() == levels and dataset.labels.tolist() == labels
 
 
 # The mean change of 200 glyphs, in grey levels of 255, at severities 1 to 5.
@@ -493,25 +433,23 @@ def test_computed_corruptions_are_as_strong_as_published():
     in_unit = replace(glyphs, images=glyphs.images / 255)
     twins = glyphs.select([0] * 8)
     strengths = {kind: [] for kind in CHANGES}
-    copies = data.corrupted_sets(glyphs, Namespace(shift="computed", shift_examples=0))
-    for _, kind, severity, copy in copies:
+    args = Namespace(shift="computed", shift_examples=0)
+    for _, kind, severity, copy in data.corrupted_sets(glyphs, args):
         change = copy.images.double() - glyphs.images.double()
         strengths[kind].append(change.abs().mean().item())
         exact = data.corrupted(in_unit, kind, severity).images * 255
         assert (exact - copy.images).abs().max() <= 0.51
-        # The random ones draw anew for each image, but always the same.
         drawn = data.corrupted(twins, kind, severity).images
         is_random = kind not in ("gaussian_blur", "brightness", "contrast", "pixelate", "jpeg")
-        assert (len(set(map(digest, drawn))) > 1) == is_random
+        assert (len({*map(digest, drawn)}) > 1) == is_random  # drawn for each image
         assert torch.equal(data.corrupted(twins, kind, severity).images, drawn)
     for kind, changes in CHANGES.items():
         assert strengths[kind] == pytest.approx(changes, abs=0.06), kind
 
 
-def test_published_corruptions_of_cifar10(tmp_path, capsys):
+def test_published_corruptions_of_cifar10(tmp_path):
     args = Namespace(dataset="cifar10", data_dir=tmp_path, shift="published", shift_examples=0)
-    assert list(data.corrupted_sets(toy(3), args)) == []
-    assert "skipped: cifar10_c: " in capsys.readouterr().out
+    assert list(data.corrupted_sets(toy(3), args)) == []  # is skipped
     rows = np.arange(50000)
     (tmp_path / "CIFAR-10-C").mkdir()
     np.save(tmp_path / "CIFAR-10-C" / "fog.npy", (rows % 251).astype(np.uint8).reshape(-1, 1, 1, 1))
@@ -525,18 +463,15 @@ def test_published_corruptions_of_cifar10(tmp_path, capsys):
 
 @pytest.mark.parametrize("match, read, name, split", [
     ("'mnits' is unknown; choose from glyphs,", load, "mnits", "train"),
-    ("'' is unknown", load, "", "train"), ("glyphs has no split 'val'", load, "glyphs", "val"),
-    ("imagenet_r has no split 'train'", load, "imagenet_r", "train"),
+    ("glyphs has no split 'val'", load, "glyphs", "val"),
     ("'sst3' is unknown; .* sst2", load_text, "sst3", "test"),
-    ("'qm8' is unknown; .* qm9", load_molecules, "qm8", "test"),
     ("images in /none/train/CLASS", load, "folder:/none", "train"),
     ("mnist: {}/MNIST/raw not found; .* from http", load, "mnist", "test"),
-    ("svhn: {}/.*_32x32.mat not found; .* from http", load, "svhn", "test"),
-    ("imagenet_a: {}/imagenet-a not found; .* from http", load, "imagenet_a", "test"),
     ("ambiguous_mnist: {}/AmbiguousMNIST not found; .* http", load, "ambiguous_mnist", "test"),
     ("sst2: {}/SST-2/test.tsv not found; .* from http", load_text, "sst2", "test"),
     ("qm9: {}/QM9/uncharacterized.txt not found; .* http", load_molecules, "qm9", "test")])
-def test_unknown_names_and_missing_sets_are_one_line(match, read, name, split, tmp_path):
+def test_unknown_and_missing_sets_are_one_line(match, read, name, split, tmp_path, monkeypatch):
+    monkeypatch.setattr("urllib.request.urlopen", None)
     refuses(match.format(tmp_path), read, name, split, tmp_path)
 
 
@@ -570,8 +505,6 @@ def test_damaged_images_are_skipped_in_a_prediction_and_end_a_training(size, tmp
             list(Loader(train, 6, workers=workers).epoch())
 
 
-# ---- Texts and molecules ------------------------------------------------------------------------
-
 VOCAB = (*data.SPECIAL, *"abcdeinou", *("##" + c for c in "abcdenosu"), "un", "##able", "want",
          "##want", "##ed", "runn", "##ing", "cafe", "!", "'", "$", "日")
 
@@ -584,8 +517,8 @@ VOCAB = (*data.SPECIAL, *"abcdeinou", *("##" + c for c in "abcdenosu"), "un", "#
     ("a" * 100, "a" + " ##a" * 99), ("a" * 101, "[UNK]"), ("a " * 300, "a " * 266)])
 def test_word_pieces_by_hand(text, pieces):
     tokens, lengths = data.tokenise([text, ""], VOCAB)
-    found = [VOCAB[i] for i in tokens]
-    assert found == ["[CLS]", *pieces.split(), "[SEP]", "[CLS]", "[SEP]"]
+    expected = ["[CLS]", *pieces.split(), "[SEP]", "[CLS]", "[SEP]"]
+    assert [VOCAB[i] for i in tokens] == expected
     assert lengths.tolist() == [len(tokens) - 2, 2]
 
 
@@ -612,21 +545,18 @@ def test_sst2_with_and_without_published_test_labels(test, tmp_path):
     assert splits_of("sst2", tmp_path, vocab=tmp_path / "vocab.txt").val.vocab == VOCAB
 
 
-def test_real_and_embedded_sentences(tmp_path):
+def test_embedded_sentences_and_real_ones_with_the_tokens_of_googles_code(tmp_path):
     for name, share, expected in (("reviews", 0.5, "ce9b19404999"),
                                   ("reviews_finance", 0, "afa710403caa")):
-        sets = [load_text(name, split) for split in ("train", "val", "test")]
-        sentences = [tuple(row) for part in sets for row in split_rows(part.tokens, part.lengths)]
-        assert [len(part) for part in sets] == [6000, 500, 1000] and len(set(sentences)) == 7500
-        assert digest(torch.cat([sets[2].tokens.long(), sets[2].lengths])) == expected
-        for part in sets:
-            assert part.labels.double().mean() == pytest.approx(share, abs=0.05)
-            assert part.vocab == TEXTS.vocab and not (part.tokens == 1).any()  # [UNK]
+        train, val, test = [load_text(name, split) for split in ("train", "val", "test")]
+        assert (len(train), len(val), len(test)) == (6000, 500, 1000)
+        assert digest(torch.cat([test.tokens.long(), test.lengths])) == expected
+        assert train.labels.double().mean() == pytest.approx(share, abs=0.02)
+        assert train.vocab == TEXTS.vocab and not (train.tokens == 1).any()  # [UNK]
     unpack = REPO.parent / "shared" / "data" / "unpack.py"
     if unpack.exists():
         subprocess.run([sys.executable, str(unpack), str(tmp_path), "sst2"], check=True)
-        tokens = load_text("sst2", "test", tmp_path).tokens
-        assert digest(tokens) == "506026e4a0da"  # as a transcription of Google's code has them
+        assert digest(load_text("sst2", "test", tmp_path).tokens) == "506026e4a0da"
 
 
 def test_qm9_joins_its_files_by_number_and_has_the_published_split(tmp_path, monkeypatch):
@@ -646,13 +576,11 @@ def test_qm9_joins_its_files_by_number_and_has_the_published_split(tmp_path, mon
     assert whole.labels.tolist() == [-45 * 27.211386246, -46 * 27.211386246, -48 * 27.211386246]
     assert whole.references[9].item() == pytest.approx(-99.718730 * 27.211386246)
     assert splits_of("qm9", tmp_path, predict="clusters").predict.labels.isnan().all()
-    n = 130831
-    many = MoleculeSet("qm9", torch.ones(n).long(), torch.zeros(n, 3), torch.ones(n).long(),
-                       torch.arange(n), data.ATOM_ENERGIES)
+    many = replace(whole.select([0] * 130831), labels=torch.arange(130831))
     monkeypatch.setattr(data, "_qm9", lambda _: many)
     parts = [load_molecules("qm9", split).labels for split in ("train", "val", "test")]
     assert [len(part) for part in parts] == [110000, 10000, 10831]
-    assert np.array_equal(torch.cat(parts), np.random.default_rng(0).permutation(n))
+    assert np.array_equal(torch.cat(parts), np.random.default_rng(0).permutation(130831))
 
 
 @pytest.mark.parametrize("name, low, high, expected", [
@@ -662,13 +590,11 @@ def test_embedded_molecules_have_the_documented_energy(name, low, high, expected
     assert len(torch.cat([train.labels, val.labels, test.labels]).unique()) == 5500
     assert train.sizes.unique().tolist() == list(range(low, high + 1)) and len(train) == 4000
     assert digest(torch.cat([test.numbers, test.sizes])) == expected
-    radius = {1: 0.35, 6: 0.76, 7: 0.71, 8: 0.66}
-    free = {1: -0.500273, 6: -37.846772, 7: -54.583861, 8: -75.064579}
+    radius = torch.tensor([0, 0.35, 0, 0, 0, 0, 0.76, 0.71, 0.66], dtype=torch.float64)
     for row in range(0, 1000, 50):
         one = test.select([row])
-        energy = sum(free[z] * 27.211386246 for z in one.numbers.tolist())
-        atoms = zip(one.numbers.tolist(), one.positions.tolist())
-        for (z, a), (y, b) in itertools.combinations(atoms, 2):
-            q = math.exp(-1.7 * (math.dist(a, b) - radius[z] - radius[y]))
-            energy += 3.5 * (q * q - 2 * q)
-        assert one.labels.item() == pytest.approx(energy, abs=1e-8)
+        i, j = torch.triu_indices(len(one.numbers), len(one.numbers), 1)
+        contact = radius[one.numbers[i]] + radius[one.numbers[j]]
+        q = torch.exp(-1.7 * (F.pdist(one.positions) - contact))
+        energy = one.references[one.numbers].sum() + 3.5 * (q * q - 2 * q).sum()
+        assert one.labels.item() == pytest.approx(energy.item(), abs=1e-8)
