@@ -45,9 +45,6 @@ def modules(net, kind):
     return [module for module in net.modules() if isinstance(module, kind)]
 
 
-# ---- Spectral normalisation ---------------------------------------------------------------------
-
-
 def convolution(kernel_size=3, channels=5, **options):
     return nn.Conv2d(4, channels, kernel_size, bias=False, **options)
 
@@ -61,31 +58,25 @@ def spectral(layer, shape, coeff):
     return layer, parametrization.original, parametrization[0]
 
 
-def dense_operator(layer, shape, weight):
-    """The matrix of a convolution of images of `shape`: what it makes of their basis."""
-    basis = torch.eye(math.prod(shape), dtype=torch.float64).view(-1, *shape)
-    images = F.conv2d(basis, weight.detach(), None, layer.stride, layer.padding, layer.dilation,
-                      layer.groups)
-    return images.flatten(1).T.numpy()
-
-
-@pytest.mark.parametrize("layer, shape, eps", [
-    (convolution(padding=1), (4, 8, 8), 1e-5), (convolution(padding=1), (4, 1, 1), 1e-5),
-    (convolution(), (4, 6, 5), 1e-5), (convolution(padding=1, stride=2), (4, 7, 7), 1e-5),
-    (convolution((3, 5), 8, padding=2, stride=2, groups=4), (4, 7, 6), 1e-5),
-    (convolution(padding=1, dilation=(2, 1)), (4, 7, 8), 1e-5),
-    (convolution(1, stride=2), (4, 8, 8), 0), (convolution(1, 6, groups=2), (4, 1, 1), 0),
-    (nn.Linear(4, 5), (4,), 0), (nn.Linear(4, 5), (7, 4), 0)], ids=str)  # the last sees tokens
-def test_sigma_is_the_norm_of_the_dense_operator(layer, shape, eps):
+@pytest.mark.parametrize("layer, shape, pixel", [
+    (convolution(padding=1), (4, 8, 8), None), (convolution(), (4, 6, 5), None),
+    (convolution(padding=1, stride=2), (4, 7, 7), None),
+    (convolution((3, 5), 8, padding=2, stride=2, groups=4), (4, 7, 6), None),
+    (convolution(padding=1, dilation=(2, 1)), (4, 7, 8), None),
+    (convolution(1, stride=2), (4, 8, 8), (4, 1, 1)),
+    (convolution(1, 6, groups=2), (4, 8, 8), (4, 1, 1)),
+    (nn.Linear(4, 5, bias=False), (4,), (4,)), (nn.Linear(4, 5, bias=False), (7, 4), (4,))], ids=str)
+def test_sigma_is_the_norm_of_the_dense_operator(layer, shape, pixel):
     """Stride and zero padding included, by iterations v = A^T u, u = A v from the start."""
     layer, raw, sn = spectral(layer, shape, 1e-3)
-    if eps > 0 or raw.shape[1] == 2:
-        a = dense_operator(layer, shape, raw)
-    else:  # one pixel or token
-        a = raw.detach().flatten(1).numpy()
+    basis = torch.eye(math.prod(pixel or shape), dtype=torch.float64).view(-1, *(pixel or shape))
+    eps = 0 if pixel else 1e-5  # of matrices, which act on a pixel or a token
+    sn.coeff = math.inf
+    a = (1 + eps) * layer.eval()(basis).detach().flatten(1).T.numpy()
+    sn.coeff = 1e-3
     u = sn.u.flatten().numpy().copy()
     for _ in range(3):
-        layer(torch.randn(2, *shape, dtype=torch.float64))
+        layer.train()(torch.randn(2, *shape, dtype=torch.float64))
         v = a.T @ u / np.linalg.norm(a.T @ u)
         u = a @ v / np.linalg.norm(a @ v)
     assert np.allclose(sn.v.flatten(), v, atol=1e-10) and np.allclose(sn.u.flatten(), u, atol=1e-10)
@@ -102,11 +93,9 @@ def test_sigma_is_the_norm_of_the_dense_operator(layer, shape, eps):
 
 
 @pytest.mark.parametrize("coeff", [0.1, 1000.0])  # active or not
-@pytest.mark.parametrize("layer, shape", [(convolution(padding=1, stride=2), (4, 5, 5)),
-                                          (nn.Linear(4, 5), (3, 4))], ids=str)
-def test_the_gradient_flows_through_sigma_but_not_through_u_and_v(layer, shape, coeff):
-    layer, raw, sn = spectral(layer, shape, coeff)
-    x = torch.randn(2, *shape, dtype=torch.float64)
+def test_the_gradient_flows_through_sigma_but_not_through_u_and_v(coeff):
+    layer, raw, sn = spectral(convolution(padding=1, stride=2), (4, 5, 5), coeff)
+    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
     value = layer(x).square().sum()
     frozen = copy.deepcopy(layer.eval())  # with u and v of that forward
     layer.train()(x)  # changes them before the backward
@@ -117,7 +106,7 @@ def test_the_gradient_flows_through_sigma_but_not_through_u_and_v(layer, shape, 
         return torch.func.functional_call(frozen, changed, x).square().sum()
 
     assert torch.equal(gradient, torch.autograd.grad(loss(raw), raw)[0])
-    assert torch.autograd.gradcheck(loss, raw, 1e-5, 1e-6 * gradient.abs().max(), 1e-6)
+    assert torch.autograd.gradcheck(loss, raw, eps=1e-5, atol=1e-6 * gradient.abs().max().item())
     assert coeff < 1 or torch.allclose(layer.weight, raw / (1 + sn.eps), rtol=1e-12)  # not inflated
 
 
@@ -135,18 +124,14 @@ def test_convolutions_and_linear_layers_are_normalised_and_others_are_named():
         assert torch.equal(net[0].weight, weight)  # float32 here, too
 
 
-# ---- Gaussians ----------------------------------------------------------------------------------
-
-
-def clusters(counts, dim, seed=0, spread=3.0):
+def clusters(counts, dim, seed=0):
     """(features [N, D] float64, labels [N]): correlated Gaussian classes, shuffled."""
-    rng = np.random.default_rng(seed)
-    labels = rng.permutation(np.repeat(np.arange(len(counts)), counts))
-    z = rng.normal(size=(len(labels), dim))
-    for c in range(len(counts)):
-        mixing = np.eye(dim) + 0.5 * rng.normal(size=(dim, dim)) / dim**0.5
-        z[labels == c] = z[labels == c] @ mixing + spread * rng.normal(size=dim)
-    return torch.tensor(z), torch.tensor(labels)
+    torch.manual_seed(seed)
+    labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    labels = labels[torch.randperm(len(labels))]
+    mixing = torch.eye(dim) + torch.randn(len(counts), dim, dim) / 2 / dim**0.5
+    z = torch.randn(len(labels), 1, dim).double() @ mixing.double()[labels]
+    return z[:, 0] + torch.randn(len(counts), dim)[labels], labels
 
 
 def ledoit_wolf(z):
@@ -169,7 +154,7 @@ def scipy_joint(z, y, points, covariance=partial(np.cov, rowvar=False)):
     ((50, 70), 8, torch.float64, 1e4, False), ((40, 12, 60), 10, torch.float64, 0.0, True),
     ((6, 9), 15, torch.float32, 0.0, True)])
 def test_densities_are_those_of_scipy_in_float64(counts, dim, dtype, offset, shrinkage):
-    z, y = clusters(counts, dim, spread=0.3)
+    z, y = clusters(counts, dim)
     z = (z + offset).to(dtype)
     points = offset + 3 * torch.randn(90, dim, dtype=dtype)
     joint = scipy_joint(z, y, points, *[ledoit_wolf] * shrinkage)
@@ -186,11 +171,10 @@ def test_singular_covariances_get_the_smallest_jitter_that_helps_and_others_none
     for seed in range(20):
         z, y = clusters((30 if dead else 4, 40), 5, seed)
         z[y == 0, 4] *= not dead
-        jitter = 1e-12 * z[y == 0].var(0).mean().item()
         for c, gaussian in enumerate(ddu.ClassGaussians(z, y, 2)):
             added = gaussian.factor @ gaussian.factor.T - z[y == c].T.cov()
-            expected = jitter if c == 0 else 0
-            assert added.diagonal().mean().item() == pytest.approx(expected, rel=0.02, abs=1e-15)
+            jitter = [1e-12, 0][c] * z[y == c].var(0).mean().item()
+            assert added.diagonal().mean().item() == pytest.approx(jitter, rel=0.02, abs=1e-15)
 
 
 def test_what_has_no_covariance_is_refused_when_its_turn_comes():
@@ -205,11 +189,11 @@ def test_what_has_no_covariance_is_refused_when_its_turn_comes():
             next(gaussians)
 
 
-def test_matrices_of_one_class_are_alive_at_a_time_and_float64_copies_of_4096_rows(monkeypatch):
+def test_matrices_of_one_class_are_alive_at_a_time(monkeypatch):
     z, y = clusters(range(10, 22), 9)
-    points = torch.randn(9001, 9)
+    points = torch.randn(9001, 9)  # more than one block
     seen = []
-    cholesky, log_prob = ddu.cholesky_with_jitter, ddu.Gaussian.log_prob
+    cholesky = ddu.cholesky_with_jitter
 
     def count_entries(covariance):
         factor = cholesky(covariance)
@@ -217,27 +201,18 @@ def test_matrices_of_one_class_are_alive_at_a_time_and_float64_copies_of_4096_ro
         seen.append(sum(t.numel() for t in tensors if t.shape[-2:] == (9, 9)))
         return factor
 
-    def check_length(gaussian, block):
-        assert len(block) <= 4096
-        return log_prob(gaussian, block)
-
     monkeypatch.setattr(ddu, "cholesky_with_jitter", count_entries)
-    monkeypatch.setattr(ddu.Gaussian, "log_prob", check_length)
     _, ours = ddu.class_log_densities(ddu.ClassGaussians(z, y, 12), [z.float(), points])
     assert len(seen) == 12 and max(seen) <= 3 * 81  # a covariance, its factor, that before it
     assert np.allclose(ours[::97], scipy_joint(z, y, points[::97]), rtol=1e-6)
 
 
-# ---- Options, networks, training ----------------------------------------------------------------
-
-
 def test_a_data_set_alone_is_the_papers_recipe():
-    paper = dict(model="wide_resnet", width=1.0, sn=True, mod=True, coeff=3.0, opt="sgd", lr=0.1,
-                 weight_decay=5e-4, batch_size=128, epochs=350, schedule="step", augment=True,
-                 shrinkage=False, ensemble=1, ood=["svhn", "cifar100", "tiny_imagenet"])
+    paper = dict(coeff=3.0, opt="sgd", lr=0.1, weight_decay=5e-4, batch_size=128, epochs=350,
+                 schedule="step", augment=True, shrinkage=False)
     learning = dict(num_initial_samples=20, max_training_samples=300, acquisition_batch_size=5,
                     ensemble=5, lr=1e-3, batch_size=64, opt="adam", epochs=20, model="resnet18",
-                    sn=None, mod=None, schedule="constant", augment=False, subsample=1000)
+                    schedule="constant", augment=False, subsample=1000)
     for line, expected in {
             "--dataset cifar10": paper, "--dataset dirty_mnist --active-learning pe": learning,
             "--dataset imagenet --model torchvision/resnet18": dict(sn=False, epochs=0),
@@ -246,75 +221,48 @@ def test_a_data_set_alone_is_the_papers_recipe():
         assert expected.items() <= vars(parse(line)).items(), line
 
 
-@pytest.mark.parametrize("line, words", [
-    ("--epochs 0 --runs 2", "--epochs 0 evaluates one network"),
-    ("--epochs 0 --ensemble 2", "--epochs 0 evaluates one network"),
-    ("--active-learning random", "--active-learning runs in one process")])
-def test_what_would_repeat_one_network_is_refused(line, words, monkeypatch, capsys):
-    monkeypatch.setattr(common, "world_size", lambda: 2)
+@pytest.mark.parametrize("more", ["--runs 2", "--ensemble 2"])
+def test_one_network_without_training_is_not_reported_as_several(more, capsys):
     with pytest.raises(SystemExit, match="2"):
-        parse(line)
-    assert words in capsys.readouterr().err
+        parse(f"--epochs 0 {more}")
+    assert "--epochs 0 evaluates one network" in capsys.readouterr().err
 
 
 def build(model, num_classes, shape, device="cpu", depth=28, **options):
     """A network with random weights; `depth` is that of wide_resnet."""
-    args = Namespace(**dict(model=model, device=torch.device(device), width=1.0, coeff=3.0,
-                            weights="DEFAULT") | options)
+    args = parse(f"--dataset cifar10 --model {model}")
+    vars(args).update(options, device=torch.device(device))
     with pytest.MonkeyPatch.context() as patch, args.device:
         patch.setitem(ddu.NETWORKS, "wide_resnet", partial(ddu.wide_resnet, depth=depth))
         return ddu.make_network(args, num_classes, shape)
 
 
-# --model, --mod, --sn, image (C, H, W) and classes; numbers of parameters and of features; and how
-# many layers are spectral, how many of them as matrices. Those of the published networks.
-SIZES = [("lenet", False, False, (1, 28, 28), 10, 44_426, 84, (0, 0)),
-         ("resnet18", True, True, (3, 32, 32), 10, 11_000_138, 512, (17, 0)),
-         ("resnet18", False, True, (1, 28, 28), 10, 11_172_810, 512, (20, 3)),
-         ("resnet50", True, True, (3, 32, 32), 100, 20_928_676, 2048, (49, 32)),
-         ("wide_resnet", True, True, (3, 32, 32), 10, 36_220_634, 640, (25, 0)),
-         ("vgg16", False, True, (1, 28, 28), 10, 14_722_890, 512, (13, 0))]
-
-
-@pytest.mark.parametrize("model, mod, sn, shape, classes, parameters, dim, counts", SIZES)
-def test_sizes_of_the_networks_and_what_is_spectral(model, mod, sn, shape, classes, parameters, dim,
-                                                    counts):
-    net = build(model, classes, shape, "meta", mod=mod, sn=sn)
-    assert (net.head.in_features, net.head.out_features) == (dim, classes)
-    assert sum(p.numel() for p in net.parameters()) == parameters
-    layers = modules(net.backbone, ddu.SoftSpectral)
-    assert (len(layers), sum(layer.v.shape[2:] == (1, 1) for layer in layers)) == counts
-    assert len(modules(net, ddu.SoftSpectral)) == len(layers)  # without the head
-    if model == "wide_resnet":  # published: 4,582,425, of which 25 are logged sigmas
-        assert sum(sn.u.numel() + sn.v.numel() for sn in layers) == 4_582_425 - 25
-        assert {norm.momentum for norm in modules(net, nn.BatchNorm2d)} == {0.01}
-    # oneDNN writes out of bounds in the weight gradient of strided 1x1 convolutions on CPUs.
-    convolutions = modules(net, nn.Conv2d)
-    assert all(conv.stride == (1, 1) for conv in convolutions if conv.kernel_size == (1, 1))
-
-
-# The length of the first image's features, and one logit of the second: plain, -sn, -sn -mod.
-# Networks written a second time, with functions, gave the same.
+# Image (C, H, W); published numbers of parameters (for 10 classes, with -mod), features and spectral
+# layers; the length of the first image's features, and one logit of the second: plain, -sn, -sn
+# -mod. Networks written a second time, with functions, gave the same.
 FORWARDS = [
-    ("lenet", {}, (1, 28, 28), [(16.748361, 3.8099619)]),
-    ("wide_resnet", dict(depth=16, width=0.1), (1, 14, 14),
+    ("lenet", {}, (1, 28, 28), 44_426, 84, 4, [(16.748361, 3.8099619)]),
+    ("wide_resnet", dict(depth=16, width=0.1), (1, 14, 14), 36_220_346, 640, 25,
      [(2.6941003, 0.82872159), (2.7197841, 0.79908289), (2.420558, 0.64312307)]),
-    ("resnet18", dict(width=1 / 16), (1, 28, 28),
+    ("resnet18", dict(width=1 / 16), (1, 28, 28), 10_998_986, 512, 17,
      [(3.4063411, -0.73999031), (3.4062169, -0.73996681), (2.7762346, -0.75607367)]),
-    ("resnet50", dict(width=1 / 32), (1, 28, 28),
+    ("resnet50", dict(width=1 / 32), (1, 28, 28), 20_743_114, 2048, 49,
      [(7.4615572, -0.073524603), (7.4600515, -0.07326728), (9.6872917, -0.071216704)]),
-    ("vgg16", dict(width=1 / 16), (3, 32, 32),
-     [(4.8408545, -0.087205688), (4.841167, -0.087125033), (4.9725395, -0.1127752)]),
-    ("vgg16", dict(width=1 / 16), (1, 28, 28),
+    ("vgg16", dict(width=1 / 16), (3, 32, 32), 14_724_042, 512, 13, [(4.8408545, -0.087205688)]),
+    ("vgg16", dict(width=1 / 16), (1, 28, 28), 14_722_890, 512, 13,
      [(4.1647977, -1.1368259), (4.1648155, -1.1370273), (4.1946453, -1.1067056)])]
 
 
-@pytest.mark.parametrize("model, options, shape, expected", FORWARDS)
-def test_networks_compute_what_those_of_the_paper_do(model, options, shape, expected):
+@pytest.mark.parametrize("model, options, shape, parameters, dim, layers, expected", FORWARDS)
+def test_networks_are_those_of_the_paper(model, options, shape, parameters, dim, layers, expected):
     def fixed(shape):
         """Normal numbers that depend on the shape alone."""
         return torch.tensor(np.random.RandomState(math.prod(shape)).normal(size=shape))
 
+    whole = build(model, 10, shape, "meta", mod=True, sn=True)
+    assert sum(p.numel() for p in whole.parameters()) == parameters
+    assert len(modules(whole.backbone, ddu.SoftSpectral)) == layers
+    assert whole.head.weight.shape == (10, dim) and not hasattr(whole.head, "parametrizations")
     for (mod, sn), numbers in zip([(False, False), (False, True), (True, True)], expected):
         net = build(model, 7, shape, mod=mod, sn=sn, coeff=0.8, **options).double().train()
         norms = modules(net, nn.BatchNorm2d)
@@ -323,6 +271,7 @@ def test_networks_compute_what_those_of_the_paper_do(model, options, shape, expe
                 scale = (2 / tensor[0].numel())**0.5 if tensor.ndim > 1 else 1 / 3
                 tensor.copy_(scale * fixed(tensor.shape))
             for norm in norms:
+                assert norm.momentum == (0.01 if model == "wide_resnet" else 0.1)
                 norm.momentum = 1.0
                 norm.weight += 1
             for dropout in modules(net, nn.Dropout):
@@ -333,8 +282,9 @@ def test_networks_compute_what_those_of_the_paper_do(model, options, shape, expe
             for norm in norms:
                 norm.running_mean += 0.3 * norm.running_var.sqrt()
             logits, features = net.eval()(fixed((6, *shape)))
-        found = (features[0].norm().item(), logits[1, 3].item())
-        assert found == pytest.approx(numbers, rel=1e-6), (mod, sn)
+        assert (features[0].norm().item(), logits[1, 3].item()) == pytest.approx(numbers, rel=1e-6)
+        # oneDNN writes out of bounds in the weight gradient of strided 1x1 convolutions.
+        assert not [layer for layer in modules(net, nn.Conv2d) if layer.kernel_size < layer.stride]
 
 
 def test_learning_rates():
@@ -343,10 +293,10 @@ def test_learning_rates():
     rates = [ddu.learning_rate(step, 352, 350, args) for step in steps]
     assert rates == pytest.approx([0.1] * 4 + [0.01] * 4 + [0.001] * 4)
     assert ddu.learning_rate(6, 7, 1, args) == 0.1  # not a hundredth of it
-    args = Namespace(schedule="one_cycle", lr=0.2)
+    args.schedule = "one_cycle"
     rates = [ddu.learning_rate(step, 20, 5, args) for step in range(100)]
-    assert np.allclose(rates[:20], 0.2 * np.arange(1, 21) / 21)
-    assert np.allclose(rates[20:], 0.2 * np.arange(80, 0, -1) / 80)
+    assert np.allclose(rates[:20], 0.1 * np.arange(1, 21) / 21)
+    assert np.allclose(rates[20:], 0.1 * np.arange(80, 0, -1) / 80)
 
 
 @pytest.mark.parametrize("opt", ["sgd", "adam"])
@@ -356,7 +306,6 @@ def test_training_is_a_loop_over_shuffled_batches(opt):
                  "--weight-decay .1 --schedule one_cycle")
     train_set = data.load("glyphs", "train").select(slice(40))
     net = build("wide_resnet", 10, train_set.shape, depth=10, width=0.05, sn=True, mod=True)
-    assert net.head.weight.std().item() == pytest.approx(math.sqrt(2 / 10), rel=0.1)
     conv = modules(net, ddu.Residual)[2].body[-1].parametrizations.weight.original  # [32, 32, 3, 3]
     assert conv.std().item() == pytest.approx(math.sqrt(2 / (32 * 9)), rel=0.05)
     twin = copy.deepcopy(net)
@@ -379,139 +328,124 @@ def test_training_is_a_loop_over_shuffled_batches(opt):
     torch.testing.assert_close(net.state_dict(), twin.state_dict(), rtol=0, atol=0)
 
 
-# ---- Runs ---------------------------------------------------------------------------------------
-
-
 def scores_by_hand(logits, temperatures):
     """Of an ensemble with logits [N, M, K]."""
     probs = special.softmax(logits, 2)
     total = stats.entropy(probs.mean(1), axis=1)
     return {"probs": probs.mean(1), "total": total,
-            "scaled": special.softmax(logits / np.c_[temperatures], 2).mean(1),
+            "probs_scaled": special.softmax(logits / np.c_[temperatures], 2).mean(1),
             "epistemic": total - stats.entropy(probs, axis=2).mean(1)}
 
 
 def predict_by_hand(nets, splits, args):
     """{method: a dictionary of arrays for each set}, from networks in eval mode."""
-    sets = [splits.train, splits.val, splits.test, *splits.ood, splits.predict or splits.test]
-    logits = []  # [N, M, K] of each set
-    joints = []  # [N, K]
-    for dataset in sets:
+    found = {method: [] for method in ("DDU", "ensemble of 2")[:len(nets)]}
+    for dataset in (splits.train, splits.val, splits.test, *splits.ood, splits.predict):
         images = torch.cat([batch.images for batch in data.Loader(dataset).epoch()])
         with torch.no_grad():
             outputs = [net(images) for net in nets]
+        z = torch.stack([logits for logits, _ in outputs], 1).double().numpy()
         features = outputs[0][1]
         if dataset is splits.train:
             fitted = features, dataset.labels
-        logits.append(torch.stack([z for z, _ in outputs], 1).double())
-        joints.append(scipy_joint(*fitted, features, ledoit_wolf))
-    temperatures = [common.fit_temperature(z, splits.val.labels) for z in logits[1].unbind(1)]
-    known = special.logsumexp(joints[1], 1)
-    found = {"DDU": [], "ensemble of 2": []}
-    for dataset, z, joint in zip(sets[2:], logits[2:], joints[2:]):
+            continue
+        joint = scipy_joint(*fitted, features, ledoit_wolf)
+        density = special.logsumexp(joint, 1)
+        if dataset is splits.val:
+            temperatures = [common.fit_temperature(logits, dataset.labels)
+                            for logits in torch.tensor(z).unbind(1)]
+            known = density
+            continue
         labels = {"labels": dataset.labels.numpy()}
-        found["ensemble of 2"].append(labels | scores_by_hand(z, temperatures))
+        if len(nets) == 2:
+            found["ensemble of 2"].append(labels | scores_by_hand(z, temperatures))
         ours = labels | scores_by_hand(z[:, :1], temperatures[:1])
         del ours["epistemic"]
-        density = special.logsumexp(joint, 1)
-        entropy = stats.entropy(ours["scaled"], axis=1)
+        entropy = stats.entropy(ours["probs_scaled"], axis=1)
         region = np.where(entropy > args.entropy_threshold, "ambiguous", "in_distribution")
         region[density < np.quantile(known, args.density_quantile)] = "ood"
-        gmm_entropy = stats.entropy(special.softmax(joint, 1), axis=1)
         found["DDU"].append(ours | {
-            "region": region, "scaled_total": entropy, "density": -density,
-            "percentile": 100 * (known < density[:, None]).mean(1), "gmm_entropy": gmm_entropy,
-            "max_prob": -ours["probs"].max(1), "energy": -z[:, 0].logsumexp(1).numpy()})
+            "region": region, "total_scaled": entropy, "density": -density,
+            "percentile": 100 * (known < density[:, None]).mean(1),
+            "gmm_entropy": stats.entropy(special.softmax(joint, 1), axis=1),
+            "max_prob": -ours["probs"].max(1), "energy": -special.logsumexp(z[:, 0], 1)})
     return found
 
 
 def row_by_hand(inside, outside):
-    """Metrics of one set (`outside` is the same), or of a set against another one."""
-    row = {"n": len(inside["labels"])}
-    is_right = inside["probs"].argmax(1) == inside["labels"]
+    """The metrics of a set, and of the set against another one."""
+    labels = inside["labels"]
+    is_right = inside["probs"].argmax(1) == labels
+    row = {"n": len(labels), "accuracy": is_right.mean()}
+    for probs in ("probs", "probs_scaled"):
+        row[probs.replace("probs", "nll")] = sk.log_loss(labels, inside[probs], labels=range(10))
     for region in np.unique(outside.get("region", [])):
         row[f"fraction_{region}"] = (outside["region"] == region).mean()
-        if inside is outside:
-            row[f"accuracy_{region}"] = is_right[inside["region"] == region].mean()
-    if inside is outside:
-        nll, scaled = [sk.log_loss(inside["labels"], inside[probs], labels=range(10))
-                       for probs in ("probs", "scaled")]
-        return row | {"accuracy": is_right.mean(), "nll": nll, "nll_scaled": scaled}
-    is_out = [0] * row["n"] + [1] * len(outside["labels"])
+        row[f"accuracy_{region}"] = is_right[inside["region"] == region].mean()
     for score in {"density", "gmm_entropy", "total", "max_prob", "energy", "epistemic"}:
         if score in inside:
+            is_out = [0] * len(labels) + [1] * len(outside["labels"])
             both = np.r_[inside[score], outside[score]]
             row[f"auroc_{score}"] = sk.roc_auc_score(is_out, both)
     return row
 
 
-def check_rows(rows, predictions, splits):
-    """Of dirty_glyphs, whose clean images are known by their pixels, and of letters."""
+PAIRS = [("dirty_glyphs", None), ("dirty_glyphs", "glyphs_letters"), ("glyphs", None),
+         ("glyphs", "glyphs_ambiguous"), ("glyphs", "glyphs_letters"), ("glyphs_ambiguous", None)]
+
+
+def check_rows(rows, line, paths):
+    """Those of dirty_glyphs and letters, from checkpoints; returns the predictions by hand."""
+    args = parse(line)
+    splits = data.load_splits(args, 1)
+    nets = []
+    for path in paths:
+        nets.append(ddu.make_network(parse(STORY), 10, splits.test.shape).eval())
+        nets[-1].load_state_dict(common.load(path)["net"])
+    predictions = predict_by_hand(nets, splits, args)
+    assert [(row["method"], row["set"], row.get("against")) for row in rows] == [
+        (method, *pair) for method in predictions for pair in PAIRS]
     clean = {image.numpy().tobytes() for image in data.load("glyphs", "test").images}
     is_clean = np.array([image.numpy().tobytes() in clean for image in splits.test.images])
-    keys = [("dirty_glyphs", None), ("dirty_glyphs", "glyphs_letters"), ("glyphs", None),
-            ("glyphs", "glyphs_ambiguous"), ("glyphs", "glyphs_letters"),
-            ("glyphs_ambiguous", None)]
-    found = iter(rows)
-    for method, (test, letters, *_) in predictions.items():
+    for row in rows:
+        test, letters, _ = predictions[row["method"]]
         named = {"dirty_glyphs": test, "glyphs_letters": letters,
                  "glyphs": {name: values[is_clean] for name, values in test.items()},
                  "glyphs_ambiguous": {name: values[~is_clean] for name, values in test.items()}}
-        for (name, against), row in zip(keys, found):
-            assert (row["method"], row["set"], row.get("against")) == (method, name, against)
-            expected = row_by_hand(named[name], named[against or name])
-            assert {key: row[key] for key in expected} == pytest.approx(expected, rel=1e-5)
-    assert not list(found)
+        by_hand = row_by_hand(named[row["set"]], named[row.get("against", row["set"])])
+        expected = {name: by_hand[name] for name in row if name in by_hand}
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+        start = "auroc" if "against" in row else "nll"
+        assert {name for name in by_hand if name.startswith(start)} <= row.keys()
+    return predictions
 
 
 STORY = ("--dataset dirty_glyphs --model resnet18 --no-mod --width .06 --batch-size 32 --lr .1 "
-         "--schedule one_cycle --shrinkage --ood glyphs_letters --entropy-threshold 1.9 ")
+         "--schedule one_cycle --shrinkage --ood glyphs_letters --entropy-threshold 2.1 "
+         "--density-quantile .2 --predict glyphs --name run")
 
 
-@pytest.fixture(scope="module")
-def story(few_glyphs, tmp_path_factory):
-    """(Command, rows, run directory) of an ensemble, with a picture."""
-    out = tmp_path_factory.mktemp("story")
-    line = (f"{STORY} --epochs 2 --limit-steps 9 --ensemble 2 --out-dir {out} --name run "
-            "--predict glyphs")
+def test_rows_and_predictions_are_those_by_hand(tmp_path):
+    """Of an ensemble, and of its first network as --weights: then on a part of the test set."""
+    line = f"{STORY} --epochs 2 --limit-steps 9 --ensemble 2 --out-dir {tmp_path}"
     rows = ddu.main([*line.split(), "--device", "cpu"])
-    return line, rows, out / "ddu" / "run"
-
-
-def stored_network(path, line):
-    net = ddu.make_network(parse(line), 10, (1, 28, 28))
-    net.load_state_dict(common.load(path)["net"])
-    return net.eval()
-
-
-def test_rows_and_predictions_of_a_story_are_those_by_hand(story):
-    line, rows, root = story
-    splits = data.load_splits(parse(line), 1)
-    nets = [stored_network(root / name, line) for name in ("seed1.pt", "seed1-member1.pt")]
-    predictions = predict_by_hand(nets, splits, parse(line))
-    check_rows(rows, predictions, splits)
+    root = tmp_path / "ddu" / "run"
+    predictions = check_rows(rows, line, [root / "seed1.pt", root / "seed1-member1.pt"])
     assert (root / "uncertainty.png").stat().st_size > 10_000
-    ours, of_all = [sets[2] for sets in predictions.values()]
-    columns = {"label": ours["labels"], "predicted": ours["scaled"].argmax(1),
-               "confidence": ours["scaled"].max(1), "total": ours["scaled_total"],
+    ours, of_all = [sets[-1] for sets in predictions.values()]
+    columns = {"label": ours["labels"], "predicted": ours["probs"].argmax(1),
+               "confidence": ours["probs_scaled"].max(1), "total": ours["total_scaled"],
                "log_density": -ours["density"], "density_percentile": ours["percentile"],
-               "predicted_ensemble": of_all["scaled"].argmax(1),
-               "confidence_ensemble": of_all["scaled"].max(1)}
+               "predicted_ensemble": of_all["probs_scaled"].argmax(1),
+               "confidence_ensemble": of_all["probs_scaled"].max(1)}
     lines = list(csv.DictReader((root / "predictions.csv").open()))
     assert [row["decision"] for row in lines] == ours["region"].tolist()
     for name, values in columns.items():
         assert [float(row[name]) for row in lines] == pytest.approx(values, rel=1e-5), name
-
-
-def test_weights_of_a_file_are_evaluated_on_held_out_test_images_of_both_kinds(story, tmp_path):
-    """Those that are left are in random order. The file is a checkpoint with spectral weights."""
-    line = f"{STORY} --epochs 0 --weights {story[2]}/seed1.pt --out-dir {tmp_path}"
+    line = f"{STORY} --epochs 0 --weights {root}/seed1.pt --out-dir {tmp_path}/again"
     rows = run_script("ddu", *line.split())
-    splits = data.load_splits(parse(line), 1)
-    assert len(splits.val) == 24 and len(splits.test) == 216
-    nets = 2 * [stored_network(story[2] / "seed1.pt", story[0])]
-    predictions = predict_by_hand(nets, splits, parse(line))
-    check_rows(rows, {"DDU": predictions["DDU"]}, splits)
+    assert rows[0]["n"] == 216  # some of 240 chose the temperature and the thresholds
+    check_rows(rows, line, [root / "seed1.pt"])
 
 
 def command(images, out, more=""):
@@ -520,37 +454,26 @@ def command(images, out, more=""):
             f"--batch-size 12 --image-size 16 --workers 0 --out-dir {out} --name run {more}").split()
 
 
-@pytest.fixture(scope="module")
-def own(image_folder, tmp_path_factory):
-    """(Command, rows, run directory) of networks with dropout on one's own images."""
-    out = tmp_path_factory.mktemp("own")
-    argv = command(image_folder, out, "--model wide_resnet --ensemble 2 --runs 2")
-    return argv, run_script("ddu", *argv), out / "ddu" / "run"
-
-
-def test_eval_repeats_the_rows_and_sets_may_have_any_name(own, image_folder, tmp_path):
-    argv, rows, _ = own
-    assert run_script("ddu", *argv, "--eval") == rows
-    assert [(row["seeds"], row["method"], row.get("against")) for row in rows] == [
-        ([seed], method, against) for seed in (1, 2) for method in ("DDU", "ensemble of 2")
-        for against in (None, "unknown")]
+def test_eval_repeats_the_rows_of_sets_of_any_name_and_a_killed_run_the_weights(
+        image_folder, tmp_path):
+    argv = command(image_folder, tmp_path, "--ensemble 2")
+    rows = run_script("ddu", *argv, "--runs", 2)
+    assert [(row["seeds"], row["method"]) for row in rows[::2]] == [
+        ([1], "DDU"), ([1], "ensemble of 2"), ([2], "DDU"), ([2], "ensemble of 2")]
+    assert run_script("ddu", *argv, "--runs", 2, "--eval") == rows
     names = ["train", "val", "test", "predict", image_folder.name]
     for name in names:
         shutil.copytree(image_folder / "unknown", tmp_path / name)
     others = [f"folder:{tmp_path}/{name}" for name in names]
-    _, *pairs = run_script("ddu", *argv, "--eval", "--runs", "1", "--ensemble", "1", "--ood",
-                           *others)
+    _, *pairs = run_script("ddu", *argv, "--eval", "--runs", 1, "--ensemble", 1,
+                           "--ood", *others)
     assert pairs == [rows[1] | {"against": name} for name in names]
-
-
-def test_a_run_that_is_killed_twice_ends_with_equal_weights(own, image_folder, tmp_path):
-    argv = command(image_folder, tmp_path, "--model wide_resnet --ensemble 2")
-    root = tmp_path / "ddu" / "run"
+    argv = command(image_folder, tmp_path / "killed", "--ensemble 2")
     for name in ("seed1.pt", "seed1-member1.pt"):  # which is written after the first of two epochs
-        kill_after(Child(tmp_path, run_script, "ddu", *argv), root / name)
-    assert run_script("ddu", *argv) == own[1][:4]
-    for name in ("seed1.pt", "seed1-member1.pt"):
-        assert_equal_checkpoints(root / name, own[2] / name)
+        path = tmp_path / "killed" / "ddu" / "run" / name
+        kill_after(Child(tmp_path, run_script, "ddu", *argv), path)
+        assert run_script("ddu", *argv) == rows[:4] or name == "seed1.pt"
+        assert_equal_checkpoints(path, tmp_path / "ddu" / "run" / name)
 
 
 def test_two_processes_train_the_networks_that_one_evaluates(image_folder, tmp_path):
@@ -562,8 +485,7 @@ def test_two_processes_train_the_networks_that_one_evaluates(image_folder, tmp_p
         assert row.get("nll", 0) == pytest.approx(expected.get("nll", 0), rel=1e-4)
 
 
-@pytest.mark.parametrize("name, more, others", [
-    ("mobilenet_v3_small", "--amp", "of weights DEFAULT"), ("vit_b_16", "--sn", "")])
+@pytest.mark.parametrize("name, more", [("mobilenet_v3_small", "--amp"), ("vit_b_16", "--sn")])
 def test_networks_of_torchvision(name, more, image_folder, tmp_path, monkeypatch, capsys):
     if name == "vit_b_16":  # a small one
         transformer = partial(models.VisionTransformer, 16, 4, 2, 2, 24, 48)
@@ -572,13 +494,9 @@ def test_networks_of_torchvision(name, more, image_folder, tmp_path, monkeypatch
                    "--limit-steps 1 --epochs 1")
     rows = run_script("ddu", *argv)
     assert rows[0]["n"] == 15 and run_script("ddu", *argv, "--eval") == rows
-    out = capsys.readouterr().out
     layer = "encoder.layers.encoder_layer_1.self_attention"
     line = f"{layer}.in_proj_weight, {layer}.out_proj.weight\n"
-    assert "a new head for 3 classes" in out and (line in out) == (name == "vit_b_16")
-
-
-# ---- Active learning ----------------------------------------------------------------------------
+    assert (line in capsys.readouterr().out) == (name == "vit_b_16")
 
 
 LEARN = ("--dataset dirty_glyphs --width .05 --epochs 1 --limit-steps 1 --ensemble 2 --subsample 90 "
@@ -586,44 +504,40 @@ LEARN = ("--dataset dirty_glyphs --width .05 --epochs 1 --limit-steps 1 --ensemb
 
 
 @pytest.mark.parametrize("acquisition", ddu.ACQUISITIONS)
-def test_acquisition_takes_low_densities_and_high_uncertainties_of_what_has_no_label(
+def test_low_densities_and_high_uncertainties_of_what_has_no_label_are_acquired(
         acquisition, monkeypatch):
     """With the published networks: -sn -mod for the density, and neither for the others."""
     args = ddu.options_of(acquisition, parse(f"{LEARN} {acquisition} --shrinkage"))
-    pool = ddu.load_pool(args)
-    images, labelled, _ = pool
+    images, labelled, test = ddu.load_pool(args)
     assert images.labels[labelled].bincount().tolist() == 10 * [6]
     assert images.is_ambiguous.tolist() == 90 * [False] + 600 * [True]
     is_hidden = torch.ones(len(images)).index_fill(0, labelled, 0).bool()
-    false = torch.where(is_hidden, (images.labels + 1) % 10, images.labels)
-    seen = []
+    labels = images.labels.where(~is_hidden, (images.labels + 1) % 10)  # the others are false
+    nets = []
     train = ddu.train
 
     def note_network(net, train_set, *more):
-        assert len(train_set) == 5056 and torch.equal(train_set.labels[:60], false[labelled])
-        seen.append(net)
+        assert len(train_set) == 5056 and torch.equal(train_set.labels[:60], labels[labelled])
+        nets.append(net)
         return train(net, train_set, *more)
 
     monkeypatch.setattr(ddu, "train", note_network)
-    hidden = pool._replace(images=replace(images, labels=false))
-    chosen = ddu.acquisition_step(hidden, labelled, acquisition, 1, args)["chosen"].tolist()
-    assert len(set(chosen)) == 4 and is_hidden[chosen].all()
-    nets, seen = seen, []
+    pool = ddu.Pool(replace(images, labels=labels), labelled, test)
+    chosen = ddu.acquisition_step(pool, labelled, acquisition, 1, args)["chosen"]
+    assert len(chosen.unique()) == 4 and is_hidden[chosen].all()
     assert len(nets) == (2 if acquisition in ("pe", "mi") else 1)
     for kind in (ddu.SoftSpectral, nn.LeakyReLU):
         assert bool(modules(nets[0], kind)) == (acquisition == "density")
     with torch.no_grad():
         x = torch.cat([batch.images for batch in data.Loader(images).epoch()])
         outputs = [net(x) for net in nets]
-    scores = scores_by_hand(torch.stack([z for z, _ in outputs], 1).double(), [1.0])
+    scores = scores_by_hand(torch.stack([z for z, _ in outputs], 1).double().numpy(), [1.0])
     score = scores["epistemic" if acquisition == "mi" else "total"]
     if acquisition == "density":
         z = outputs[0][1]
-        joint = scipy_joint(z[labelled], false[labelled], z, ledoit_wolf)
-        score = -special.logsumexp(joint, 1)
-    if acquisition != "random":
-        score[~is_hidden] = -math.inf
-        assert chosen == np.argsort(-score)[:4].tolist()
+        score = -special.logsumexp(scipy_joint(z[labelled], labels[labelled], z, ledoit_wolf), 1)
+    highest = np.sort(score[is_hidden])[:-5:-1]  # copies of an image tie
+    assert acquisition == "random" or score[chosen] == pytest.approx(highest)
 
 
 def test_active_learning_resumes_and_reuses_steps_of_the_same_options_alone(tmp_path):
@@ -638,7 +552,6 @@ def test_active_learning_resumes_and_reuses_steps_of_the_same_options_alone(tmp_
         name = f"{row['method']}-of{2 if row['method'] == 'pe' else 1}-seed{row['seeds'][0]}"
         steps = [common.load(root / f"{name}-{size}.pt") for size in (60, 64, 66)]
         labelled = torch.cat([pool.labelled_first, steps[0]["chosen"], steps[1]["chosen"][:2]])
-        assert len(labelled.unique()) == 66
         accuracies, fractions = content["curves"][row["method"]][row["seeds"][0] - 1]
         assert accuracies == [step["accuracy"] for step in steps]
         assert row["accuracy"] == accuracies[-1] and row["accuracy_mean"] == np.mean(accuracies)
@@ -650,7 +563,7 @@ def test_active_learning_resumes_and_reuses_steps_of_the_same_options_alone(tmp_
     assert run_script("ddu", *line.split(), "--name", "run") == rows
     for change in ("--ensemble 3", "--max-training-samples 67", "--shrinkage"):
         changed = [*line.split(), *change.split(), "--name"]
-        assert run_script("ddu", *changed, "run") == run_script("ddu", *changed, change)
+        assert run_script("ddu", *changed, "run") == run_script("ddu", *changed, change[2:])
 
 
 def test_other_test_images_and_divergence_of_active_learning_are_one_line(image_folder, tmp_path):
@@ -658,7 +571,7 @@ def test_other_test_images_and_divergence_of_active_learning_are_one_line(image_
     argv = command(tmp_path / "own", tmp_path, "--limit-steps 3 --num-initial-samples 6 "
                    "--max-training-samples 6 --active-learning random")
     with pytest.raises(common.UserError, match="random: training diverged; .* learning rate"):
-        run_script("ddu", *argv, "--lr", "1e20")
+        run_script("ddu", *argv, "--lr", "1e20", "--name", "far")
     run_script("ddu", *argv)
     (tmp_path / "own" / "test" / "ant" / "0.png").unlink()
     with pytest.raises(common.UserError, match="was made with data"):
