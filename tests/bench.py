@@ -325,7 +325,7 @@ def bench_gbnn2d():
 
         return step
 
-    adam = torch.optim.Adam(gbnn2d.parameter_groups(shared, args))
+    adam = gbnn2d.make_optimiser(shared, args)
     sgd = torch.optim.SGD(net.parameters(), 0.1, 0.9, nesterov=True)
     show(f"ResNet-18 of {len(shared.posterior.label):,} weights, {batch} images",
          best_seconds(step_of(shared, adam), step_of(net, sgd)), "deterministic", cost=True)

@@ -222,7 +222,7 @@ def row_gbnn2d(peak, folder):
     weights = gbnn2d.encode(points, label, mixture)
     show(f"mixture of {len(points):,} weights, on the CPU", f"{time.perf_counter() - start:.0f} s")
     shared = gbnn2d.RandomNetwork(net, gbnn2d.SharedGaussians(weights)).eval()
-    optimiser = torch.optim.Adam(gbnn2d.parameter_groups(shared, args))
+    optimiser = gbnn2d.make_optimiser(shared, args)
 
     def step():
         loss = F.cross_entropy(shared(images), labels) + shared.posterior.kl() / 50_000
