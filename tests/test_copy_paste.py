@@ -13,10 +13,8 @@ from torch import nn
 from torch.distributions import MultivariateNormal
 
 
-@pytest.fixture
-def method(request):
-    """The pasted section of the script that the name of the test begins with."""
-    [script] = [name for name in SCRIPTS if f"test_{name}" in request.node.name]
+def paste(script):
+    """A module with the pasted section of a script; nothing in it uses other names than its own."""
     text = (REPO / f"{script}.py").read_text()
     section = re.search(r"^# ---- Method -+\n(.*?)^# ---- ", text, re.M | re.S)[1]
     comment = re.match(r"(#.*\n)+", section)[0].replace("\n# ", " ")
@@ -35,8 +33,15 @@ def method(request):
         for step in dis.get_instructions(code):
             if step.opname == "LOAD_GLOBAL":  # also in lines that are not executed here
                 assert hasattr(module, step.argval) or hasattr(builtins, step.argval), code
-    torch.manual_seed(0)
     return module
+
+
+@pytest.fixture
+def method(request):
+    """The pasted section of the script that the name of the test begins with."""
+    [script] = [name for name in SCRIPTS if f"test_{name}" in request.node.name]
+    torch.manual_seed(0)
+    return paste(script)
 
 
 def double(*shape):

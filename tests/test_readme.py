@@ -1,0 +1,98 @@
+"""README.md: its commands, its blocks of code, its links."""
+
+import importlib
+import re
+import shlex
+
+import ddu
+import pytest
+import torch
+from conftest import REPO, SCRIPTS, run_script
+from test_copy_paste import paste
+from torchvision import models
+
+README = (REPO / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S)
+PYTHON = [block for language, block in BLOCKS if language == "python"]
+LINES = "".join(block for language, block in BLOCKS if language == "").splitlines()
+COMMANDS = [line.split(" #")[0].strip() for line in LINES if re.match("(python|torchrun) ", line)]
+
+
+def split_command(command):
+    """(name of the script, arguments) of a command of the README."""
+    words = shlex.split(command)
+    number = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    return words[number].removesuffix(".py"), words[number + 1:]
+
+
+def test_the_words_of_the_card_are_commands():
+    assert "torchrun --nproc_per_node 8 forde.py --dataset cifar100" in COMMANDS
+    assert "python ddu.py --eval" in COMMANDS
+    assert sum(line.startswith("pip install") and "pytest" in line for line in LINES) == 1  # of CI
+    assert len(COMMANDS) >= 6
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if "common.py" not in line])
+def test_every_command_is_understood(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script, argv = split_command(command)
+    args = importlib.import_module(script).parse_args(argv)
+    assert args.run_dir.parts[:2] == ("runs", script)
+
+
+def test_the_commands_for_own_images_run_one_after_another(image_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").symlink_to(image_folder)
+    (tmp_path / "new_images").symlink_to(image_folder / "unknown" / "dog")
+    torch.save(models.get_model("resnet18", num_classes=3).state_dict(), "mine.pt")
+    commands = [line for line in COMMANDS if "folder:" in line]
+    assert len(commands) == 4
+    rows = {}
+    for command in commands:
+        script, argv = split_command(command)
+        argv += ["--image-size", "32"]
+        if "--weights" not in argv:
+            argv += ["--epochs", "1"]
+            if "torchvision/resnet18" in argv:
+                argv += ["--weights", "none"]  # nothing is downloaded
+        rows[command] = run_script(script, *argv)
+    tuned, evaluated = rows[commands[1]], rows[commands[3]]
+    assert tuned == evaluated
+    folder = tmp_path / "runs" / "ddu" / "tuned"
+    header, *lines = (folder / "predictions.csv").read_text().splitlines()
+    assert len(lines) == 4
+    table = next(block for _, block in BLOCKS if block.startswith("predicted "))
+    described = [line.split()[0] for line in table.splitlines()]
+    of_ensembles = {"aleatoric", "epistemic"}
+    assert set(header.split(",")) == {"file", "label"} | set(described) - of_ensembles
+
+
+def test_the_block_of_methods_runs_as_printed():
+    namespace = {}
+    for name in SCRIPTS:
+        namespace |= vars(paste(name))
+    torch.manual_seed(0)
+    exec(PYTHON[0], namespace)
+    assert namespace["is_unknown"].all()
+    assert all(net[0].weight.grad.abs().sum() > 0 for net in namespace["nets"])
+    assert namespace["shared"](torch.zeros(2, 9)).shape == (2, 10)
+    assert namespace["z"].grad.abs().sum() > 0
+    assert namespace["uncertainties"]["epistemic"].shape == (32,)
+    torch.testing.assert_close(namespace["probs"].sum(1), torch.ones(90))
+
+
+def test_the_block_of_an_own_network_runs_as_printed(tmp_path, monkeypatch):
+    monkeypatch.setattr(ddu, "NETWORKS", dict(ddu.NETWORKS))
+    exec(PYTHON[1], {"__name__": "mine"})
+    rows = run_script("ddu", "--model", "mine", "--limit-train", 200, "--epochs", 1,
+                      "--out-dir", tmp_path)
+    assert rows[0]["n"] == 4000 and (tmp_path / "ddu" / "dirty_glyphs-mine-seed1").exists()
+
+
+def test_links_lead_to_files_and_lines_are_short():
+    paths = re.findall(r'src="([^"]+)"|\]\(([^)]+)\)', README)
+    local = ["".join(pair) for pair in paths if "://" not in "".join(pair)]
+    assert len(local) >= 6
+    for path in local:
+        assert (REPO / path).exists(), path
+    assert max(map(len, README.splitlines())) <= 120
