@@ -123,12 +123,12 @@ def convert_proxy(path, file, out_dir, options):
 
 CIFAR100 = ((0.50707516, 0.48654887, 0.44091784), (0.26733429, 0.25643846, 0.27615047))
 CIFAR = ((125.3 / 255, 123.0 / 255, 113.9 / 255), (63.0 / 255, 62.1 / 255, 66.7 / 255))
-# A batch norm that tells a network from the others: its length at --width 1, --model, the shape of
-# images, their mean and std in stages 0 and 1, and in the scripts that predict.
+# A batch norm that tells a network from the others: its length at --width 1, --model, --dataset,
+# the shape of images, their mean and std in stages 0 and 1, and in the scripts that predict.
 LAYOUTS = {
-    "conv1.1.weight": (64, "resnet18", (3, 32, 32), CIFAR100, CIFAR100),
-    "layer1.0.bn1.weight": (64, "resnet18", (3, 224, 224), data.IMAGENET, data.IMAGENET),
-    "block1.layer.0.bn2.weight": (160, "wide_resnet", (3, 32, 32), CIFAR, CIFAR100)}
+    "conv1.1.weight": (64, "resnet18", "cifar100", (3, 32, 32), CIFAR100, CIFAR100),
+    "layer1.0.bn1.weight": (64, "resnet18", "imagenet", (3, 224, 224), *[data.IMAGENET] * 2),
+    "block1.layer.0.bn2.weight": (160, "wide_resnet", "cifar100", (3, 32, 32), CIFAR, CIFAR100)}
 
 
 def prepare(path, state, options):
@@ -136,10 +136,9 @@ def prepare(path, state, options):
     found = [name for name in LAYOUTS if name in state]
     if not found:
         raise common.UserError(f"{path} is no published file")
-    length, model, shape, *statistics = LAYOUTS[found[0]]
+    length, model, dataset, shape, *statistics = LAYOUTS[found[0]]
     outputs = len(state["fc.bias"])
-    dataset = "imagenet" if shape[-1] == 224 else f"cifar{outputs}"
-    if "cifar10" in path.resolve().parts:  # its network may have 100 outputs
+    if outputs == 10 or "cifar10" in path.resolve().parts:  # which may have 100 outputs
         dataset = "cifar10"
     argv = ["--dataset", dataset, "--model", model, "--width"]
     argv += [f"{len(state[found[0]]) / length:g}"] + options
