@@ -403,7 +403,7 @@ def test_rows_and_predictions_are_those_by_hand(tmp_path):
 def command(images, out, more=""):
     """The arguments of a run on a folder of images, of a second."""
     return (f"--dataset folder:{images} --ood folder:{images}/unknown --width .05 --epochs 2 "
-            f"--batch-size 12 --image-size 16 --name run --out-dir {out} {more}").split()
+            f"--batch-size 8 --image-size 16 --weights none --name run --out-dir {out} {more}").split()
 
 
 def test_a_run_on_ones_own_images_is_evaluated_killed_and_shared(image_folder, tmp_path):
@@ -435,7 +435,7 @@ def test_networks_of_torchvision(name, more, image_folder, tmp_path, monkeypatch
     if name == "vit_b_16":  # a small one
         monkeypatch.setattr(models, "get_model", lambda *_, **__: models.VisionTransformer(
             16, 4, 2, 2, 24, 48))
-    argv = command(image_folder, tmp_path, f"--model torchvision/{name} --weights none {more}")
+    argv = command(image_folder, tmp_path, f"--model torchvision/{name} --lr .001 {more}")
     assert run_script("ddu", *argv) == run_script("ddu", *argv, "--eval")
     named = "without spectral normalisation: class_token, encoder.pos_embedding, encoder.layers."
     assert (named in capsys.readouterr().out) == (name == "vit_b_16")
