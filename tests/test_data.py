@@ -503,7 +503,7 @@ def test_damaged_images_are_skipped_in_a_prediction_and_end_a_training(size, tmp
             list(Loader(train, 6, workers=workers).epoch())
     for name in ("0.png", "2.png"):
         path.with_name(name).write_bytes(b"")
-    refuses(f"{path.parent}", load, f"folder:{path.parent}", "all", "", size)  # FAULT
+    refuses(f"{path.parent}", load, f"folder:{path.parent}", "all", "", size)
 
 
 VOCAB = (*data.SPECIAL, *"abcdeinou", *("##" + c for c in "abcdenosu"), "un", "##able", "want",
