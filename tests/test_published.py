@@ -117,7 +117,6 @@ def test_networks_of_stages_0_and_1_start_ours(stage, tmp_path, image_folder):
     [command] = convert(tmp_path, image_folder, {"x.pth": file}, "--mc", 1, "--ood", "--k0", 4,
                         "--limit-steps", 1, "--final-epochs", 0)
     rows = run_script("gbnn2d", *command[1:], "--stoch-epochs", 0, "--out-dir", tmp_path)
-    # FAULT: gbnn2d.py does not read mean and std in a file of --weights
     assert rows[0]["nll"] == pytest.approx(nll(net, image_folder, 32, published.CIFAR), 1e-4)
     if stage == 1:
         rho = [0.01 * weight.flatten() for weight in state.values() if weight.ndim in (2, 4)]
@@ -129,6 +128,9 @@ def test_networks_of_stages_0_and_1_start_ours(stage, tmp_path, image_folder):
 
 def test_members_and_students_are_evaluated(tmp_path, image_folder):
     net = models.resnet18(num_classes=3)
+    net.layer1[0].bn1.bias.data.fill_(1)
+    unchanged = published.without_biases(net.state_dict())  # ResNet-18 of gbnn2d.py for ImageNet
+    torch.testing.assert_close(unchanged, dict(net.state_dict()))
     state = {f"model.{name}": tensor for name, tensor in net.state_dict().items()}
     files = {}
     for name, options in (("s", {"loss_type": "proxy"}), ("a", {}), ("b", {})):
