@@ -20,7 +20,6 @@ import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
-import common  # noqa: E402
 import data  # noqa: E402
 import ddu  # noqa: E402
 import forde  # noqa: E402

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import pickle
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -137,16 +136,4 @@ def image_folder(tmp_path_factory):
     save_images(folder / "train", classes, 12, 40)
     save_images(folder / "test", classes, 5, 40, seed=1)
     save_images(folder / "unknown", ("dog", "eel"), 4, 40, seed=2)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def real_data(tmp_path_factory):
-    """A --data-dir with the real data sets, where they have been laid out."""
-    unpack = REPO.parent / "shared" / "data" / "unpack.py"
-    if not unpack.exists():
-        pytest.skip("no real data")
-    folder = tmp_path_factory.mktemp("real")
-    subprocess.run([sys.executable, str(unpack), str(folder)], check=True,
-                   stdout=subprocess.DEVNULL)
     return folder

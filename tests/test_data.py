@@ -3,8 +3,6 @@
 import hashlib
 import itertools
 import os
-import subprocess
-import sys
 from argparse import Namespace
 from dataclasses import replace
 from functools import partial
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import REPO, save_images
+from conftest import save_images
 from PIL import Image
 from scipy.spatial.distance import cdist
 from torchvision import transforms as T
@@ -545,7 +543,7 @@ def test_sst2_with_and_without_published_test_labels(test, tmp_path):
     assert splits_of("sst2", tmp_path, vocab=tmp_path / "vocab.txt").val.vocab == VOCAB
 
 
-def test_embedded_sentences_and_real_ones_with_the_tokens_of_googles_code(tmp_path):
+def test_embedded_sentences_have_their_shares_of_labels_and_no_unknown_words():
     for name, share, expected in (("reviews", 0.5, "ce9b19404999"),
                                   ("reviews_finance", 0, "afa710403caa")):
         train, val, test = [load_text(name, split) for split in ("train", "val", "test")]
@@ -553,10 +551,6 @@ def test_embedded_sentences_and_real_ones_with_the_tokens_of_googles_code(tmp_pa
         assert digest(torch.cat([test.tokens.long(), test.lengths])) == expected
         assert train.labels.double().mean() == pytest.approx(share, abs=0.02)
         assert train.vocab == TEXTS.vocab and not (train.tokens == 1).any()  # [UNK]
-    unpack = REPO.parent / "shared" / "data" / "unpack.py"
-    if unpack.exists():
-        subprocess.run([sys.executable, str(unpack), str(tmp_path), "sst2"], check=True)
-        assert digest(load_text("sst2", "test", tmp_path).tokens) == "506026e4a0da"
 
 
 def test_qm9_joins_its_files_by_number_and_has_the_published_split(tmp_path, monkeypatch):

@@ -1,19 +1,17 @@
-"""tests/published.py: files in published formats, made here and by the authors' own classes."""
+"""tests/published.py: files in published formats, made here."""
 
 import collections
-import subprocess
 import sys
 import types
 import typing
 from argparse import Namespace
 from dataclasses import replace
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import REPO, run_script
+from conftest import run_script
 from torch import nn
 from torchvision import models
 
@@ -216,87 +214,3 @@ def test_other_files_are_refused_in_one_line(change, said, tmp_path, monkeypatch
         common.launch(published.main)
     [line] = capsys.readouterr().err.splitlines()
     assert str(path) in line and said in line and not (tmp_path / "published").exists()
-
-
-# ---- Files of the authors' classes --------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def genuine(tmp_path_factory):
-    """A folder of fixtures, where the tool, the authors' code and what it imports are here."""
-    tool = REPO.parent / "shared" / "tools" / "published_fixtures.py"
-    code = [REPO.parent / ".mirror" / name / "repo" for name in (
-        "gfhvbjk+Anonymous", "jonasvj+OnLocalPosteriorStructureInDeepEnsembles")]
-    if not all(path.exists() for path in [tool, *code]) or not find_spec("pyro"):
-        pytest.skip("no files of the authors' classes")
-    folder = tmp_path_factory.mktemp("genuine")
-    subprocess.run([sys.executable, tool, "--all", "--gbnn", code[0], "--local", code[1], "--out",
-                    folder], check=True)
-    return folder
-
-
-def arrays_of(path):
-    """What the published code computes from a file."""
-    return {name: torch.tensor(array) for name, array in np.load(f"{path}.npz").items()
-            if array.dtype.kind in "fi"}
-
-
-@torch.no_grad()
-def test_genuine_files_of_gbnn2d(genuine, tmp_path, monkeypatch):
-    def groups(block, c_in, widths, depth):
-        return blocks(block, c_in, widths, 1 if block is gbnn2d.wide_block else depth)  # WRN-10
-
-    blocks = gbnn2d.groups_of_blocks
-    monkeypatch.setattr(gbnn2d, "groups_of_blocks", groups)
-    monkeypatch.setattr(data, "load", lambda *_: Namespace(classes=()))
-    for path in sorted(genuine.glob("gbnn/*/*.pth")):
-        arrays = arrays_of(path)
-        x = arrays["images"]
-        [command] = published.main([str(path), "--out-dir", str(tmp_path), "--device", "cpu"])
-        args = gbnn2d.parse_args(command[1:])
-        if args.load is None:
-            net = gbnn2d.make_network(args, 100, x.shape[1:]).eval()
-            assert near(net(x), arrays.get("logits", arrays.get("mean_logits")))
-            continue
-        net = gbnn2d.restore(common.load(args.load), x.shape[1:], args).eval()
-        weights = net.posterior.weights()
-        offset = torch.einsum("kpq,kq->kp", weights.factor, arrays["noise_locs"])
-        m = (weights.centre + offset)[:, 0]
-        outliers = published.read(path)["params_dict_indices"]["outliers_indices"]
-        eps = torch.zeros(len(weights.label)).index_copy(0, outliers, arrays["noise_outliers"])
-        w = gbnn2d.expand_to_weights(weights, m, torch.zeros_like(m), eps)
-        places = arrays.get("places", slice(None))
-        assert near(w[places], arrays.get("weights", arrays.get("weights_at_places")))
-        assert near(torch.func.functional_call(net.net, net.split(w), (x,)), arrays["logits"])
-
-
-@torch.no_grad()
-def test_genuine_files_of_the_study(genuine, monkeypatch):
-    like = {"painn": data.load_molecules("clusters", "train"),
-            "bert_256_4": Namespace(num_classes=2, shape=(30522,))}
-    for path in sorted(genuine.glob("local/**/*.pt")):
-        arrays = arrays_of(path)
-        studies = {}
-        published.collect(path, published.read(path), studies)
-        [((_, model), study)] = studies.items()
-        [(name, (_, _, state))] = study[1].items()
-        args = Namespace(**ARGS, model=model, width=1)
-        images = Namespace(num_classes=10, shape=(3, 32, 32))
-        net = sl.make_member(args, like.get(model, images)).eval()
-        _, of_network = published.network_of(study[1])
-        common.load_state(net, published.convert_network(of_network, net), path)
-        x = arrays.get("images", arrays.get("tokens"))
-        if model == "painn":
-            positions, molecule = arrays["positions"].double(), arrays["molecule"]
-            is_edge = (torch.cdist(positions, positions) < 5) & (molecule[:, None] == molecule)
-            edges = is_edge.fill_diagonal_(False).nonzero().T
-            x = data.Molecules(arrays["numbers"], positions.float(), molecule, *edges, 16)
-        outputs, features = net(x)
-        for key in {"mean_logits", "map_logits", "outputs", "logits"} & arrays.keys():
-            if arrays[key].ndim == 2:  # not those of samples
-                assert near(outputs.float(), arrays[key])
-        if name in ("llla", "la_nf"):
-            monkeypatch.setattr(sl, "draw_noise", lambda *_: arrays["noise"])
-            heads = published.convert_heads(name, state, sl.Member(net, 1, ""), args)
-            assert near(heads, arrays["theta"])
-            assert near(sl.head_outputs(heads, features), arrays["logits"])
