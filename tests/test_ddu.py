@@ -47,8 +47,9 @@ convolution = partial(nn.Conv2d, 4, bias=False)
 
 
 def spectral(layer, shape, coeff):
-    """A copy of a layer in float64, in training mode; its raw weight, its SoftSpectral."""
-    layer = copy.deepcopy(layer)
+    """A layer with new weights in float64; its raw weight, its SoftSpectral."""
+    torch.manual_seed(0)
+    layer.reset_parameters()
     ddu.spectral_normalise(layer, shape, coeff)
     parametrization = layer.double().parametrizations.weight
     return layer, parametrization.original, parametrization[0]
@@ -80,7 +81,7 @@ def test_sigma_is_the_norm_of_the_dense_operator(layer, shape, pixel):
     torch.testing.assert_close(layer.eval().weight, effective, rtol=1e-9, atol=0)
     layer.train()
     sigmas = [1e-3 * ((raw / layer.weight).mean().item() - eps) for _ in range(200)]
-    assert 1 - 2e-3 <= sigmas[-1] / np.linalg.norm(a, 2) <= 1 + 1e-9
+    assert 0.99 <= sigmas[-1] / np.linalg.norm(a, 2) <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("coeff", [0.1, 1000.0])  # active or not: weights are never inflated
@@ -108,8 +109,7 @@ def test_convolutions_and_linear_layers_are_normalised_and_others_are_named():
         assert torch.equal(net[0].weight, weight)  # float32 here, too
 
 
-def clusters(counts, dim, seed=0):
-    """(features [N, D] float64, labels [N]): correlated Gaussian classes, shuffled."""
+def clusters(counts, dim, seed=0):  # float64 [N, D], labels [N]: Gaussian classes, shuffled
     torch.manual_seed(seed)
     labels = torch.tensor(np.repeat(range(len(counts)), counts))[torch.randperm(sum(counts))]
     mixing = torch.eye(dim) + torch.randn(len(counts), dim, dim) / 2 / dim**0.5
@@ -193,7 +193,6 @@ def test_a_data_set_alone_is_the_papers_recipe(capsys):
     rates = [ddu.learning_rate(9 * epoch - 1, 9, 350, args) for epoch in (1, 150, 151, 250, 251)]
     assert rates == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001])
     assert learning.items() <= vars(parse("--dataset dirty_mnist --active-learning pe")).items()
-    assert parse("--dataset imagenet --model torchvision/vit_b_16").epochs == 0
     for more in ("--runs 2", "--ensemble 2"):
         with pytest.raises(SystemExit):  # the same network, several times
             parse(f"--epochs 0 {more}")
@@ -258,7 +257,6 @@ def test_networks_are_those_of_the_paper(model, options, shape, parameters, dim,
 
 
 def test_training_is_a_loop_over_shuffled_batches():
-    """Each epoch has its own order, crops and dropout masks, and weighs its images the same."""
     args = parse("--dataset cifar10 --batch-size 16 --epochs 2 --schedule one_cycle")
     train_set = data.load("glyphs", "train").select(slice(40))
     net = build("wide_resnet", 10, train_set.shape, depth=10, width=0.05, sn=True, mod=True)
@@ -293,8 +291,7 @@ def outputs_by_hand(nets, dataset):
     return torch.stack(logits, 1).double().numpy(), features[0]
 
 
-def scores_by_hand(logits, temperatures):
-    """Of an ensemble with logits [N, M, K]."""
+def scores_by_hand(logits, temperatures):  # logits [N, M, K] of an ensemble
     probs = special.softmax(logits, 2)
     total = stats.entropy(probs.mean(1), axis=1)
     return {"probs": probs.mean(1), "total": total,
@@ -388,6 +385,7 @@ def test_rows_and_predictions_are_those_by_hand(tmp_path):
     assert (root / "uncertainty.png").stat().st_size > 10_000
     lines = list(csv.DictReader((root / "predictions.csv").open()))
     assert [row["decision"] for row in lines] == ours["region"].tolist()
+    assert of_all["epistemic"].max() > 1e-3  # the members differ
     for name, values in {
             "label": ours["labels"], "predicted": ours["probs"].argmax(1),
             "log_density": -ours["density"], "density_percentile": ours["percentile"],
@@ -400,10 +398,10 @@ def test_rows_and_predictions_are_those_by_hand(tmp_path):
     assert rows[0]["n"] == 216  # 24 chose the temperature and the thresholds
 
 
-def command(images, out, more=""):
+def command(root, out, more=""):
     """The arguments of a run on a folder of images, of a second."""
-    return (f"--dataset folder:{images} --ood folder:{images}/unknown --width .05 --epochs 2 "
-            f"--batch-size 8 --image-size 16 --weights none --name run --out-dir {out} {more}").split()
+    return (f"--dataset folder:{root} --ood folder:{root}/unknown --width .05 --image-size 16 "
+            f"--epochs 2 --batch-size 12 --weights none --name run --out-dir {out} {more}").split()
 
 
 def test_a_run_on_ones_own_images_is_evaluated_killed_and_shared(image_folder, tmp_path):
@@ -430,15 +428,14 @@ def test_a_run_on_ones_own_images_is_evaluated_killed_and_shared(image_folder, t
         assert row.get("nll", 0) == pytest.approx(expected.get("nll", 0), rel=1e-4)
 
 
-@pytest.mark.parametrize("name, more", [("mobilenet_v3_small", "--amp"), ("vit_b_16", "--sn")])
+@pytest.mark.parametrize("name, more", [("shufflenet_v2_x0_5", "--amp"), ("vit_b_16", "--sn")])
 def test_networks_of_torchvision(name, more, image_folder, tmp_path, monkeypatch, capsys):
-    if name == "vit_b_16":  # a small one
+    if more == "--sn":  # a small vit_b_16
         monkeypatch.setattr(models, "get_model", lambda *_, **__: models.VisionTransformer(
             16, 4, 2, 2, 24, 48))
-    argv = command(image_folder, tmp_path, f"--model torchvision/{name} --lr .001 {more}")
+    argv = command(image_folder, tmp_path, f"--model torchvision/{name} {more}")
     assert run_script("ddu", *argv) == run_script("ddu", *argv, "--eval")
-    named = "without spectral normalisation: class_token, encoder.pos_embedding, encoder.layers."
-    assert (named in capsys.readouterr().out) == (name == "vit_b_16")
+    assert ("tion: class_token, encoder.pos_" in capsys.readouterr().out) == (more == "--sn")
 
 
 @pytest.mark.parametrize("acquisition", ddu.ACQUISITIONS)
@@ -463,6 +460,7 @@ def test_what_has_no_label_and_the_highest_scores_is_acquired(acquisition, monke
     chosen = ddu.acquisition_step(pool, labelled, acquisition, 1, args)["chosen"]
     assert len(chosen.unique()) == 4 and is_hidden[chosen].all()
     assert len(nets) == (2 if acquisition in ("pe", "mi") else 1)
+    assert len(nets) == 1 or not torch.equal(nets[0].head.weight, nets[1].head.weight)
     for kind in (ddu.SoftSpectral, nn.LeakyReLU):
         assert bool(modules(nets[0], kind)) == (acquisition == "density")
     logits, z = outputs_by_hand(nets, images)
@@ -493,6 +491,8 @@ def test_active_learning_resumes_and_reuses_steps_of_equal_options(tmp_path, mon
     for change in ("--ensemble 3", "--max-training-samples 67", "--shrinkage"):
         changed = [*line.split(), *change.split()]
         assert run_script("ddu", *changed) == run_script("ddu", *changed, "--name", change[2:])
+        for path in (root.parent / change[2:]).glob("*.pt"):
+            assert_equal_checkpoints(path, root / path.name)
     with pytest.raises(common.UserError, match="density: training diverged; use a lower learning"):
         run_script("ddu", *f"{line} --limit-steps 3 --lr 1e20 --name far".split())
     monkeypatch.setattr(ddu, "load_pool", lambda _: pool._replace(test=pool.test.select([0, 1])))
