@@ -154,16 +154,16 @@ def test_points_outside_of_95_percent_are_blends_with_the_most_probable_other_co
 
 
 def test_weights_are_clustered_and_merged():
-    """Components of few members dissolve; each weight gets the most probable merged one."""
     x = like_weights(3000)
     gradient = 1e-3 * torch.rand(3000) + 0.1 * (x[:, 0] > 0)
-    label, mixture = gbnn2d.cluster(x, gradient, 40, generator(), tau_w=0.3, min_members=30)
     is_inlier = ~gbnn2d.outlier_mask(x[:, 0], gradient, 0.3, 0.01)
     first = gbnn2d.fit_mixture(x[is_inlier], 40, generator())
     before = is_inlier.long() - 1
     before[is_inlier] = gbnn2d.assign(x[is_inlier], first)
-    keep = before[is_inlier].bincount(minlength=40) >= 30
+    members = before[is_inlier].bincount(minlength=40)
+    keep = members >= members.median()
     shared = is_inlier & keep[before]
+    label, mixture = gbnn2d.cluster(x, gradient, 40, generator(), 0.3, 0.01, members.median())
     assert torch.equal(label >= 0, shared) and 2 < keep.sum() < 40
     assert torch.equal(mixture.centre[label[shared]], first.centre[before[shared]])
     assert_close(mixture.proportion, first.proportion[keep] / first.proportion[keep].sum())
@@ -176,8 +176,9 @@ def test_weights_are_clustered_and_merged():
         assert torch.equal(after[shared], gbnn2d.assign(x[shared], expected))
         assert torch.equal(after < 0, label < 0)
     assert 1 < len(merged.centre) < len(means)
-    with pytest.raises(ValueError, match="negative or NaN"):
-        gbnn2d.cluster(x, math.nan * gradient, 40, generator())
+    for n, factor, words in ((50, 1, "none of 40 Gaussians has 21"), (3000, math.nan, "or NaN")):
+        with pytest.raises(ValueError, match=words):
+            gbnn2d.cluster(x[:n], factor * gradient[:n], 40, generator())
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
@@ -192,7 +193,7 @@ def test_distances_are_those_of_pot_and_finite_for_singular_covariances(scale):
     angle = math.pi * torch.rand(2000).double()  # POT gives NaN for lines
     lines = scale * torch.stack([angle.cos(), angle.sin(), -angle.sin(), angle.cos()], 1)
     a, b = [line[:, :, None] * line[:, None] for line in lines.split(2, 1)]
-    for t, squared in ((4 * b, 1 + 4), (0 * b, 1), (a, 0), (4 * a, 1)):
+    for t, squared in ((3 * b, 1 + 3), (0 * b, 1), (a, 0), (4 * a, 1)):
         found = gbnn2d.wasserstein(c[0], a, c[0], t) / scale
         assert_close(found**2, torch.full_like(angle, squared), rtol=0, atol=1e-7)
 
@@ -305,7 +306,6 @@ def make_module(stage):
 
 @pytest.mark.parametrize("stage, kl_weight", list(zip(gbnn2d.STAGES, (0.0, 0.0, 0.3))))
 def test_training_is_that_of_a_plain_loop(stage, kl_weight):
-    """Its history, too: kl_per_image is a mean over the epoch, also with --stoch-kl 0."""
     args = options("--augment --batch-size 16 --warm-up .25 --lr .1 --lr-mu .05 --lr-rho .2")
     module = make_module(stage)
     ours = deepcopy(module)
@@ -336,7 +336,7 @@ def test_training_is_that_of_a_plain_loop(stage, kl_weight):
             (loss + kl_weight * kl).backward()
             optimiser.step()
         found = [history[epoch][name] for name in ("loss", "kl_per_image")]
-        assert found == pytest.approx((sums / 30).tolist(), rel=1e-3)
+        assert found == pytest.approx((sums / 30).tolist(), rel=1e-3)  # means over the epoch
     assert_close(ours.state_dict(), module.state_dict(), rtol=1e-3, atol=1e-4)
 
 
@@ -355,7 +355,6 @@ def test_the_gradient_is_the_mean_magnitude_over_shuffled_batches():
 
 @pytest.mark.parametrize("stage", gbnn2d.STAGES)
 def test_rows_are_those_of_scikit_learn(stage):
-    """All batches get the same draws, of which the probabilities are averaged."""
     module = make_module(stage)
     splits = data.Splits(None, None, tiny_set(300), [tiny_set(40, "other")], None)
     row, pair = gbnn2d.evaluate(stage, module, {"bytes": 1}, splits, 5, options())
@@ -369,8 +368,8 @@ def test_rows_are_those_of_scikit_learn(stage):
         scores["aleatoric"] = stats.entropy(probs, axis=2).mean(0)
         scores["epistemic"] = scores["total"] - scores["aleatoric"]
     nll = sk.log_loss(splits.test.labels, np.mean(probs, 0)[:300])
-    expected = {"set": "tiny", "n": 300, "bytes": 1, "nll": pytest.approx(nll, rel=1e-5)}
-    assert row | expected == row and (pair["against"], len(pair)) == ("other", 5 + 4 * len(scores))
+    assert row | {"set": "tiny", "n": 300, "bytes": 1, "nll": pytest.approx(nll)} == row
+    assert (pair["against"], len(pair)) == ("other", 5 + 4 * len(scores))
     for name, score in scores.items():
         auroc = sk.roc_auc_score(np.arange(340) >= 300, score)
         assert pair[f"auroc_{name}"] == pytest.approx(auroc, abs=1e-4)
@@ -403,7 +402,8 @@ def test_rows_count_the_bytes_of_the_file_and_eval_repeats_them(story, image_fol
     for name, row in (("deterministic", deterministic), ("mean_field", mean_field)):
         assert final[f"bytes_vs_{name}"] == final["bytes"] / row["bytes"]
     assert final["bytes"] < final["file_bytes"] < final["bytes"] + 400 * len(tensors)
-    assert len(file["weights"]["centre"]) == final["gaussians"] < clustered["gaussians"] <= 30
+    gaussians = len(file["weights"]["centre"])
+    assert gaussians == final["gaussians"] == merged["gaussians"] < clustered["gaussians"] <= 30
     table = np.genfromtxt(root / "predictions.csv", delimiter=",", names=True, dtype=None)
     assert table.dtype.names[2:] == ("predicted", "confidence", "total", "aleatoric", "epistemic")
     assert (table["predicted"] == table["label"]).mean() == final["accuracy"]
@@ -414,6 +414,7 @@ def test_files_are_loaded_with_their_statistics_or_start_a_run(story, image_fold
     more = f"--weights {root}/seed1-deterministic.pt --epochs 0 --stoch-epochs 0 --final-epochs 0"
     again = run_script("gbnn2d", *command(image_folder, tmp_path, f"{more} --draw equal --runs 2"))
     assert again[:2] == rows[:2] and [row["seeds"] for row in again[::10]] == [[1], [2]]
+    assert again[8]["nll"] == again[6]["nll"] and again[18]["nll"] == again[16]["nll"]
     for path, expected in ((root, rows), (tmp_path / "gbnn2d" / "run", again[:10])):
         argv = command(image_folder, tmp_path, f"--name {path.parts[-3]} --load")
         [row, pair] = run_script("gbnn2d", *argv, path / "seed1-compressed.pt")
@@ -453,8 +454,7 @@ def test_networks_of_torchvision_and_of_ones_own(model, image_folder, tmp_path, 
     monkeypatch.setitem(gbnn2d.NETWORKS, "attention", lambda args, shape: ([net], 24))
     argv = command(image_folder, tmp_path, f"--model {model} --weights none --image-size 32 --amp")
     rows = run_script("gbnn2d", *argv, "--limit-steps", 1)
-    if model == "attention":  # no embedding is drawn
-        drawn = sum(p.numel() for p in net.parameters() if p.dim() in (2, 4))
-        assert rows[-2]["weights"] == drawn + 24 * 3  # and the head
+    drawn = sum(p.numel() for p in net.parameters() if p.dim() in (2, 4))  # not embeddings
+    assert model != "attention" or rows[-2]["weights"] == drawn + 24 * 3  # and the head
     [row, _] = run_script("gbnn2d", *argv, "--load", tmp_path / "gbnn2d/run/seed1-compressed.pt")
     assert row | {"method": "final"} == rows[-2]
