@@ -36,7 +36,7 @@ def seeded():
 def like_weights(n):
     """Points (mu, sigma) [n, 2] as a network's: heavy tails, sigma grows with |mu|."""
     mu = 0.05 * double(n) * double(n).abs().sqrt()
-    return torch.stack([mu, 1e-3 * (0.3 * double(n)).exp() + 0.05 * mu.abs()], 1)
+    return torch.stack([mu, 4e-2 * (0.3 * double(n)).exp() + 0.05 * mu.abs()], 1)
 
 
 def dense_log_joint(x, mixture):
