@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import runpy
 import signal
 import sys
@@ -436,8 +437,9 @@ def test_common_as_a_program_pools_what_runs_report(tmp_path, capsys):
         assert run.report(rows, ["accuracy"], curve=[1]) == rows
     table = capsys.readouterr().out.split("\n\n")[-2]
     assert table == "method  set  n   seeds  accuracy\nm       t    10  2      0.1"
-    assert json.loads((run.dir / "results.json").read_text()) == {
-        "script": "x", "columns": ["accuracy"], "rows": rows, "curve": [1]}
+    content = json.loads((run.dir / "results.json").read_text())
+    assert content.pop("settings").items() >= {"lr": 0.25, "seed": None}.items()
+    assert content == {"script": "x", "columns": ["accuracy"], "rows": rows, "curve": [1]}
     assert (run.dir / "results.csv").read_text() == (
         "method,seeds,set,n,accuracy,nll,against\nm,10 20,t,10,0.1,0.25,\nm,10,t,10,,,o_d\n")
     folders = [str(run.dir), str(run.dir).replace("seed10", "seed9"), str(tmp_path / "unfinished")]
@@ -451,6 +453,12 @@ def test_common_as_a_program_pools_what_runs_report(tmp_path, capsys):
     common.main([*folders, "--metrics", "nll", "--latex"])
     single, pairs = capsys.readouterr().out.split("\n\n")
     assert r"x/digits-small & m & t & 10 & 4 & 0.25 $\pm$ 0 \\" in single and r"o\_d" in pairs
+    other = train(tmp_path, "--seed", 11, "--lr", 0.5)  # other settings are no other seed
+    other.report(rows, ["accuracy"])
+    capsys.readouterr()
+    common.main([*folders[:2], str(other.dir)])
+    assert re.findall(r"\n(\S+) .* (\d) +0", capsys.readouterr().out) == [
+        ("x/digits-small", "4"), (str(other.dir), "2")]
     child = Child(tmp_path, print_without_a_reader, str(run.dir))
     assert child.wait() == -signal.SIGPIPE and child.err.read_text() == ""
 

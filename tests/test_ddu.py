@@ -3,6 +3,7 @@
 import copy
 import csv
 import gc
+import json
 import math
 import shutil
 from dataclasses import replace
@@ -161,7 +162,7 @@ def test_what_has_no_covariance_is_refused():
     with pytest.raises(ValueError, match=r"class 2 has 1 example\(s\); a covariance needs two"):
         ddu.ClassGaussians(z, y, 3)
     z[y > 0] = 7.0
-    with pytest.raises(ValueError, match="singular: a feature is constant, or NaN"):
+    with pytest.raises(ValueError, match="singular: its examples are equal, or NaN"):
         list(ddu.ClassGaussians(z, y.clamp(max=1), 2))
 
 
@@ -197,6 +198,9 @@ def test_a_data_set_alone_is_the_papers_recipe(capsys):
         with pytest.raises(SystemExit):  # the same network, several times
             parse(f"--epochs 0 {more}")
     assert capsys.readouterr().err.count("--epochs 0 evaluates one network") == 2
+    for acquisition, sn in (("density", True), ("random", False)):
+        options = ddu.options_of(acquisition, parse(f"--active-learning {acquisition} --no-mod"))
+        assert (options.sn, options.mod) == (sn, False)
 
 
 def build(model, num_classes, shape, device="cpu", depth=28, **options):
@@ -469,6 +473,18 @@ def test_what_has_no_label_and_the_highest_scores_is_acquired(acquisition, monke
         score = -special.logsumexp(scipy_joint(z[labelled], labels[labelled], z, ledoit_wolf), 1)
     highest = np.sort(score[is_hidden])[:-5:-1]  # copies of an image tie
     assert acquisition == "random" or score[chosen] == pytest.approx(highest)
+
+
+@pytest.mark.parametrize("first, last, sizes", [(25, 32, [20, 25, 30, 32]), (5, 12, [10, 12]),
+                                                (40, 3, [40]), (5, 800, [*range(10, 651, 5)])])
+def test_the_numbers_of_labels_are_those_of_the_labelled_images(first, last, sizes, tmp_path,
+                                                                monkeypatch):
+    monkeypatch.setattr(ddu, "label_step_by_step", lambda *more: ([1.0], []))
+    [row] = run_script("ddu", *f"{LEARN} random --num-initial-samples {first} --subsample 50 "
+                       f"--acquisition-batch-size 5 --max-training-samples {last} --name run "
+                       f"--out-dir {tmp_path}".split())
+    found = json.loads((tmp_path / "ddu" / "run" / "results.json").read_text())["sizes"]
+    assert found == sizes and row["labels"] == sizes[-1]
 
 
 def test_active_learning_resumes_and_reuses_steps_of_equal_options(tmp_path, monkeypatch):

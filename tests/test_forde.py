@@ -222,7 +222,7 @@ def test_blocks_are_padded_and_ordered_as_published(size, c_out, stride):
     assert_close(block(x), h + (plain_conv(start, last[0], stride) if last else x))
 
 
-def test_networks_start_as_published_each_from_weights_of_its_own():
+def test_networks_start_as_published_each_from_weights_of_its_own(tmp_path):
     args = options("--model resnet9 --width .5")
     nets = forde.make_ensemble(args, 1, 10, (3, 32, 32))
     assert not torch.equal(nets[0].backbone[0].weight, nets[1].backbone[0].weight)
@@ -232,6 +232,12 @@ def test_networks_start_as_published_each_from_weights_of_its_own():
             assert (p == (p.ndim == 1 and name.endswith("weight"))).all(), name
         elif p.numel() > 30_000:  # cut at two standard deviations
             assert 1.99 < unit.abs().max() <= 2.0001 and abs(unit.std() - 0.8796) < 0.012
+    nn.init.ones_(nets[0].head.weight)
+    torch.save(nets[0].state_dict(), tmp_path / "file.pt")
+    for epochs in (0, 1):  # members that start from one file differ by new heads
+        trained = options(f"--model resnet9 --width .5 --weights {tmp_path}/file.pt --epochs {epochs}")
+        head = forde.make_network(trained, 10, (3, 32, 32)).head
+        assert (head.weight == 1).all().item() == (epochs == 0)
     args.width = 1
     for args.model, classes, size in (("resnet18", 100, 11_220_132), ("wrn_16_4", 10, 2_748_890),
                                       ("preact_resnet18", 200, 11_269_640)):

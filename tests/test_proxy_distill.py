@@ -418,3 +418,7 @@ def test_networks_of_torchvision_and_of_ones_own(model, image_folder, tmp_path, 
     members = sorted((tmp_path / "proxy_distill" / "run").glob("member*.pt"))
     again = run_script("proxy_distill", *argv, "--name", "files", "--ensemble-paths", *members)
     assert again == rows
+    if model != "attention":
+        with pytest.raises(common.UserError, match="1000 classes, not 3"):
+            run_script("proxy_distill", *argv, "--name", "random", "--members", 1, "--losses",
+                       "--member-epochs", 0)
