@@ -235,8 +235,8 @@ def test_networks_start_as_published_each_from_weights_of_its_own(tmp_path):
     nn.init.ones_(nets[0].head.weight)
     torch.save(nets[0].state_dict(), tmp_path / "file.pt")
     for epochs in (0, 1):  # members that start from one file differ by new heads
-        trained = options(f"--model resnet9 --width .5 --weights {tmp_path}/file.pt --epochs {epochs}")
-        head = forde.make_network(trained, 10, (3, 32, 32)).head
+        argv = f"--model resnet9 --width .5 --weights {tmp_path}/file.pt --epochs {epochs}"
+        head = forde.make_network(options(argv), 10, (3, 32, 32)).head
         assert (head.weight == 1).all().item() == (epochs == 0)
     args.width = 1
     for args.model, classes, size in (("resnet18", 100, 11_220_132), ("wrn_16_4", 10, 2_748_890),
