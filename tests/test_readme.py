@@ -67,6 +67,24 @@ def test_the_commands_for_own_images_run_one_after_another(image_folder, tmp_pat
     assert set(header.split(",")) == {"file", "label"} | set(described) - of_ensembles
 
 
+SHORT = {"ddu": "", "forde": "--members 2", "gbnn2d": "--stoch-epochs 1 --final-epochs 1 --mc 2",
+         "proxy_distill": "--members 2 --member-epochs 1 --mimo-epochs 1 --mimo 2",
+         "swag_laplace_ensembles": "--members 2 --samples 4 --val-samples 2 --swag-epochs 2"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_images_of_more_than_64_pixels_stay_in_their_files(script, image_folder, tmp_path):
+    unknown = f"folder:{image_folder}/unknown"
+    argv = (f"--dataset folder:{image_folder} --image-size 72 --width .05 --epochs 1 --augment "
+            f"--batch-size 12 --limit-steps 1 --ood {unknown} --predict {unknown} --name run "
+            f"--workers 0 --out-dir {tmp_path} {SHORT[script]}").split()
+    rows = run_script(script, *argv)
+    assert len([row for row in rows if "against" in row]) > 0
+    assert run_script(script, *argv, "--eval") == rows
+    lines = (tmp_path / script / "run" / "predictions.csv").read_text().splitlines()
+    assert len(lines) == 9
+
+
 def test_the_block_of_methods_runs_as_printed():
     namespace = {}
     for name in SCRIPTS:
