@@ -136,7 +136,11 @@ def row_forde(peak, folder):
         def step(is_forde=True):
             repulsion = 0.0
             if is_forde:
-                logits, repulsion = forde.logits_and_repulsion(nets, batch, A, args)
+                logits, g = forde.member_gradients(nets, batch, args)
+                s = forde.unit_rows(g)
+                if A is not None:
+                    s = s @ A
+                repulsion = forde.repulsion(forde.log_kernel(s))
             else:
                 logits = forde.member_logits(nets, batch.images, args)
             loss = members * F.cross_entropy(logits.flatten(0, 1), labels) + repulsion
@@ -181,7 +185,7 @@ def row_ddu(peak, folder):
     labels = torch.arange(len(z), device=DEVICE) % classes
     queries = torch.randn(size(50_000, 100), dim)
     seconds = seconds_of(
-        lambda: ddu.log_density(ddu.ClassGaussians(z, labels, classes), queries), 1, 0)
+        lambda: ddu.class_log_densities(z, labels, classes, [queries]), 1, 0)
     show(f"DDU's densities, {classes} classes x {dim}, {len(queries):,} queries",
          f"{seconds:.1f} s")
 
@@ -203,7 +207,11 @@ def row_proxy_distill(peak, folder):
                 of_members = [member.eval()(images) for member in members]
         ensemble = proxy_distill.ensemble_statistics(torch.stack(of_members))
         loss = proxy_distill.rkl_proxy_loss(logits, ensemble).mean()
-        proxy_distill.update(optimiser, loss, 0.01)
+        for group in optimiser.param_groups:
+            group["lr"] = 0.01
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
 
     show("a student's step, ten teachers, ResNet-50, 224 x 224, --amp",
          f"{len(images) / seconds_of(step, 5):,.0f} images/s")

@@ -182,7 +182,7 @@ def parse(folder, *argv):
     parser.training("--smooth", action=BooleanOptionalAction, default=True, help="smooth")
     parser.other("--methods", nargs="+", default=["a"], help="methods")
     argv = [*map(str, argv), "--out-dir", str(folder), "--device", "cpu"]
-    return parser.parse(argv, parser.look(argv)[1])
+    return parser.parse(argv, lambda args: RECIPES[args.dataset.split(":")[0]])
 
 
 def test_a_data_set_chooses_its_recipe_and_the_command_line_wins(tmp_path):

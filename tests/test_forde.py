@@ -266,7 +266,7 @@ def test_training_is_that_of_a_plain_loop(method):
         net.backbone.append(nn.Dropout(0.3))
     rows = []
     run = Namespace(resume=lambda *_, **__: rows, save=lambda *_, **__: None)
-    forde.train(nets, train_set, method, args, 7, run)
+    forde.train(nets, train_set, method, args, 7, run, "name")
     X = ((train_set.images / 255 - 0.5) / 0.3).flatten(1).double()
     values, A = torch.linalg.eigh(X.T @ X / 19)
     alpha = {"forde_pca": 1, "forde_tuned": 0.3}.get(method, 0)
@@ -289,7 +289,7 @@ def test_training_is_that_of_a_plain_loop(method):
         (cross_entropy + R).backward()
         optimiser.step()
     for row, of_epoch in zip(rows, (losses[:2], losses[2:]), strict=True):
-        assert [row["loss"], row["repulsion"]] == pytest.approx(np.mean(of_epoch, 0), rel=1e-4)
+        assert [row["cross_entropy"], row["repulsion"]] == pytest.approx(np.mean(of_epoch, 0), rel=1e-4)
     states = [[value for name, value in own.state_dict().items() if "num" not in name]
               for own in (nets, plain)]
     assert_close(*states, rtol=1e-3, atol=1e-4)
@@ -301,7 +301,11 @@ def test_rows_are_those_of_scikit_learn(monkeypatch):
     monkeypatch.setattr(data, "corrupted_sets", lambda *_: copies)
     splits = data.Splits(None, None, test, [other], None)
     nets, _ = make_nets()
-    row, pair = forde.evaluate(nets, "forde_pca", 5, splits, options())
+    monkeypatch.setattr(forde, "make_ensemble", lambda *_: nets)
+    monkeypatch.setattr(forde, "train", lambda *_: None)
+    splits = splits._replace(train=test)
+    all_rows, severities = forde.run_seed(splits, options("--methods forde_pca"), 5, None)
+    row, pair, mean = all_rows
     pairs = [(0, 1), (0, 2), (1, 2)]
     scores = []
     expected = []
@@ -320,7 +324,8 @@ def test_rows_are_those_of_scikit_learn(monkeypatch):
     assert {name: row[name] for name in expected[0]} == pytest.approx(expected[0], rel=1e-4)
     auroc = sk.roc_auc_score(np.arange(50) >= 30, np.concatenate(scores[:2]))
     assert pair["auroc_epistemic"] == pytest.approx(auroc, abs=0.01) and pair["against"] == "other"
-    rows = forde.evaluate_shift(nets, "forde_pca", 5, splits, options())
+    assert severities[0] is row
+    rows = severities[1:] + [mean]
     for found, of in zip(rows, (expected[2:4], expected[4:], expected[2:]), strict=True):
         for name in expected[0]:
             assert found[name] == pytest.approx(np.mean([v[name] for v in of]), rel=1e-4)

@@ -55,7 +55,7 @@ def make_members(b=2, k=4, spread=0.5):
 
 def loss_and_gradient(loss, z, ensemble, m=1.0, t=1.0):
     z = z.clone().requires_grad_()
-    losses = pd.distillation_loss(loss, z, ensemble, m, t)
+    losses = pd.LOSSES[loss](z, ensemble, m, t)
     return losses.detach(), torch.autograd.grad(losses.sum(), z)[0]
 
 
@@ -92,7 +92,7 @@ def test_the_optimum_of_the_reverse_kl_is_the_mean_prediction_with_precision_b(t
 @pytest.mark.parametrize("size, m", [(50.0, 1), (2000.0, 1), (2000.0, 0)])
 def test_a_logit_beyond_the_clamp_has_a_gradient_that_pulls_it_back(loss, size, m):
     z = torch.tensor([[size, 0, 1], [-size, size, 3]])
-    assert all(values.isfinite().all() for values in pd.student_predictions(z).scores.values())
+    assert all(values.isfinite().all() for values in pd.student_predictions(z)[1].values())
     ensemble = pd.ensemble_statistics(make_members(k=3))
     losses, gradient = loss_and_gradient(loss, z, ensemble, m)
     assert losses.isfinite().all() and gradient.isfinite().all()  # in float32
@@ -107,10 +107,10 @@ def test_members_with_probability_0_give_finite_losses_and_scores(loss, m, t):
     logits[0, 0, 0] = logits[1, 0, 1] = 1000  # all other probabilities are 0
     logits[:, :, 39] = 0 if loss == "dirichlet_likelihood" else -math.inf
     ensemble = pd.ensemble_statistics(logits)
-    scores = pd.ensemble_predictions(ensemble).scores
+    _, scores = pd.ensemble_predictions(ensemble)
     assert [scores["rmi"].item(), scores["epistemic"].item()] == pytest.approx(
         [1000 / 2 - math.log(2), math.log(2)])
-    assert all(v.isfinite().all() for v in pd.proxy_predictions(ensemble).scores.values())
+    assert all(v.isfinite().all() for v in pd.proxy_predictions(ensemble)[1].values())
     losses, gradient = loss_and_gradient(loss, torch.randn(1, 40), ensemble, m, t)
     assert losses.isfinite().all() and gradient.isfinite().all()
 
@@ -125,10 +125,10 @@ def test_uncertainties_of_an_ensemble_are_loops_over_pairs_of_members(spread):
     epkl = np.mean([stats.entropy(a, b, axis=-1) for a in p for b in p], 0)
     rmi = np.mean([stats.entropy(pi, a, axis=-1) for a in p], 0)
     ensemble = pd.ensemble_statistics(logits.requires_grad_())
-    predictions = pd.ensemble_predictions(ensemble)
+    predictions = common.Predictions(*pd.ensemble_predictions(ensemble))
     expected = [1 - pi.max(-1), total, aleatoric, total - aleatoric, epkl, rmi]
     np.testing.assert_allclose(torch.stack([*predictions.scores.values()]), expected, 1e-9, 1e-14)
-    proxy = pd.proxy_predictions(ensemble)
+    proxy = common.Predictions(*pd.proxy_predictions(ensemble))
     np.testing.assert_allclose(proxy.scores["epkl"], 2 * rmi + 2.0**-23, rtol=1e-7)
     for found in (predictions, proxy):
         np.testing.assert_allclose(found.log_probs, np.log(pi), rtol=1e-9)
@@ -145,8 +145,8 @@ def test_uncertainties_of_a_student_are_integrals_over_the_marginals_of_its_diri
     total = stats.entropy(mean)
     expected = [1 - mean.max(), total, -p_log_p.sum(), total + p_log_p.sum(),
                 (p_log_p - mean * log_p).sum(), (mean * (np.log(mean) - log_p)).sum()]
-    predictions = pd.student_predictions(torch.tensor([alpha]).double().log())
-    np.testing.assert_allclose([*predictions.scores.values()], np.c_[expected], rtol=1e-6)
+    _, scores = pd.student_predictions(torch.tensor([alpha]).double().log())
+    np.testing.assert_allclose([*scores.values()], np.c_[expected], rtol=1e-6)
 
 
 @pytest.mark.parametrize("n, subnetworks, more", [(128, 2, ()), (70, 2, (3, 0.5)), (99, 3, (1, 0))])
@@ -198,7 +198,7 @@ def test_learning_rates():
     rates = [pd.learning_rate(7 * epoch, 7, 120, args) for epoch in (0, 39.9, 40, 79.9, 80, 106)]
     assert rates == pytest.approx([0.8, 0.8, 0.08, 0.08, 0.008, 0.0008])
     assert pd.learning_rate(6, 7, 1, args) == 0.8  # not a thousandth of it
-    args.schedule = "one_cycle"
+    args.schedule = "cosine"
     rates = [pd.learning_rate(step, 10, 10, args) for step in range(100)]
     np.testing.assert_allclose(rates[:20], 0.8 * np.arange(1, 21) / 21)
     np.testing.assert_allclose(rates[20:], 0.4 + 0.4 * np.cos(np.pi * np.arange(80) / 80))
@@ -222,20 +222,42 @@ def make_spy(args, num_classes, shape):
     return net
 
 
+class StandingStill:
+    """An optimiser that notes the gradient of the weights, the rate and the seed at each step."""
+
+    def __init__(self, net, steps):
+        self.weight = next(net.parameters())
+        self.steps = steps
+        self.param_groups = [{}, {}]
+
+    def zero_grad(self):
+        self.weight.grad = None
+
+    def step(self):
+        [lr] = {group["lr"] for group in self.param_groups}
+        self.steps.append((self.weight.grad.clone(), lr, torch.initial_seed()))
+
+
+def gradient_of_weights(loss_of, x, logits):
+    """Of a linear layer with inputs x [b, D], from a loss that is a function of its logits."""
+    z = logits.clone().requires_grad_()
+    [by_z] = torch.autograd.grad(loss_of(z), z)
+    return by_z.flatten(1).T @ x
+
+
 @pytest.fixture
 def spied(monkeypatch):
-    """Sets with noise, four spies that "train" for two epochs, (loss, rate, seed) of each step."""
+    """Sets with noise, four spies that "train" for two epochs, (gradient, rate, seed) of steps."""
     steps = []
     monkeypatch.setattr(pd, "make_network", make_spy)
-    monkeypatch.setattr(pd, "update", lambda _, loss, lr: steps.append(
-        (loss.detach(), lr, torch.initial_seed())))
+    monkeypatch.setattr(pd, "make_optimiser", lambda net, args: StandingStill(net, steps))
     sets = data.Splits(grey("train"), None, grey("test"), [grey("one"), grey("two")], None)
     monkeypatch.setattr(data, "load_splits", lambda *_, **__: sets)
     run = Namespace(resume=lambda *_, **__: [], save=lambda *_, **__: None)
     splits = pd.load_splits(options())
-    networks = pd.train_networks(splits, 5, options(), run)
-    assert [trained.seeds for trained in networks] == [[5], [6], [5], [5, 6]]
-    return splits, [trained.net for trained in networks], steps
+    networks = pd.train_networks(splits.train, options(), 5, run)
+    assert [seeds for _, seeds in networks] == [(5,), (6,), (5,), (5, 6)]
+    return splits, list(networks.values()), steps
 
 
 def test_no_noise_and_no_order_is_used_twice(spied):
@@ -259,53 +281,62 @@ def test_each_step_minimises_the_loss_of_what_a_network_sees(spied):
     """Members see labels, and what the student sees; MIMO has 2 --batch-size labels in a step."""
     _, (first, second, mimo, student), steps = spied
     seen = [*first.seen[:6], *second.seen[:6], *mimo.net.seen]
-    for (_, numbers, logits), (loss, *_) in zip(seen, steps):
-        torch.testing.assert_close(loss, F.cross_entropy(logits.view(-1, 3), numbers % 3))
+    for (x, numbers, logits), (gradient, *_) in zip(seen, steps):
+        expected = gradient_of_weights(
+            lambda z: F.cross_entropy(z.view(-1, 3), numbers % 3), x, logits)
+        torch.testing.assert_close(gradient, expected)
     for number, (x, _, logits) in enumerate(student.seen, 6):
         of_members = [net.seen[number] for net in (first, second)]
         assert torch.equal(x, of_members[0][0]) and torch.equal(x, of_members[1][0])
         ensemble = pd.ensemble_statistics(torch.stack([z for _, _, z in of_members]))
-        expected = pd.rkl_proxy_loss(logits, ensemble, 0.5, 0.7).mean()
+        expected = gradient_of_weights(
+            lambda z: pd.rkl_proxy_loss(z, ensemble, 0.5, 0.7).mean(), x, logits)
         torch.testing.assert_close(steps[number + 18][0], expected)
-    assert pd.make_loader(grey("train"), 4, 1, 0, options("--augment")).augment == "crop_flip"
+    assert pd.make_loader(grey("train"), 4, 0, options("--augment"), 1).augment == "crop_flip"
     rates = [pd.learning_rate(step, 3, 2, options()) for step in range(6)]
     of_mimo = [2 * pd.learning_rate(step, 6, 2, options()) for step in range(12)]
     assert [lr for _, lr, _ in steps] == [*rates, *rates, *of_mimo, *rates]
 
 
-def test_rows_are_those_of_scikit_learn_and_labels_of_imagenet_a_are_among_its_classes():
+def test_rows_are_those_of_scikit_learn_and_labels_of_imagenet_a_are_among_its_classes(monkeypatch):
     """Logits are restricted before the softmax; uncertainties are those of all classes."""
-    names = [("member", [7]), ("member", [8]), ("mimo", [7]), ("student_rkl_proxy", [7, 8]),
-             ("student_forward_kl", [7, 8])]
-    networks = [pd.Trained(*name, None) for name in names]
-    names[2:2] = [("proxy", [7, 8]), ("ensemble", [7, 8])]
+    keys = [("member", (7,)), ("member", (8,)), ("mimo", (7,)), ("student_rkl_proxy", (7, 8)),
+            ("student_forward_kl", (7, 8))]
+    names = [*keys[:2], ("proxy", (7, 8)), ("ensemble", (7, 8)), *keys[2:]]
     classes_of = {"imagenet": tuple("abcde"), "imagenet_a": ("b", "d"), "imagenet_o": ("b", "d")}
     test, *ood = [grey(name, labels=torch.arange(90) % len(classes), classes=classes)
                   for name, classes in classes_of.items()]
-    outputs = [[2 * torch.randn(90, *shape, 5) for shape in ((), (), (2,), (), ())]
+    outputs = [dict(zip(keys, [2 * torch.randn(90, *shape, 5) for shape in ((), (), (2,), (), ())]))
                for _ in classes_of]
-    results = [pd.predict(networks, logits) for logits in outputs]
-    rows = pd.evaluate(networks, outputs, results, data.Splits(None, None, test, ood, None),
-                       Namespace(dataset="imagenet"))
-    blocks = [rows[start:start + 7] for start in range(0, len(rows), 7)]
-    assert [(block[0]["set"], block[0].get("against")) for block in blocks] == [
-        ("imagenet", None), ("imagenet_a", None), ("imagenet", "imagenet_a"),
-        ("imagenet", "imagenet_o")]  # the folders of ImageNet-O are no labels
+    results = [pd.predict(of_set) for of_set in outputs]
+    assert [list(of_set) for of_set in results] == [names] * 3
+    splits = data.Splits(test, None, test, ood, None)
+    of_sets = iter(outputs)
+    monkeypatch.setattr(pd, "train_networks", lambda *_: None)
+    monkeypatch.setattr(pd, "compute_outputs", lambda *_: next(of_sets))
+    args = options("--dataset imagenet --no-plot --shift none")
+    rows = pd.run_seed(splits, args, 7, None)
+    found = [(row["set"], row.get("against")) for row in rows]
+    pairs = [("imagenet", None), ("imagenet", "imagenet_a"), ("imagenet", "imagenet_o")]
+    assert found == 7 * pairs + 7 * [("imagenet_a", None)]  # folders of ImageNet-O are no labels
+    blocks = [rows[0:21:3], rows[21:], rows[1:21:3], rows[2:21:3]]
     for number, dataset, classes in ((0, test, [0, 1, 2, 3, 4]), (1, ood[0], [1, 3])):
-        one, two, mimo, *students = [z[..., classes].double().softmax(-1) for z in outputs[number]]
+        one, two, mimo, *students = [z[..., classes].double().softmax(-1)
+                                     for z in outputs[number].values()]
         probs = [one, two, (one + two) / 2, (one + two) / 2, mimo.mean(1), *students]
-        for row, pair, (kind, seeds), p, inside, outside in zip(
-                blocks[number], blocks[3], names, probs, results[number], results[2], strict=True):
+        for row, pair, name, p in zip(blocks[number], blocks[3], names, probs, strict=True):
+            kind, seeds = name
+            inside, outside = results[number][name], results[2][name]
             assert row["method"] == pair["method"] == pd.METHODS[kind]
-            assert row["seeds"] == pair["seeds"] == seeds
+            assert row["seeds"] == pair["seeds"] == list(seeds)
             assert ("prr_rmi" in row) == (kind not in ("member", "student_forward_kl"))
             wrong = p.argmax(1) != dataset.labels
             assert row["accuracy"] == pytest.approx(1 - wrong.double().mean().item())
             assert row["nll"] == pytest.approx(F.nll_loss(p.log(), dataset.labels).item())
-            for score, values in inside.predictions.scores.items():
+            for score, values in inside.scores.items():
                 assert row[f"prr_{score}"] == pytest.approx(2 * roc_auc_score(wrong, values) - 1)
                 if number == 0:
-                    both = torch.cat([values, outside.predictions.scores[score]])
+                    both = torch.cat([values, outside.scores[score]])
                     auroc = roc_auc_score(90 * [0] + 90 * [1], both)
                     assert pair[f"auroc_{score}"] == pytest.approx(auroc)
 
@@ -319,10 +350,11 @@ def test_rows_of_corruptions_are_means_over_the_first_15_published_kinds(shift, 
     sets = [grey("test", images=logits, std=(0.1,)) for logits in images]
     copies = map(partial(data.Corruption, "c"), ("fog", "snow", "saturate"), (1, 1, 1), sets)
     monkeypatch.setattr(data, "corrupted_sets", lambda *_: copies)
-    row, pair = pd.evaluate_shift([pd.Trained("member", [7], nn.Flatten())], [torch.randn(12, 3)],
+    key = ("member", (7,))
+    row, pair = pd.evaluate_shift({key: nn.Flatten()}, {key: torch.randn(12, 3)},
                                   data.Splits(None, None, sets[0], [], None), args)
     if shift == "published":  # whose files have no noise yet
-        sets = [pd.with_noise(dataset, 2, args) for dataset in sets[:2]]
+        sets = [pd.with_noise(dataset, args, 2) for dataset in sets[:2]]
     nll = [F.cross_entropy(dataset.images.flatten(1) / 25.5, dataset.labels) for dataset in sets]
     assert row["nll"] == pytest.approx(np.mean(nll), rel=1e-5) and row["prr_total"] is None
     assert (row["set"], row["n"], row["seeds"]) == ("c", 12 * len(sets), [7])

@@ -275,7 +275,7 @@ def test_networks_are_those_of_the_best_epoch_of_half_a_cosine(opt, make, linear
     monkeypatch.setattr(sl, "validation_lpd", lambda *_: next(lpds))
     rates = [0.25 + 0.25 * math.cos(math.pi * epoch / 4) for epoch in range(4)]
     weights = descend(member.net, splits.train, rates, make)
-    close(weights_of(sl.train_map(splits, 7, args, run)), weights[2], 1e-4, 1e-6)
+    close(weights_of(sl.train_map(splits, args, 7, run)), weights[2], 1e-4, 1e-6)
 
 
 def swag_networks(iterates, count, member, args):
@@ -431,16 +431,18 @@ def test_rows_are_those_of_stored_networks(kind, study):
 
     @cache
     def stored(method, seed, dataset):
-        net = sl.train_map(splits, seed, args, run)
+        net = sl.train_map(splits, args, seed, run)
         member = sl.Member(net, seed, sl.name_member(net, seed))
-        posterior = sl.fit_posterior(member, method, splits, args, run)
         samples = [weights_of(net)]
-        if method == "swa":
-            samples = [posterior.mean(0)]
-        elif method == "swag":
-            samples = swag_networks(posterior, args.samples, member, args)
+        if method in ("swa", "swag"):
+            rates = common.load(root / f"{member.name}-sgd.pt")
+            iterates = sl.sgd_iterates(member, rates[method], splits, args, run)
+            samples = [iterates.mean(0)]
+            if method == "swag":
+                samples = swag_networks(iterates, args.samples, member, args)
         elif method != "map":
-            samples = [torch.cat([samples[0][:-len(head)], head]) for head in posterior]
+            heads = common.load(root / f"{member.name}-heads-7.pt")[method]
+            samples = [torch.cat([samples[0][:-len(head)], head]) for head in heads]
         [batch] = sl.make_loader(dataset, len(dataset), args).epoch()
         outputs = []
         for weights in samples:
@@ -513,7 +515,7 @@ def test_two_processes_equal_one_without_batch_norm(image_folder, tmp_path):
     rows, _ = run_ranks(tmp_path, run_sl, *argv)
     one = [row["lpd"] for row in run_sl(*argv, "--name", "one")]
     close([row["lpd"] for row in rows], one, 1e-3)
-    assert [row["seeds"] for row in rows if row["k"] == 2] == 5 * [[1, 2], [3, 4]]
+    assert [row["seeds"] for row in rows if row["k"] == 2] == 5 * [[1, 2]] + 5 * [[3, 4]]
 
 
 def test_files_of_networks_and_sets_of_any_name(study, image_folder, tmp_path):
