@@ -369,7 +369,8 @@ def convert_study(dataset, model, study, out_dir, options):
             common.load_state(net, convert_network(state, net), path)
             save(net.state_dict(), target, path)
         members.append(swag.Member(net, number, swag.name_member(net, number)))
-    run = common.Run(args, data.fingerprint(splits.train, splits.val), args.map_paths)
+    run = common.Run(args, data.fingerprint(splits.train, splits.val),
+                     data.fingerprint(splits.test), args.map_paths)
     for member, seed in zip(members, seeds):
         rates = {}
         heads = {}

@@ -305,7 +305,7 @@ def test_files_are_read_without_running_code_or_refused_in_one_line(tmp_path):
 
 def train(folder, *argv, dataset="d", files=(), second_loss=None):
     """A small training, as the scripts write it; returns its Run."""
-    run = common.Run(parse(folder, *argv), dataset, files)
+    run = common.Run(parse(folder, *argv), dataset, "test", files)
     common.seed_all(0)
     run.net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 1))
     optimiser = torch.optim.SGD(run.net.parameters(), lr=0.05, momentum=0.9)

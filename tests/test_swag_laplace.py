@@ -245,7 +245,7 @@ def linear(tmp_path, monkeypatch):
     splits = data.Splits(whole.select(slice(24)), whole.select(slice(24, 36)), None, [], None)
     common.seed_all(7)
     member = sl.Member(sl.make_member(args, splits.train), 7, "name")
-    return splits, args, common.Run(args, "x"), member
+    return splits, args, common.Run(args, "x", "y"), member
 
 
 def weights_of(net):
@@ -426,7 +426,8 @@ def test_rows_are_those_of_stored_networks(kind, study):
     args = options(*argv, "--eval --samples 7")
     splits = sl.load_splits(args)
     label = splits.test.labels
-    run = common.Run(args, data.fingerprint(splits.train, splits.val))
+    run = common.Run(args, data.fingerprint(splits.train, splits.val),
+                     data.fingerprint(splits.test))
     methods = {title: method for method, title in sl.METHODS.items()}
 
     @cache
