@@ -19,6 +19,7 @@ import torch.distributed as dist
 from conftest import REPO, SCRIPTS, Child, assert_equal_checkpoints, run_ranks
 from scipy import optimize, stats
 from sklearn import metrics as sk
+from sklearn.linear_model import LogisticRegression
 from torch import nn
 from torchmetrics.functional import classification as tm
 from torchvision import models
@@ -62,7 +63,7 @@ def test_ece_is_that_of_torchmetrics_with_mirrored_bins():
     assert abs(tm.binary_calibration_error(confidence, 1 - is_wrong, n_bins=16) - ours) > 0.01
 
 
-@pytest.mark.parametrize("m, k", [(1, 3), (5, 10)])
+@pytest.mark.parametrize("m, k", [(2, 3), (5, 10)])
 def test_uncertainty_of_an_ensemble_is_entropy_and_divergence(m, k):
     log_probs, _ = random_log_probs(m, 40, k)
     p = log_probs.exp().numpy()
@@ -72,10 +73,19 @@ def test_uncertainty_of_an_ensemble_is_entropy_and_divergence(m, k):
                 "epistemic": stats.entropy(p, p.mean(0)[None], axis=-1).mean(0)}
     for name, value in expected.items():
         assert np.allclose(ours[name], value, atol=1e-12), name
-    equal = common.ensemble_uncertainty(log_probs[:1].float().expand(6, -1, -1))["epistemic"]
-    assert 0 <= equal.min() and equal.max() < 1e-6
     certain = common.ensemble_uncertainty(torch.eye(k).log()[:, None])
-    assert certain["aleatoric"] == 0 and certain["epistemic"].item() == pytest.approx(math.log(k))
+    assert certain["aleatoric"] == 0
+    assert certain["epistemic"].item() == pytest.approx(math.log(k))
+
+
+def test_what_equal_members_disagree_by_is_zero_and_not_rounding():
+    log_probs, _ = random_log_probs(1, 40, 3)
+    epistemic = common.ensemble_uncertainty(log_probs.expand(7, -1, -1))["epistemic"]
+    assert epistemic.abs().max() == 0
+    spread = torch.tensor([-1.0, 1.0], dtype=torch.float64)[:, None, None] * 1e-4
+    nearly_equal = (log_probs.expand(2, -1, -1) * (1 + spread)).log_softmax(-1)
+    assert common.ensemble_uncertainty(nearly_equal)["epistemic"].min() > 0
+    assert "epistemic" not in common.ensemble_uncertainty(log_probs)  # of a single member
 
 
 @pytest.mark.parametrize("value", [math.nan, 0.5])
@@ -220,10 +230,11 @@ def test_eval_restores_the_options_of_the_last_command_that_may_train(tmp_path):
     assert parse(tmp_path, "--eval") == args  # that command has replaced none
 
 
-def network(weights="none", num_classes=5, name="shufflenet_v2_x0_5", epochs=1):
-    args = Namespace(model=f"torchvision/{name}", weights=str(weights), epochs=epochs)
+def torchvision_network(weights="none", num_classes=5, name="shufflenet_v2_x0_5", image_size=None):
+    """A network as the scripts build it from --model torchvision/NAME."""
+    args = Namespace(model=f"torchvision/{name}", weights=str(weights), image_size=image_size)
     net = nn.Sequential()
-    net.backbone, net.head = common.torchvision_network(args, num_classes)
+    net.backbone, net.head, net.is_trained = common.torchvision_network(args, num_classes)
     return net
 
 
@@ -235,48 +246,118 @@ def prefixed(prefix, net):
     return {prefix + name: value for name, value in net.state_dict().items()}
 
 
+def without_counters(net):
+    state = net.state_dict()
+    return {name: state[name] for name in state if not name.endswith("num_batches_tracked")}
+
+
 @pytest.mark.parametrize("content", [
     nn.Module.state_dict,
     lambda net: prefixed("_orig_mod.", net),                              # torch.compile
     lambda net: nn.DataParallel(net).state_dict(),
     lambda net: torch.optim.swa_utils.AveragedModel(net).state_dict(),
     lambda net: {"epoch": 3, "state_dict": prefixed("net.", net)},        # Lightning
-    lambda net: {"state_dict": prefixed("model.module._orig_mod.", net)}])
-def test_a_state_dict_loads_as_people_have_it(content, tmp_path):
+    lambda net: {"state_dict": prefixed("model.module._orig_mod.", net)},
+    lambda net: {"state_dict": prefixed("net.", net) | {"criterion.weight": torch.ones(5)}},
+    lambda net: {"model_state_dict": net.state_dict(), "epoch": 3},
+    without_counters,
+    lambda net: nn.Sequential(net, nn.Softmax(1)).state_dict()])          # names begin with "0."
+def test_a_state_dict_loads_as_people_have_it(content, tmp_path, capsys):
     net = models.mobilenet_v3_small(num_classes=5)  # its head is classifier.3
     torch.save(content(net), tmp_path / "net.pt")
-    ours = network(tmp_path / "net.pt", name="mobilenet_v3_small", epochs=0)
+    ours = torchvision_network(tmp_path / "net.pt", name="mobilenet_v3_small")
     assert torch.equal(logits(ours), logits(net))
+    assert ours.is_trained
+    assert ("not used: criterion.weight" in capsys.readouterr().out) == ("criterion" in str(
+        torch.load(tmp_path / "net.pt").get("state_dict", {}).keys()))
     # The same for networks of the scripts, where some names begin with a prefix.
     torch.save(content(ours), tmp_path / "ours.pt")
-    other = network(name="mobilenet_v3_small")
-    for path in (tmp_path / "ours.pt", "DEFAULT", "none"):  # the last two change nothing
-        common.load_weights(other, path)
+    other = torchvision_network(name="mobilenet_v3_small")
+    assert common.load_weights(other, tmp_path / "ours.pt")
+    assert torch.equal(logits(other), logits(net))
+    for path in ("DEFAULT", "none"):  # these change nothing
+        assert not common.load_weights(other, path)
         assert torch.equal(logits(other), logits(net))
 
 
-def test_checkpoints_load_and_another_number_of_classes_needs_training(tmp_path, capsys):
+def test_a_sequential_network_is_no_ensemble_and_a_head_may_have_no_bias(tmp_path, capsys):
+    layers = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    net = nn.Sequential()
+    net.backbone, net.head = layers, nn.Linear(3, 2)
+    state = {f"0.{name}": value for name, value in layers.state_dict().items()}
+    state["1.weight"] = torch.ones(2, 3)
+    torch.save(state, tmp_path / "sequential.pt")
+    with pytest.raises(UserError, match="has no .*backbone.0.weight"):
+        common.load_weights(net, tmp_path / "sequential.pt")
+    state = net.state_dict() | {"head.weight": torch.ones(2, 3)}
+    del state["head.bias"]
+    torch.save(state, tmp_path / "no_bias.pt")
+    assert common.load_weights(net, tmp_path / "no_bias.pt")
+    assert net.head.weight.tolist() == torch.ones(2, 3).tolist()
+    assert net.head.bias.tolist() == [0, 0]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_head_for_other_classes_is_not_loaded_and_an_ensemble_gives_its_first(tmp_path, capsys):
     path = tmp_path / "net.pt"
-    nets = nn.ModuleList(network() for _ in range(2))
-    for whole in (nets[0], nets):  # of members, the first is loaded
+    nets = nn.ModuleList(torchvision_network() for _ in range(2))
+    for whole in (nets[0], nets):
         torch.save({"net": whole.state_dict(), "history": [{"loss": 1.0}]}, path)
-        assert torch.equal(logits(network(path)), logits(nets[0]))
-    with pytest.raises(UserError, match="its head has 5 classes, not 9; train a new one"):
-        network(path, 9, epochs=0)
-    assert network(path, 9).head.weight.shape == (9, 1024)
-    assert "a new head for 9 classes instead of 5" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--model torchvision/resnet, .*Unknown model"):
-        network(name="resnet")
+        assert torch.equal(logits(torchvision_network(path)), logits(nets[0]))
+    assert "an ensemble of forde.py, of which the first member is used" in capsys.readouterr().out
+    net = torchvision_network(path, 9)
+    assert net.head.weight.shape == (9, 1024)
+    assert not net.is_trained
+    assert torch.equal(net.backbone.conv5[0].weight, nets[0].backbone.conv5[0].weight)
+    assert "a new last layer for 9 classes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name, image_size, words", [
+    ("resnet", None, "Unknown model"), ("squeezenet1_0", None, "not a classifier with one linear"),
+    ("googlenet", None, "not a classifier with one linear"), ("vit_b_16", 64, "Wrong image height"),
+    ("fasterrcnn_resnet50_fpn", 64, "")])
+@pytest.mark.filterwarnings("ignore:The default weight initialization")
+def test_networks_of_torchvision_that_cannot_work_are_one_line(name, image_size, words):
+    with pytest.raises(UserError, match=f"--model torchvision/{name}.*{words}"):
+        torchvision_network(name=name, image_size=image_size)
+
+
+def test_the_trial_of_a_network_leaves_it_as_it_was():
+    torch.manual_seed(0)
+    net = models.mobilenet_v3_small()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    number = torch.rand(())
+    torch.manual_seed(0)
+    models.mobilenet_v3_small()
+    assert common.try_network(net, 32).shape == (2, 1000)
+    assert torch.rand(()) == number
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("num_classes", [2, 5])
+def test_a_fitted_head_is_the_logistic_regression_of_scikit_learn(num_classes):
+    torch.manual_seed(0)
+    x = 3 * torch.randn(200, 8).relu()
+    labels = (x[:, :num_classes] + torch.randn(200, num_classes)).argmax(1)
+    head = nn.Linear(8, num_classes)
+    common.fit_head(head, x, labels)
+    # For two classes, scikit-learn has one vector of weights, w_2 - w_1, with half of the penalty.
+    theirs = LogisticRegression(C=2 if num_classes == 2 else 1, tol=1e-10, max_iter=10_000)
+    theirs.fit(x.double().numpy(), labels.numpy())
+    expected = theirs.predict_proba(x.double().numpy())
+    assert np.allclose(head(x).softmax(1).detach(), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("content, words", [
-    (prefixed("other.", models.shufflenet_v2_x0_5()), ["conv1.0.weight", "other.conv1.0.weight"]),
+    (models.resnet18(num_classes=5).state_dict(), ["conv1.0.weight", "bn1.weight"]),
     (models.shufflenet_v2_x1_0(num_classes=5).state_dict(), ["size mismatch for conv5.0.weight"]),
-    (torch.ones(3), []), ([1, 2], [])], ids=["names", "sizes", "tensor", "list"])
+    (models.shufflenet_v2_x0_5(num_classes=5).state_dict() | {"stage2.9.weight": torch.ones(1)},
+     ["which has no ['stage2.9.weight']"]),
+    (torch.ones(3), []), ([1, 2], [])], ids=["names", "sizes", "larger", "tensor", "list"])
 def test_a_file_that_does_not_fit_is_one_line_with_both_names(content, words, tmp_path, capsys):
     torch.save(content, tmp_path / "net.pt")
     with pytest.raises(SystemExit, match="2"):
-        common.launch(lambda: network(tmp_path / "net.pt"))
+        common.launch(lambda: torchvision_network(tmp_path / "net.pt"))
     [line] = capsys.readouterr().err.splitlines()
     assert all(word in line for word in [f"error: {tmp_path}/net.pt", *words])
 
@@ -391,18 +472,39 @@ def test_fresh_starts_over_but_not_with_eval(tmp_path):
 
 
 def test_predictions_have_a_line_for_each_image_and_ten_digits(tmp_path, capsys):
-    run = train(tmp_path)
+    run = train(tmp_path, "--no-plot")
     images = data.ImageSet("new", torch.zeros(2, 1, 4, 4), torch.tensor([1, -1]), 3, (0,), (1,),
-                           files=("a.png", "b.png"), unreadable=("c.png",))
+                           files=("a.png", "b\udcff.png"), unreadable=("c.png",))
     log_probs = torch.eye(3)[[1, 0]].log()
-    of_llla = {"energy": torch.tensor([-11234.567891, 0.1], dtype=torch.float64)}
+    energies = {"energy": torch.tensor([-11234.567891, 0.1], dtype=torch.float64)}
     for classes, names in ((("cat", "dog", "cow"), ["dog", "cat"]), ((), ["1", "0"])):
         columns = common.class_columns(log_probs, classes)
-        run.write_predictions(images, classes, {"DDU": columns, "llla": of_llla})
-        assert (run.dir / "predictions.csv").read_text().splitlines() == [
-            "file,label,predicted,confidence,energy_llla",
-            f"a.png,{names[0]},{names[0]},1,-11234.56789", f"b.png,,{names[1]},1,0.1", "c.png,,,,"]
+        run.write_predictions(images, classes, {"DDU": columns, "llla": energies})
+        # A file name that is not UTF-8 keeps its bytes.
+        assert (run.dir / "predictions.csv").read_bytes().splitlines() == [
+            b"file,label,predicted,confidence,energy_llla",
+            f"a.png,{names[0]},{names[0]},1,-11234.56789".encode(),
+            b"b\xff.png,," + names[1].encode() + b",1,0.1", b"c.png,,,,"]
     assert "1 images could not be read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("score, first", [("log_density", [0, 1]), ("total", [9, 8])])
+def test_the_picture_of_predictions_begins_with_what_is_known_least(score, first, tmp_path):
+    run = train(tmp_path)
+    figures = []
+    run.save_figure = lambda figure, name: figures.append((figure, name))
+    grey = torch.arange(10, dtype=torch.uint8)[:, None, None, None].expand(-1, 1, 4, 4)
+    images = data.ImageSet("new", grey, torch.zeros(10).long(), 3, (0,), (1,))
+    columns = {"predicted": [f"class {row}" for row in range(10)],
+               score: torch.arange(10, dtype=torch.float64)}
+    run.write_predictions(images, (), {"method": columns})
+    [(figure, name)] = figures
+    assert name == "predictions.png"
+    titles = [axis.get_title() for axis in figure.axes]
+    least, best = titles[:12], titles[12:]
+    assert [title for title in least if title][:2] == [f"class {row}\n{row}" for row in first]
+    assert len([title for title in best if title]) == 5
+    assert figure.axes[0].images[0].get_array()[0, 0].tolist() == [first[0]] * 3
 
 
 def row(seeds, accuracy, **others):
@@ -413,12 +515,21 @@ def test_pool_counts_equal_rows_once_and_needs_independent_seeds_for_an_error():
     rows = [row([1], 0.9), row([2], 0.8), row([2], 0.8), row([3], 0.4)]
     [line] = common.pool(rows, ["accuracy", "nll"])
     assert line["accuracy"] == f"0.7 ± {stats.sem([0.9, 0.8, 0.4]):.2g}"
-    assert line["seeds"] == 3 and "nll" not in line
-    for seeds, count, text in [(([1, 2], [3]), 3, "0.6 ± 0.1"), (([1, 2], [2]), 2, "0.6")]:
+    assert line["rows"] == 3
+    assert "nll" not in line
+    for seeds, text in [(([1, 2], [3]), "0.6 ± 0.1"), (([1, 2], [2]), "0.6"), (([], []), "0.6")]:
         [line] = common.pool([row(seeds[0], 0.5), row(seeds[1], 0.7)], ["accuracy"])
-        assert (line["seeds"], line["accuracy"]) == (count, text)
+        assert line["accuracy"] == text
+        assert line["rows"] == 2
     for key in ("run", "method", "k", "set", "against", "n"):  # these are not pooled
         assert len(common.pool([row([1], 0.5), row([2], 0.7) | {key: 3}], ["accuracy"])) == 2
+
+
+def test_a_metric_that_one_row_lacks_stays_empty():
+    rows = [row([1], 0.9, prr=None), row([2], 0.8, prr=0.5), row([3], 0.7, prr=0.3)]
+    [line] = common.pool(rows, ["accuracy", "prr"])
+    assert line["accuracy"].startswith("0.8 ±")
+    assert "prr" not in line
 
 
 def print_without_a_reader(*argv):
@@ -436,9 +547,11 @@ def test_common_as_a_program_pools_what_runs_report(tmp_path, capsys):
         rows = [row([seed, 2 * seed], seed / 100, nll=0.25), row([seed], None, against="o_d")]
         assert run.report(rows, ["accuracy"], curve=[1]) == rows
     table = capsys.readouterr().out.split("\n\n")[-2]
-    assert table == "method  set  n   seeds  accuracy\nm       t    10  2      0.1"
+    assert table == "method  set  n   rows  accuracy\nm       t    10  1     0.1"
     content = json.loads((run.dir / "results.json").read_text())
-    assert content.pop("settings").items() >= {"lr": 0.25, "seed": None}.items()
+    settings = content.pop("settings")
+    assert settings.items() >= {"lr": 0.25, "methods": ["a"], "test_set": "test"}.items()
+    assert "seed" not in settings
     assert content == {"script": "x", "columns": ["accuracy"], "rows": rows, "curve": [1]}
     assert (run.dir / "results.csv").read_text() == (
         "method,seeds,set,n,accuracy,nll,against\nm,10 20,t,10,0.1,0.25,\nm,10,t,10,,,o_d\n")
@@ -446,21 +559,64 @@ def test_common_as_a_program_pools_what_runs_report(tmp_path, capsys):
     common.main(folders)
     out, err = capsys.readouterr()
     assert err == f"skipped: {tmp_path}/unfinished has no results.json\n"
-    assert out == ("\nrun             method  set  n   seeds  accuracy\n"
-                   "x/digits-small  m       t    10  4      0.095 ± 0.005\n"
-                   "\nrun             method  set  against  n   seeds\n"
+    assert out == ("\nrun             method  set  n   rows  accuracy\n"
+                   "x/digits-small  m       t    10  2     0.095 ± 0.005\n"
+                   "\nrun             method  set  against  n   rows\n"
                    "x/digits-small  m       t    o_d      10  2\n")
     common.main([*folders, "--metrics", "nll", "--latex"])
     single, pairs = capsys.readouterr().out.split("\n\n")
-    assert r"x/digits-small & m & t & 10 & 4 & 0.25 $\pm$ 0 \\" in single and r"o\_d" in pairs
-    other = train(tmp_path, "--seed", 11, "--lr", 0.5)  # other settings are no other seed
-    other.report(rows, ["accuracy"])
-    capsys.readouterr()
-    common.main([*folders[:2], str(other.dir)])
-    assert re.findall(r"\n(\S+) .* (\d) +0", capsys.readouterr().out) == [
-        ("x/digits-small", "4"), (str(other.dir), "2")]
+    assert r"x/digits-small & m & t & 10 & 2 & 0.25 $\pm$ 0 \\" in single
+    assert r"o\_d" in pairs
     child = Child(tmp_path, print_without_a_reader, str(run.dir))
     assert child.wait() == -signal.SIGPIPE and child.err.read_text() == ""
+
+
+@pytest.mark.parametrize("option, text", [
+    (["--lr", 0.5], "lr 0.5"), (["--methods", "b"], "methods ['b']")])
+def test_runs_of_other_settings_get_lines_that_name_the_difference(option, text, tmp_path, capsys):
+    folders = []
+    for seed, more in ((1, []), (2, []), (3, option)):
+        run = train(tmp_path, "--seed", seed, *more)
+        run.report([row([seed], seed / 10)], ["accuracy"])
+        folders.append(str(run.dir))
+    capsys.readouterr()
+    common.main(folders)
+    _, first, second = capsys.readouterr().out.strip().splitlines()
+    assert first.endswith("2     0.15 ± 0.05")
+    assert second.startswith(f"x/digits-small, {text} ")
+    assert second.endswith("1     0.3")
+
+
+def test_results_are_json_and_latex_has_no_signs_of_its_own(tmp_path, capsys):
+    run = train(tmp_path)
+    run.report([row([1], 0.5, nll=math.inf, method="a & b #1")], ["accuracy", "nll"])
+    assert "inf" in capsys.readouterr().out
+    text = (run.dir / "results.json").read_text()
+    content = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert content["rows"][0]["nll"] is None
+    assert common.latex_cell("a_b & c #1, 5 %: inf ± 0") == (
+        r"a\_b \& c \#1, 5 \%: $\infty$ $\pm$ 0")
+
+
+def test_a_network_that_is_not_finite_is_not_saved(tmp_path):
+    run = train(tmp_path)
+    nn.init.constant_(run.net[0].weight, math.nan)
+    with pytest.raises(UserError, match="training diverged in epoch 1; use a lower learning rate"):
+        run.save("net", [{"epoch": 1, "loss": 0.5}], net=run.net)
+    assert len(common.load(run.dir / "net.pt")["history"]) == 3
+
+
+def test_eval_computes_nothing_that_was_not_saved(tmp_path):
+    train(tmp_path).cached("posterior", lambda: {"samples": torch.ones(2)})
+    run = train(tmp_path, "--eval")
+    assert run.cached("posterior", dict)["samples"].tolist() == [1, 1]
+    with pytest.raises(UserError, match="other.pt is missing; run without --eval"):
+        run.cached("other", dict)
+
+
+def test_workers_are_at_most_the_cores(tmp_path):
+    assert parse(tmp_path, "--workers", 1000).workers == len(os.sched_getaffinity(0))
+    assert parse(tmp_path, "--workers", 0).workers == 0
 
 
 def test_seeds_of_similar_keys_differ_and_seed_everything():
