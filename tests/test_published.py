@@ -194,6 +194,12 @@ def test_a_study_is_evaluated(tmp_path, image_folder, monkeypatch):
     assert near(heads["la_nf"], sl.apply_flow(layers, right)[0])
 
 
+def test_a_study_needs_the_networks_that_its_posteriors_surround(tmp_path):
+    states = {"swag": (tmp_path / "swag.ckpt", 0.02, {"model.head.fc.weight": torch.ones(1)})}
+    with pytest.raises(common.UserError, match="swag.ckpt: give the MAP file of the same seed"):
+        published.network_of(states)
+
+
 @pytest.mark.parametrize("change, said", [
     (lambda state: state["fc.bias"].fill_(np.inf), "a value is not finite"),
     (lambda state: state.pop("block2.layer.0.bn2.bias"), "other layers than"),
