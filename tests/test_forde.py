@@ -203,19 +203,6 @@ def test_distances_are_along_principal_components(n):
     assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("alpha", [1.0, 0.4, 0.0])
-def test_tuned_distances_interpolate_between_principal_components_and_pixels(alpha):
-    X = torch.randn(300, 20) * torch.linspace(0.1, 3, 20) + 1
-    X[:, 7] = 0  # a pixel that never changes; with alpha = 0, it counts as others do
-    eigenvalues, eigenvectors = torch.linalg.eigh(X.double().T @ X.double() / 299)
-    inverse = alpha / eigenvalues.clamp_min(1e-30) + 1 - alpha
-    precision = (eigenvectors / inverse) @ eigenvectors.T
-    u = forde.unit_rows(randn64(50, 20))
-    expected = torch.einsum("np,pq,nq->n", u, precision, u).float()
-    found = (u.float() @ forde.tuned_root(X, alpha)).square().sum(1)
-    assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
 def options(more=""):
     return forde.parse_args(f"--width .1 --hidden 60 70 --members 3 --device cpu {more}".split())
 
@@ -317,11 +304,11 @@ def test_networks_start_as_published_each_from_weights_of_its_own():
             assert scaled.std().item() == pytest.approx(0.8796, abs=0.012)
 
 
-@pytest.mark.parametrize("model, classes, size", [
-    ("resnet18", 100, 11_220_132), ("wrn_16_4", 10, 2_748_890), ("preact_resnet18", 200, 11_269_640)])
+@pytest.mark.parametrize("model, classes, size", [("resnet18", 100, 11_220_132),
+                                                  ("wrn_16_4", 10, 2_748_890),
+                                                  ("preact_resnet18", 200, 11_269_640)])
 def test_networks_have_the_published_sizes(model, classes, size):
     args = options(f"--model {model} --width 1")
-    layers, dim = forde.NETWORKS[model](args, (3, 32, 32))
     with torch.device("meta"):
         layers, dim = forde.NETWORKS[model](args, (3, 32, 32))
         net = forde.Network(nn.Sequential(*layers), nn.Linear(dim, classes))
@@ -382,17 +369,16 @@ def normalised_images(dataset):
     return (dataset.images / 255 - 0.5) / 0.3
 
 
-def lengthscale_root(dataset, method, alpha):
-    """A of a method, from eigenvectors."""
+def principal_component_root(dataset):
+    """A of FoRDE-PCA, from eigenvectors."""
     X = normalised_images(dataset).flatten(1).double()
-    eigenvalues, A = torch.linalg.eigh(X.T @ X / (len(X) - 1))
-    alpha = {"forde_pca": 1, "forde_tuned": alpha}.get(method, 0)
-    return A * (alpha / eigenvalues.clamp_min(1e-30) + 1 - alpha).rsqrt()
+    eigenvalues, eigenvectors = torch.linalg.eigh(X.T @ X / (len(X) - 1))
+    return eigenvectors * eigenvalues.clamp_min(0).sqrt()
 
 
 def train_by_a_plain_loop(nets, train_set, method):
     """Two epochs of two steps with PyTorch's layers; (cross entropy, R) of each step."""
-    A = lengthscale_root(train_set, method, 0.3)
+    A = principal_component_root(train_set) if method == "forde_pca" else None
     optimiser = torch.optim.SGD(nets.parameters(), momentum=0.9, nesterov=True, weight_decay=5e-4)
     loader = data.Loader(train_set, 8, seed=7, shuffle=True, drop_last=True, augment="crop_flip")
     batches = [*loader.epoch(0), *loader.epoch(1)]
@@ -419,7 +405,7 @@ def train_by_a_plain_loop(nets, train_set, method):
 
 @pytest.mark.parametrize("method", forde.METHODS)
 def test_training_is_that_of_a_plain_loop(method):
-    args = options("--batch-size 8 --epochs 2 --alpha .3 --augment --lr .1")
+    args = options("--batch-size 8 --epochs 2 --augment --lr .1")
     train_set = tiny_set(20)
     nets, copies = make_members()
     for net in (*nets, *copies):
