@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -201,46 +202,59 @@ def bench_gaussians():
           f"{peer_memory:.2f} GB; ratios {peer_seconds / seconds:.3g}, {peer_memory / memory:.3g}")
 
 
+def forde_step(args, dataset, A=None, is_forde=True):
+    """A training step of the members on one batch, which is the whole set."""
+    batch = next(iter(data.Loader(dataset, len(dataset)).epoch()))
+    nets = forde.make_ensemble(args, 1, dataset.num_classes, dataset.shape).train()
+    for net in nets:
+        torch.nn.init.normal_(net.head.weight, std=0.05)
+    optimiser = torch.optim.SGD(nets.parameters(), 1e-3, 0.9, nesterov=True)
+    labels = batch.labels.repeat(args.members)
+
+    def step():
+        repulsion = 0.0
+        if is_forde:
+            logits, g = forde.member_gradients(nets, batch, args)
+            s = forde.unit_rows(g)
+            if A is not None:
+                s = s @ A
+            repulsion = forde.repulsion(forde.log_kernel(s))
+        else:
+            logits = forde.member_logits(nets, batch.images, args)
+        loss = args.members * F.cross_entropy(logits.flatten(0, 1), labels) + repulsion
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+
+    return step
+
+
+def forde_step_with_layers_of_pytorch(args, dataset):
+    """The same step with nn.Conv2d and nn.BatchNorm2d, which PyTorch differentiates twice."""
+    with mock.patch.object(forde, "make_twice_differentiable"):
+        step = forde_step(args, dataset)
+
+    def plain_step():
+        with mock.patch.object(forde.Convolution, "forward", torch.nn.Conv2d.forward):
+            step()
+
+    return plain_step
+
+
 def bench_forde():
-    """A training step of FoRDE over one of the deep ensemble: ResNet-18, contiguous."""
+    """A step of FoRDE with ResNet-18, over one by layers of PyTorch, and of the deep ensemble."""
+    dataset = random_set(size(32, 8))
     members = size(4, 2)
-    batch = size(32, 8)
-    dataset = random_set(batch)
-    images = next(iter(data.Loader(dataset, batch).epoch()))
+    args = options(forde, "--dataset", "cifar10", "--members", members, "--width",
+                   size(0.25, 0.125))
     A = torch.randn(3072, 3072, generator=seeded()) / 3072**0.5
-
-    def step_of(A, is_forde):
-        args = options(forde, "--dataset", "cifar10", "--members", members, "--width",
-                       size(0.25, 0.125))
-        nets = forde.make_ensemble(args, 1, 10, dataset.shape).train()
-        for net in nets:
-            torch.nn.init.normal_(net.head.weight, std=0.05)
-        optimiser = torch.optim.SGD(nets.parameters(), 1e-3, 0.9, nesterov=True)
-        labels = images.labels.repeat(members)
-
-        def step():
-            repulsion = 0.0
-            if is_forde:
-                logits, g = forde.member_gradients(nets, images, args)
-                s = forde.unit_rows(g)
-                if A is not None:
-                    s = s @ A
-                repulsion = forde.repulsion(forde.log_kernel(s))
-            else:
-                logits = forde.member_logits(nets, images.images, args)
-            loss = members * F.cross_entropy(logits.flatten(0, 1), labels) + repulsion
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-
-        return step
-
-    steps = [step_of(None, True), step_of(A, True), step_of(None, False)]
-    identity, pca, ensemble = best_seconds(*steps, budget_s=60)
-    show(f"FoRDE-identity, {members} members, {batch} images", (identity, ensemble),
-         "deep ensemble", cost=True)
-    show(f"FoRDE-PCA, {members} members, {batch} images", (pca, ensemble), "deep ensemble",
-         cost=True)
+    steps = [forde_step(args, dataset), forde_step_with_layers_of_pytorch(args, dataset),
+             forde_step(args, dataset, A), forde_step(args, dataset, is_forde=False)]
+    identity, plain, pca, ensemble = best_seconds(*steps, budget_s=60)
+    title = f"{members} members, {len(dataset)} images"
+    show(f"FoRDE-identity, {title}", (identity, plain), "nn.Conv2d and nn.BatchNorm2d")
+    show(f"FoRDE-identity, {title}", (identity, ensemble), "deep ensemble", cost=True)
+    show(f"FoRDE-PCA, {title}", (pca, ensemble), "deep ensemble", cost=True)
 
 
 def like_weights(n):
