@@ -293,7 +293,7 @@ def main():
 
 if __name__ == "__main__" and "--launch" in sys.argv:  # in a process of torchrun
     if not Path("data", "cifar-100-python").exists():
-        data._load_torchvision = load_random
+        data.load_torchvision = load_random
     arguments = [word for word in sys.argv[1:] if word not in ("--launch", "--tiny")]
     common.launch(lambda: forde.main(arguments))
 elif __name__ == "__main__":

@@ -512,7 +512,7 @@ def test_rows_are_those_of_stored_networks(kind, finished_run):
             assert [line["predicted" + end] for line in lines] == names
             for name in scores:
                 assert_close([float(line[name + end]) for line in lines], scores[name], 1e-4, 1e-5)
-        assert splits.val.files == data.split(data.load(args.dataset, "train"), 0)[1].files
+        assert splits.val.files == data.random_split(data.load(args.dataset, "train"), 0)[1].files
         log_probs, _ = predict("map", (2,), splits.val)
         best = max(row["val_lpd"] for row in history)
         assert_close(best, log_probs[0, range(len(splits.val)), splits.val.labels].mean(), 1e-4)
@@ -540,6 +540,13 @@ def test_two_processes_equal_one_without_batch_norm(image_folder, tmp_path):
     one = [row["lpd"] for row in run_swag(*argv, "--name", "one")]
     assert_close([row["lpd"] for row in rows], one, 1e-3)
     assert [row["seeds"] for row in rows if row["k"] == 2] == 5 * [[1, 2]] + 5 * [[3, 4]]
+
+
+def test_two_processes_fit_one_last_layer(image_folder, tmp_path):
+    argv = small_study(f"folder:{image_folder}", tmp_path, "--epochs 0 --methods llla")
+    rows, _ = run_ranks(tmp_path, run_swag, *argv)
+    one = [row["lpd"] for row in run_swag(*argv, "--name", "one")]
+    assert_close([row["lpd"] for row in rows], one, 1e-3)
 
 
 def test_files_of_networks_and_sets_of_any_name(finished_run, image_folder, tmp_path):
