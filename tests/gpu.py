@@ -257,7 +257,7 @@ def row_swag(peak, folder):
         low_rank_noise = torch.randn(1, len(iterates), device=DEVICE)
         drawn = sle.swag_samples(*moments, noise, low_rank_noise)[0]
         torch.nn.utils.vector_to_parameters(drawn, net.parameters())
-        sle.compute_outputs(net, dataset, args)
+        sle.compute_last_layer(net, dataset, args)
 
     show(f"a sample of SWAG, WRN-28-10, and its evaluation on {len(dataset):,} images",
          f"{seconds_of(sample, 3, 1):.2f} s")
