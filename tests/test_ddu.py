@@ -776,7 +776,8 @@ def test_active_learning_resumes_and_reuses_steps_of_equal_options(tmp_path, mon
             assert_equal_checkpoints(path, root / path.name)
     with pytest.raises(common.UserError, match="density: training diverged; use a lower learning"):
         run_script("ddu", *f"{line} --limit-steps 3 --lr 1e20 --name far".split())
-    monkeypatch.setattr(ddu, "load_pool", lambda _: (pool.select(slice(600)), first, test))
+    changed = replace(pool, labels=9 - pool.labels)
+    monkeypatch.setattr(ddu, "load_pool", lambda _: (changed, first, test))
     with pytest.raises(common.UserError, match="was made with data"):
         run_script("ddu", *line.split())
 
