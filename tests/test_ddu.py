@@ -624,6 +624,7 @@ def test_a_network_that_is_not_trained_gets_a_fitted_head(own_network, image_fol
     probs = regression.predict_proba(features[1])
     assert rows[0]["nll"] == pytest.approx(sk.log_loss(test.labels, probs), rel=1e-4)
     assert rows[0]["accuracy"] > 0.4
+    assert rows[0]["seeds"] == []
     assert run_script("ddu", *argv, "--eval") == rows
 
 
