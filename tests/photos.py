@@ -124,6 +124,7 @@ def lite0(args, shape):
 
 # ---- Measurements -------------------------------------------------------------------------------
 
+SCRIPTS = {"ddu": ddu, "swag_laplace_ensembles": swag, "gbnn2d": gbnn2d}
 SCORES = ("density", "total", "epistemic")  # total: the entropy of the predicted probabilities
 
 
@@ -160,15 +161,21 @@ def measure_detectors(command):
     return lines
 
 
-def measure(photos, task, out_dir):
+def measure(photos, task, args):
     """Lines (method, score, accuracy, AUROC) of a task."""
     command = ["--dataset", f"folder:{photos / task}", "--ood", f"folder:{photos}/{task}_unknown",
-               "--model", "lite0", "--epochs", "0", "--image-size", "128", "--out-dir", out_dir,
-               "--fresh", "--no-plot"]
+               "--model", "lite0", "--epochs", "0", "--image-size", "128", "--no-plot"]
+    command += ["--out-dir", args.out_dir, "--fresh"]
     lines = []
-    for script in (ddu, swag, gbnn2d):
-        lines += measure_script(script, command)
-    return lines + measure_detectors(command)
+    if "ddu" in args.scripts:
+        lines += measure_detectors(command)
+        raw = measure_script(ddu, command + ["--no-unit-features"])
+        lines += [("DDU, raw features", *line[1:]) for line in raw if line[1] == "density"]
+        lines += measure_script(ddu, command)
+    for name in args.scripts:
+        if name != "ddu":
+            lines += measure_script(SCRIPTS[name], command)
+    return lines
 
 
 def main():
@@ -181,6 +188,8 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6],
                         help="seeds of the tasks of Caltech-101 that are laid out")
     parser.add_argument("--tasks", nargs="+", metavar="NAME", help="otherwise all of the folder")
+    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS),
+                        metavar="NAME", help=", ".join(SCRIPTS))
     parser.add_argument("--out-dir", default="runs", help="results of the scripts are in it")
     args = parser.parse_args()
 
@@ -192,10 +201,10 @@ def main():
             for seed in args.seeds:
                 lay_out_caltech(args.caltech, args.photos, seed)
         return
-    for script in (ddu, swag, gbnn2d):
+    for script in SCRIPTS.values():
         script.NETWORKS["lite0"] = lite0
     tasks = args.tasks or sorted(folder.parent.name for folder in args.photos.glob("*/train"))
-    table = {task: measure(args.photos, task, args.out_dir) for task in tasks}
+    table = {task: measure(args.photos, task, args) for task in tasks}
     print("\n| task | method | score | accuracy | AUROC |\n|---|---|---|---|---|")
     for task, lines in table.items():
         for method, score, accuracy, auroc in lines:
