@@ -792,3 +792,21 @@ def test_embedded_molecules_have_the_documented_energy(name, low, high, expected
         q = torch.exp(-1.7 * (F.pdist(one.positions) - contact))
         energy = one.references[one.numbers].sum() + 3.5 * (q * q - 2 * q).sum()
         assert one.labels.item() == pytest.approx(energy.item(), abs=1e-8)
+
+
+@pytest.mark.parametrize("side, size", [(32, 256), (80, 5)])
+def test_images_in_files_are_evaluated_in_batches_of_the_training(side, size, image_folder):
+    dataset = data.load(f"folder:{image_folder}", "train", image_size=side)  # 36 images
+    args = Namespace(batch_size=5, device="cpu", workers=0)
+    batches = list(data.evaluation_batches(dataset, args))
+    assert len(batches[0].images) == min(size, 36)
+    assert torch.equal(torch.cat([batch.index for batch in batches]), torch.arange(36))
+
+
+def test_a_kind_of_corruption_without_a_severity_is_missing(tmp_path, capsys):
+    for kind in ("fog", "snow"):
+        for severity in range(1, 6 if kind == "fog" else 5):
+            (tmp_path / "Tiny-ImageNet-C" / kind / str(severity)).mkdir(parents=True)
+    args = Namespace(dataset="tiny_imagenet", data_dir=tmp_path)
+    assert data.find_published(args)[1] == ["fog"]
+    assert "snow" in capsys.readouterr().out

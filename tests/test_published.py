@@ -201,6 +201,13 @@ def test_a_study_needs_the_networks_that_its_posteriors_surround(tmp_path):
         published.network_of(states)
 
 
+def test_a_posterior_that_was_not_published_is_one_line(tmp_path):
+    run = types.SimpleNamespace(dir=tmp_path, cached=lambda name, compute: {"swag": 0.02})
+    assert sl.read_posterior("a-sgd", None, "swag", run) == 0.02
+    with pytest.raises(common.UserError, match="a-sgd.pt has no SWA$"):
+        sl.read_posterior("a-sgd", None, "swa", run)
+
+
 @pytest.mark.parametrize("change, said", [
     (lambda state: state["fc.bias"].fill_(np.inf), "a value is not finite"),
     (lambda state: state.pop("block2.layer.0.bn2.bias"), "other layers than"),
