@@ -210,7 +210,7 @@ def convert_shared(path, file, out_dir, options):
     names = ("model", "width", "image_size")
     content = {"options": {name: getattr(args, name) for name in names} | {"draw": "equal"},
                "weights": shared_weights(parts, args.model)._asdict(),
-               "rest": in_order(without_biases(rest), gbnn2d.rest_of(net)),
+               "rest": in_order(without_biases(rest), gbnn2d.deterministic_tensors(net)),
                "classes": list(data.load(args.dataset, "test", args.data_dir, 32).classes),
                "mean": mean, "std": std}
     gbnn2d.restore(content, shape, args)  # as --load does
