@@ -554,7 +554,7 @@ def test_equal_draws_have_an_epistemic_uncertainty_of_zero():
     network.posterior.factor.zero_()
     network.posterior.centre[:, 1] = 0
     network.posterior.outlier_sigma.zero_()
-    output = gbnn2d.compute_outputs(network, tiny_set(), options(), 5)
+    output = gbnn2d.compute_outputs(network, tiny_set(300), options("--mc 7"), 5)
     assert gbnn2d.predict(output).scores["epistemic"].eq(0).all()
 
 
