@@ -1,5 +1,6 @@
 """common.py: metrics, options, networks of torchvision, runs, tables, processes."""
 
+import copy
 import importlib
 import json
 import math
@@ -232,7 +233,8 @@ def test_eval_restores_the_options_of_the_last_command_that_may_train(tmp_path):
 
 def torchvision_network(weights="none", num_classes=5, name="shufflenet_v2_x0_5", image_size=None):
     """A network as the scripts build it from --model torchvision/NAME."""
-    args = Namespace(model=f"torchvision/{name}", weights=str(weights), image_size=image_size)
+    args = Namespace(dataset="folder:x", model=f"torchvision/{name}", weights=str(weights),
+                     image_size=image_size)
     net = nn.Sequential()
     net.backbone, net.head, net.is_trained = common.torchvision_network(args, num_classes)
     return net
@@ -332,6 +334,21 @@ def test_the_trial_of_a_network_leaves_it_as_it_was():
     assert common.try_network(net, 32).shape == (2, 1000)
     assert torch.rand(()) == number
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+
+
+def test_only_imagenet_has_the_classes_of_pretrained_networks(monkeypatch):
+    """Another data set of 1,000 classes needs a last layer of its own."""
+    net = models.resnet18()
+    monkeypatch.setattr(common.models, "get_model", lambda name, weights: copy.deepcopy(net))
+    args = Namespace(dataset="numbers", model="torchvision/resnet18", weights="DEFAULT",
+                     image_size=32)
+    _, head, is_trained = common.torchvision_network(args, 1000)
+    assert not is_trained
+    assert not torch.equal(head.weight, net.fc.weight)
+    args.dataset = "imagenet"
+    _, head, is_trained = common.torchvision_network(args, 1000)
+    assert is_trained
+    assert torch.equal(head.weight, net.fc.weight)
 
 
 @pytest.mark.parametrize("num_classes", [2, 5])

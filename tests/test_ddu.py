@@ -463,7 +463,7 @@ def expected_predictions(nets, splits, args):
         ours |= {"region": region, "total_scaled": entropy, "density": -density,
                  "gmm_entropy": stats.entropy(special.softmax(joint, 1), axis=1),
                  "percentile": 100 * (known < density[:, None]).mean(1),
-                 "max_prob": -ours["probs"].max(1), "energy": -special.logsumexp(logits[:, 0], 1)}
+                 "one_minus_max": 1 - ours["probs"].max(1), "energy": -special.logsumexp(logits[:, 0], 1)}
         results.append(dict(zip(METHODS, (ours, of_all))))
     return results
 
@@ -481,7 +481,7 @@ def expected_row(inside, outside):
         nll, scaled = [sk.log_loss(labels, inside[probs], labels=range(10))
                        for probs in ("probs", "probs_scaled")]
         return row | {"accuracy": is_right.mean(), "nll": nll, "nll_scaled": scaled}
-    for score in inside.keys() & {"density", "gmm_entropy", "total", "max_prob", "energy",
+    for score in inside.keys() & {"density", "gmm_entropy", "total", "one_minus_max", "energy",
                                   "epistemic"}:
         is_out = len(labels) * [0] + len(outside["labels"]) * [1]
         row[f"auroc_{score}"] = sk.roc_auc_score(is_out, np.r_[inside[score], outside[score]])
@@ -809,3 +809,8 @@ def test_densities_need_two_different_labelled_images_of_each_class(first, tmp_p
     with pytest.raises(common.UserError, match="class .* has fewer than . training images, or"):
         run_script("ddu", *line.split())
     assert not (tmp_path / "ddu").exists()  # nothing was trained
+
+
+def test_an_input_without_a_density_is_unknown():
+    density = torch.tensor([0.0, -9.0, math.nan])
+    assert ddu.decide(density, torch.zeros(3), -1.0, 0.5).tolist() == [0, 2, 2]
