@@ -247,7 +247,7 @@ def test_pretrained_networks_stay_as_they_are_and_digits_are_never_mirrored(data
 def test_a_network_that_its_function_has_trained_has_the_recipe_of_pretrained_ones():
     assert parse("--dataset folder:images --model lenet --epochs 0").unit_features
     assert not parse("--dataset folder:images --model lenet --epochs 0").sn
-    assert not parse("--dataset folder:images --model lenet").unit_features
+    assert parse("--dataset folder:images --model lenet").sn
     assert parse("--dataset folder:images --epochs 0 --weights seed1.pt").sn  # as it was trained
     assert parse("--dataset folder:images --model torchvision/resnet18 --weights none").epochs == 20
 
