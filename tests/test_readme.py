@@ -65,7 +65,7 @@ def test_the_commands_for_own_images_run_one_after_another(image_folder, tmp_pat
     folder = tmp_path / "runs" / "ddu" / "mine"
     header, *lines = (folder / "predictions.csv").read_text().splitlines()
     assert len(lines) == 4
-    table = next(block for _, block in BLOCKS if block.startswith("file, label "))
+    table = next(block for _, block in BLOCKS if block.startswith("file, label"))
     for column in header.split(","):
         assert re.search(rf"\b{column}\b", table), column
 
@@ -88,7 +88,7 @@ def test_images_of_more_than_64_pixels_stay_in_their_files(script, image_folder,
     assert len(lines) == 9
 
 
-@pytest.mark.parametrize("number, script", enumerate(SCRIPTS))
+@pytest.mark.parametrize("number, script", list(enumerate(SCRIPTS)))
 def test_the_block_of_a_method_runs_as_printed(number, script):
     assert PYTHON[number].startswith(f"# {script}.py: ")
     namespace = vars(paste(script))
