@@ -477,7 +477,7 @@ def test_rows_are_those_of_stored_networks(kind, finished_run):
             return outputs, common.mixture_moments(*outputs.unbind(-1))
         return outputs.log_softmax(-1), common.ensemble_uncertainty(outputs.log_softmax(-1))
 
-    lpds_of_de = {}
+    de_lpds = {}
     for row in rows:
         seeds = tuple(row["seeds"])
         outputs, scores = predict(methods[row["method"]], seeds, splits.test)
@@ -496,7 +496,7 @@ def test_rows_are_those_of_stored_networks(kind, finished_run):
             predicted = outputs.exp().mean(0).argmax(1)
             assert_close(row["accuracy"], (predicted == labels).double().mean())
         lpd = log_p.exp().mean(0).log()
-        change = lpd - lpds_of_de.setdefault(seeds, lpd)
+        change = lpd - de_lpds.setdefault(seeds, lpd)
         assert_close(row["lpd"], lpd.mean(), 1e-3, 1e-4)
         assert_close(row["lpd_minus_de"], change.mean(), 1e-3, 1e-4)
         assert_close(row["interval95"], 1.96 * change.std() / math.sqrt(len(labels)), 1e-3, 1e-4)
@@ -641,11 +641,11 @@ def test_epistemic_uncertainty_is_exact_for_close_samples_and_0_for_equal_ones()
     mean = p.mean(0)
     divergence = (p * (p / mean).log()).sum(-1).mean(0)  # of Jensen and Shannon
     for pair, expected in ((samples, divergence), (samples[:1].expand(2, -1, -1), 0 * divergence)):
-        mixture = sl.mix(pair, "swag", args)
+        mixture = sl.mix_samples(pair, "swag", args)
         scores = sl.predict("swag", (0,), [mixture], args).scores
         assert_close(scores["epistemic"], expected, 1e-4, 1e-12)
     assert (scores["epistemic"] == 0).all()
-    mixture = sl.mix(samples[:1], "map", args)
+    mixture = sl.mix_samples(samples[:1], "map", args)
     assert "epistemic" not in sl.predict("map", (0,), [mixture], args).scores
 
 
