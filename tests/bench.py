@@ -1,14 +1,15 @@
-"""Ours against named peers, or against what the machine can do, measured in one process.
+"""Ours against named peers in one process: the table of RESULTS.md under "Speed and memory".
 
   python tests/bench.py [NAME ...] [--small]
 
 Not a test: it asserts nothing. Each figure is the best of several rounds, ours and the peer's in
-turn, since whatever else a machine does only adds time. --small only shows that a row runs.
+turn, since whatever else a machine does only adds time. The ratio is the peer's time over ours, or
+ours over the peer's where it is what a method costs. --small only shows that a row runs.
 """
 
 import argparse
+import importlib.util
 import math
-import resource
 import subprocess
 import sys
 import time
@@ -61,7 +62,6 @@ def show(what, seconds, *peers, cost=False):
 
 
 def options(script, *argv):
-    """A script's options on a CPU."""
     return script.parse_args(["--device", "cpu"] + [str(word) for word in argv])
 
 
@@ -69,24 +69,17 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def random_set(n, side=32, classes=10):
-    """n random images with labels, of CIFAR-10's size unless said."""
-    images = torch.randint(0, 256, (n, 3, side, side), dtype=torch.uint8, generator=seeded())
+def random_set(n, classes=10):
+    """n random images of CIFAR's size, with labels."""
+    images = torch.randint(0, 256, (n, 3, 32, 32), dtype=torch.uint8, generator=seeded())
     return data.ImageSet("random", images, torch.arange(n) % classes, classes, (0.5, 0.5, 0.5),
                          (0.25, 0.25, 0.25))
-
-
-def random_images(batch, side=32):
-    x = torch.randn(batch, 3, side, side, generator=seeded())
-    return x.contiguous(memory_format=torch.channels_last)
 
 
 def bench_loader():
     """Crop, flip and normalise 32x32x3 images in batches of 128."""
     from torchvision import datasets, transforms
-
-    n = size(50_000, 1000)
-    few = size(20_000, 500)
+    n, few = size((50_000, 20_000), (1000, 500))
     dataset = random_set(n)
     peer = datasets.CIFAR10.__new__(datasets.CIFAR10)
     peer.data = dataset.images[:few].permute(0, 2, 3, 1).numpy()
@@ -110,12 +103,9 @@ def class_features(n, dim, classes):
 
 
 def bench_ddu():
-    """Algorithm 1 on features, and what spectral normalisation costs."""
-    n = size(45_000, 2000)
-    dim = size(640, 64)
+    """Gaussians of ten classes, and what spectral normalisation costs."""
+    n, dim = size((45_000, 640), (2000, 64))
     z, labels = class_features(n, dim, 10)
-    other = torch.randn(dim, dim).double()
-    out = torch.empty(n, dim).double()
 
     def ours():
         return ddu.class_log_densities(z, labels, 10, [z])[0].logsumexp(1)
@@ -129,17 +119,10 @@ def bench_ddu():
             columns.append(normal.log_prob(wide))
         return torch.stack(columns, 1).logsumexp(1)
 
-    def products():  # covariances: one of 2 N D^2; a triangular solve for each class: half a one
-        wide = z.double()
-        for _ in range(6):
-            torch.mm(wide, other, out=out)
-
     show(f"fit and score {n:,} x {dim}, 10 classes, float64",
-         best_seconds(ours, peer, products, budget_s=45), "loop over MultivariateNormal",
-         "matrix products of the same flops")
+         best_seconds(ours, peer, budget_s=45), "loop over MultivariateNormal")
 
-    batch = size(32, 4)
-    x = random_images(batch)
+    x = torch.randn(size(32, 4), 3, 32, 32, generator=seeded())
 
     def step_of(sn):
         args = options(ddu, "--dataset", "cifar10", "--model", "resnet18", sn, "--width",
@@ -152,13 +135,12 @@ def bench_ddu():
 
         return step
 
-    show(f"training step with spectral norm, ResNet-18, {batch} images",
+    show(f"training step with spectral norm, ResNet-18, {len(x)} images",
          best_seconds(step_of("--sn"), step_of("--no-sn")), "without", cost=True)
 
 
 GAUSSIANS = """
-import re, sys, time, torch
-sys.path.insert(0, {root!r})
+import re, time, torch
 from tests.bench import class_features
 z, labels = class_features({n}, {dim}, {classes})
 queries = z[:{queries}].clone()
@@ -185,18 +167,17 @@ detector.predict_features(queries)
 
 
 def bench_gaussians():
-    """Fit and score many classes, each in a process of its own: processor seconds and memory."""
+    """Gaussians of many classes, each side in its own process: processor seconds and memory."""
+    if importlib.util.find_spec("pytorch_ood") is None:
+        print("  pytorch-ood 0.4.0 is not installed")
+        return
     sizes = {"n": size(20_000, 500), "dim": size(640, 16), "classes": size(100, 5),
              "queries": size(4000, 100)}
     results = []
     for work in (OURS, PYTORCH_OOD):
-        code = GAUSSIANS.format(root=str(ROOT), work=work.format(**sizes), **sizes)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                              cwd=ROOT)
-        if done.returncode != 0:
-            print(f"  pytorch-ood 0.4.0: not installed ({done.stderr.strip().splitlines()[-1]})")
-            return
-        results.append([float(word) for word in done.stdout.split()])
+        code = GAUSSIANS.format(work=work.format(**sizes), **sizes)
+        printed = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
+        results.append([float(word) for word in printed.split()])
     (seconds, memory), (peer_seconds, peer_memory) = results
     print(f"  {sizes}: {seconds:.2f} s, {memory:.2f} GB; pytorch-ood's GMM {peer_seconds:.2f} s, "
           f"{peer_memory:.2f} GB; ratios {peer_seconds / seconds:.3g}, {peer_memory / memory:.3g}")
@@ -204,7 +185,7 @@ def bench_gaussians():
 
 def forde_step(args, dataset, A=None, is_forde=True):
     """A training step of the members on one batch, which is the whole set."""
-    batch = next(iter(data.Loader(dataset, len(dataset)).epoch()))
+    [batch] = data.Loader(dataset, len(dataset), args.device).epoch()
     nets = forde.make_ensemble(args, 1, dataset.num_classes, dataset.shape).train()
     for net in nets:
         torch.nn.init.normal_(net.head.weight, std=0.05)
@@ -244,9 +225,8 @@ def forde_step_with_layers_of_pytorch(args, dataset):
 def bench_forde():
     """A step of FoRDE with ResNet-18, over one by layers of PyTorch, and of the deep ensemble."""
     dataset = random_set(size(32, 8))
-    members = size(4, 2)
-    args = options(forde, "--dataset", "cifar10", "--members", members, "--width",
-                   size(0.25, 0.125))
+    members, width = size((4, 0.25), (2, 0.125))
+    args = options(forde, "--dataset", "cifar10", "--members", members, "--width", width)
     A = torch.randn(3072, 3072, generator=seeded()) / 3072**0.5
     steps = [forde_step(args, dataset), forde_step_with_layers_of_pytorch(args, dataset),
              forde_step(args, dataset, A), forde_step(args, dataset, is_forde=False)]
@@ -265,13 +245,9 @@ def like_weights(n):
 
 
 def bench_mixture():
-    """EM, labels and Wasserstein distances of Gaussians in the plane."""
-    import ot
+    """EM and labels of Gaussians in the plane."""
     from sklearn.mixture import GaussianMixture
-
-    n = size(300_000, 3000)
-    k = size(64, 8)
-    iterations = size(8, 3)
+    n, k, iterations = size((300_000, 64, 8), (3000, 8, 3))
     x = like_weights(n)
     spread = x.std(0)
     first = gbnn2d.fit_mixture(x, k, seeded(), iterations=0)
@@ -283,10 +259,9 @@ def bench_mixture():
                            lambda: peer.fit(x / spread), budget_s=20)
     show(f"EM, {n:,} points, K = {k}, {iterations} iterations", seconds, "scikit-learn")
 
-    n = size(200_000, 2000)
-    k = size(2000, 20)
+    n, k, iterations = size((200_000, 2000, 20), (2000, 20, 2))
     x = like_weights(n)
-    mixture = gbnn2d.fit_mixture(x, k, seeded(), size(20, 2))
+    mixture = gbnn2d.fit_mixture(x, k, seeded(), iterations)
 
     def dense():
         return [gbnn2d.log_joint(block[:, None], mixture).argmax(1) for block in x.split(2**11)]
@@ -294,61 +269,27 @@ def bench_mixture():
     seconds = best_seconds(lambda: gbnn2d.assign(x, mixture), dense, budget_s=30)
     show(f"labels of {n:,} points, K = {k}", seconds, "all log densities")
 
-    k = size(6000, 100)
-    pairs = size(2000, 50)
-    centre = like_weights(k)
-    root = 1e-4 * torch.randn(k, 2, 2, dtype=torch.float64)
-    covariance = root @ root.mT + 1e-9 * torch.eye(2)
-    i = torch.arange(k).repeat(8)
-    j = torch.randint(k, (8 * k,), generator=seeded())
-    means = centre.numpy()
-    matrices = covariance.numpy()
-
-    def peer_distances():
-        for a, b in zip(i[:pairs].tolist(), j[:pairs].tolist()):
-            ot.gaussian.bures_wasserstein_distance(means[a], means[b], matrices[a], matrices[b])
-
-    ours_s, peer_s = best_seconds(
-        lambda: gbnn2d.wasserstein(centre[i], covariance[i], centre[j], covariance[j]),
-        peer_distances, budget_s=6)
-    show(f"W2 of {len(i):,} pairs", (ours_s, peer_s * len(i) / pairs), "POT")
-
 
 def shared_network(net):
     """gbnn2d.py's network of shared Gaussians, which are fitted to the initial weights."""
-    posterior = gbnn2d.MeanField(net)
-    points = torch.stack([posterior.mu, posterior.sigma], 1).detach().double()
+    points = gbnn2d.MeanField(net).points().cpu()
     gradient = torch.rand(len(points), generator=seeded())
-    label, mixture = gbnn2d.cluster(points, gradient, max(2, min(2048, len(points) // 500)),
-                                    seeded(), tau_w=1.0)
+    k = min(2048, len(points) // 500)
+    label, mixture = gbnn2d.cluster(points, gradient, k, seeded(), tau_w=1.0)
     label, mixture = gbnn2d.merge(points, label, mixture, gradient)
     return gbnn2d.RandomNetwork(net, gbnn2d.SharedGaussians(gbnn2d.encode(points, label, mixture)))
 
 
+@torch.no_grad()
 def bench_gbnn2d():
-    """A training step of the last stage."""
-    batch = size(64, 4)
+    """Predictions by five samples of a ResNet-18 whose weights share Gaussians."""
+    x = torch.randn(size(256, 8), 3, 32, 32, generator=seeded())
     args = options(gbnn2d, "--dataset", "cifar10", "--width", size(0.25, 0.05))
-    net = gbnn2d.make_network(args, 10, (3, 32, 32)).train()
+    plain = gbnn2d.make_network(args, 10, (3, 32, 32)).eval()
     shared = shared_network(gbnn2d.make_network(args, 10, (3, 32, 32))).eval()
-    x = random_images(batch)
-    labels = torch.arange(batch) % 10
-
-    def step_of(module, optimiser):
-        def step():
-            loss = F.cross_entropy(module(x), labels)
-            if module is shared:
-                loss = loss + shared.posterior.kl() / 50_000
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-
-        return step
-
-    adam = gbnn2d.make_optimiser(shared, args)
-    sgd = torch.optim.SGD(net.parameters(), 0.1, 0.9, nesterov=True)
-    show(f"ResNet-18 of {len(shared.posterior.label):,} weights, {batch} images",
-         best_seconds(step_of(shared, adam), step_of(net, sgd)), "deterministic", cost=True)
+    show(f"{len(shared.posterior.label):,} weights, {len(x)} images",
+         best_seconds(lambda: [shared(x) for _ in range(5)], lambda: plain(x)), "one pass",
+         cost=True)
 
 
 def bench_laplace():
@@ -357,10 +298,7 @@ def bench_laplace():
     The peer's network is the last layer alone: what it spends on features is not counted.
     """
     from laplace import Laplace
-
-    counts = size([48_000, 2000, 10_000], [300, 50, 50])
-    dim = size(256, 16)
-    samples = size(200, 20)
+    counts, dim, samples = size(([48_000, 2000, 10_000], 256, 200), ([300, 50, 50], 16, 20))
     head = torch.nn.Linear(dim, 10)
     torch.nn.init.normal_(head.weight, std=0.3)
     x = torch.randn(sum(counts), dim, generator=seeded()).relu()
@@ -400,61 +338,9 @@ def bench_laplace():
          best_seconds(ours, theirs, budget_s=25), "laplace-torch")
 
 
-@torch.no_grad()
-def bench_predict():
-    """Predictions for 256 images of 32x32x3 by small networks, over one pass of the network."""
-    batch = size(256, 8)
-    x = random_images(batch)
-    small = ["--dataset", "cifar10", "--width", size(0.25, 0.05)]
-    args = options(ddu, *small, "--model", "resnet18")
-    net = ddu.make_network(args, 10, (3, 32, 32)).eval()
-    z, labels = class_features(size(10_000, 500), net.head.in_features, 10)
-    log_prior = torch.tensor(0.1).log()
-    gaussians = [ddu.fit_gaussian(z[labels == c], log_prior) for c in range(10)]
-
-    def log_density():
-        _, features = net(x)
-        return torch.stack([gaussian.log_prob(features) for gaussian in gaussians]).logsumexp(0)
-
-    show("ddu.py, ResNet-18, ten Gaussians", best_seconds(log_density, lambda: net(x)), "one pass",
-         cost=True)
-
-    args = options(gbnn2d, *small)
-    plain = gbnn2d.make_network(args, 10, (3, 32, 32)).eval()
-    shared = shared_network(gbnn2d.make_network(args, 10, (3, 32, 32))).eval()
-    show("gbnn2d.py, ResNet-18, five samples",
-         best_seconds(lambda: [shared(x) for _ in range(5)], lambda: plain(x)), "one pass",
-         cost=True)
-
-    args = options(sle, *small, "--model", "wrn_10_4")
-    net = sle.make_network(args, 10, (3, 32, 32)).eval()
-    heads = torch.randn(size(200, 3), len(sle.flat_head(net.head)), generator=seeded())
-    show(f"LLLA and LA-NF, WRN-10-4, {len(heads)} samples",
-         best_seconds(lambda: [sle.head_outputs(some, net(x)[1]) for some in heads.split(200)],
-                      lambda: net(x)), "one pass", cost=True)
-
-
-def bench_batch():
-    """Evaluation of 4,000 small images in batches of other sizes than 256."""
-    n = size(4000, 64)
-    dataset = data.load_embedded("dirty_glyphs", "test").select(slice(n))
-    args = options(ddu)
-    net = ddu.make_network(args, 10, dataset.shape).eval()
-
-    @torch.no_grad()
-    def evaluate(batch_size):
-        for batch in data.Loader(dataset, batch_size).epoch():
-            net(batch.images)
-
-    sizes = (256, 64, 128, 512, 1024)
-    functions = [lambda batch_size=batch_size: evaluate(batch_size) for batch_size in sizes]
-    show(f"{n:,} images of 28x28, batches of 256", best_seconds(*functions, budget_s=60),
-         *[f"of {batch_size}" for batch_size in sizes[1:]])
-
-
 ROWS = {"loader": bench_loader, "ddu": bench_ddu, "gaussians": bench_gaussians,
         "forde": bench_forde, "mixture": bench_mixture, "gbnn2d": bench_gbnn2d,
-        "laplace": bench_laplace, "predict": bench_predict, "batch": bench_batch}
+        "laplace": bench_laplace}
 
 
 def main():
@@ -463,13 +349,10 @@ def main():
     parser.add_argument("--small", action="store_true", help="tiny sizes: does it run?")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")  # the peers' own
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; ratio: peer / ours, or "
-          "ours / peer where it is what a method costs")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     for name in asked.names or ROWS:
         print(f"{name}: {ROWS[name].__doc__.splitlines()[0]}")
         ROWS[name]()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"peak memory of this process: {peak:.1f} GB")
 
 
 if __name__ == "__main__":
