@@ -132,24 +132,18 @@ def test_a_split_draws_whole_groups_until_there_are_enough_rows(num_val):
 
 
 @pytest.mark.parametrize("changes, num_val, source", [
-    ({}, 30, "train"), ({"weights": "net.pt"}, 0, None), ({"weights": "net.pt"}, 30, "test"),
+    ({}, 30, "train"), ({"weights": "net.pt"}, 30, "test"),
     ({"model": "torchvision/x"}, None, "train"),
     ({"model": "torchvision/x", "weights": "none"}, None, "train")])
-def test_validation_images_were_never_seen_in_training(changes, num_val, source, capsys):
-    """They are test images where trained weights come from elsewhere; copies stay together."""
-    train, val, test, *_ = read_splits("dirty_glyphs", "", 3, num_val, limit_train=500, **changes)
+def test_validation_images_are_test_images_where_weights_come_from_elsewhere(
+        changes, num_val, source, capsys):
+    train, val, test, *_ = read_splits("dirty_glyphs", "", 3, num_val, **changes)
     assert ("held out for validation" in capsys.readouterr().out) == (source == "test")
-    assert len(train) == 500
-    if source is None:
-        assert val is None
-        assert len(test) == 4000
-        return
-    whole = load("dirty_glyphs", source)
-    rest, expected = data.random_split(whole, 3, num_val if source == "train" else None)
-    assert len(test) == (len(rest) if source == "test" else 4000)
-    assert torch.equal(val.labels, expected.labels)
+    rest, expected = data.random_split(load("dirty_glyphs", source), 3,
+                                       num_val if source == "train" else None)
     assert torch.equal(val.groups, expected.groups)
-    assert not set(val.groups.tolist()) & set(rest.groups.tolist())
+    assert len(train) == (len(rest) if source == "train" else 16000)
+    assert len(test) == (len(rest) if source == "test" else 4000)
 
 
 def test_validation_images_are_test_images_where_imagenet_itself_was_seen(tmp_path):
@@ -165,6 +159,7 @@ def test_a_folder_with_val_is_validated_on_it(image_folder, tmp_path):
     for split in ("train", "test"):
         os.symlink(image_folder / split, tmp_path / split)
     name = f"folder:{tmp_path}"
+    assert read_splits(name, num_val=0).val is None
     assert [len(dataset) for dataset in read_splits(name)[:3]] == [33, 3, 15]
     save_images(tmp_path / "val", ("ant", "bee", "cat"), 2, 20)
     assert [len(dataset) for dataset in read_splits(name, weights="net.pt")[:3]] == [36, 6, 15]
@@ -232,17 +227,6 @@ def test_augmented_batches_are_crops_and_flips_of_one_image_at_a_time(augment, m
     assert len(seen) == 130
     assert set(tops) == set(lefts) == set(range(9))
     assert 45 < sum(flips) < 85
-
-
-def test_evaluation_is_in_order_and_normalised_and_batches_are_the_callers():
-    images = random_set(18).images / 255
-    dataset = replace(random_set(18), images=images.clone())
-    batches = list(Loader(dataset, 4).epoch())
-    expected = T.functional.normalize(images, dataset.mean, dataset.std)
-    torch.testing.assert_close(gather(batches, "images"), expected)
-    assert gather(batches, "index").tolist() == list(range(18))
-    batches[0].images.zero_()
-    assert torch.equal(dataset.images, images)
 
 
 @pytest.mark.parametrize("side, size", [(32, 36), (80, 5)])
@@ -426,6 +410,9 @@ def test_dirty_mnist_joins_bytes_and_numbers_of_which_ten_copies_have_labels(tmp
     assert torch.equal(both.images[6:, 0, 2, 1], levels[6000:].float().repeat_interleave(10))
     assert torch.equal(both.labels[6:], labels[6000:].flatten())
     assert both.is_ambiguous.tolist() == [False] * 6 + [True] * 60000
+    images = next(Loader(both).epoch()).images
+    expected = T.functional.normalize(both.images[:256], both.mean, both.std)
+    torch.testing.assert_close(images, expected)
     assert both.groups.bincount().tolist() == [1] * 6 + [10] * 6000
 
 
@@ -449,7 +436,6 @@ def test_tiny_imagenet(tmp_path):
     ("'sst3' is unknown; .* sst2", load_text, "sst3", "test"),
     ("images in /none/train/CLASS", load, "folder:/none", "train"),
     ("mnist: {}/MNIST/raw not found; .* from http", load, "mnist", "test"),
-    ("ambiguous_mnist: {}/AmbiguousMNIST not found; .* http", load, "ambiguous_mnist", "test"),
     ("sst2: {}/SST-2/test.tsv not found; .* from http", load_text, "sst2", "test"),
     ("qm9: {}/QM9/uncharacterized.txt not found; .* http", load_molecules, "qm9", "test")])
 def test_unknown_and_missing_sets_are_one_line(match, read, name, split, tmp_path, monkeypatch):
@@ -584,21 +570,33 @@ def test_computed_corruptions_are_as_strong_as_published():
             assert torch.equal(data.corrupted(twins, kind, severity).images, drawn)
 
 
-def test_published_corruptions_of_cifar10(tmp_path):
-    args = Namespace(dataset="cifar10", data_dir=tmp_path, shift="published", shift_examples=0)
+def test_published_corruptions_of_cifar10_and_damaged_ones_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "load", lambda *args: random_set())
+    root = tmp_path / "CIFAR-10-C"
+    root.mkdir()
+    (root / "snow.npy.crdownload").write_bytes(b"")
+    options = {"shift": "published", "shift_examples": 0, "num_val": 0}
+    args = Namespace(dataset="cifar10", data_dir=tmp_path, **options)
     assert list(data.corrupted_sets(random_set(3), args)) == []  # is skipped
     rows = np.arange(50000)
     pixels = (rows % 251).astype(np.uint8).reshape(-1, 1, 1, 1)
-    (tmp_path / "CIFAR-10-C").mkdir()
-    (tmp_path / "CIFAR-10-C" / "snow.npy.crdownload").write_bytes(b"")
-    np.save(tmp_path / "CIFAR-10-C" / "fog.npy", pixels)
-    np.save(tmp_path / "CIFAR-10-C" / "labels.npy", rows // 10000 + rows % 2)
+    read = partial(read_splits, data_dir=tmp_path, **options)
+    np.save(root / "fog.npy", pixels)
+    expect_error(f"{root}/labels.npy is damaged or missing .* download it again", read, "cifar10")
+    np.save(root / "labels.npy", rows // 10000 + rows % 2)
+    read("cifar10")
     copies = list(data.corrupted_sets(random_set(3), args))
     assert [severity for severity, _ in copies] == [1, 2, 3, 4, 5]
     for k, (_, copy) in enumerate(copies):
         assert copy.name == "cifar10_c (1 of 19 kinds)"
         assert np.array_equal(copy.images.flatten(), rows[10000 * k:10000 * (k + 1)] % 251)
         assert copy.labels.tolist() == [k, k + 1] * 5000
+    np.save(root / "snow.npy", pixels[:10000])
+    expect_error("snow.npy is damaged or missing .10000 rows, expected 50000.", read, "cifar10")
+    for content in ((root / "fog.npy").read_bytes()[:30000], b""):
+        (root / "snow.npy").write_bytes(content)
+        expect_error("snow.npy is damaged or missing", read, "cifar10")
+    expect_error("there is no mnist_c; use --shift computed", read, "mnist")
 
 
 @pytest.mark.parametrize("count, name", [
@@ -623,25 +621,6 @@ def test_rows_say_how_many_published_kinds_there_are(count, name, tmp_path, monk
     assert len(copies) == 5 * count
     _, first = next(data.corrupted_sets(images, args, data.CIFAR_C_KINDS[:15]))
     assert ("c (15 kinds)" in first.name) == (count >= 15)
-
-
-def test_damaged_published_corruptions_end_a_command_before_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "load", lambda *args: random_set())
-    root = tmp_path / "CIFAR-10-C"
-    root.mkdir()
-    read = partial(read_splits, data_dir=tmp_path, shift="published", num_val=0)
-    array = np.zeros((50000, 1, 1, 1), np.uint8)
-    np.save(root / "fog.npy", array)
-    expect_error(f"{root}/labels.npy is damaged or missing .* download it again", read, "cifar10")
-    np.save(root / "labels.npy", array[:, 0, 0, 0])
-    read("cifar10")
-    np.save(root / "snow.npy", array[:10000])
-    expect_error("snow.npy is damaged or missing .10000 rows, expected 50000.", read, "cifar10")
-    whole = (root / "fog.npy").read_bytes()
-    for content in (whole[:30000], b""):
-        (root / "snow.npy").write_bytes(content)
-        expect_error("snow.npy is damaged or missing", read, "cifar10")
-    expect_error("there is no mnist_c; use --shift computed", read, "mnist")
 
 
 VOCAB = (*data.SPECIAL, *"abcdeinou", *("##" + c for c in "abcdenosu"), "un", "##able", "want",
@@ -681,8 +660,7 @@ def test_sst2_with_and_without_published_test_labels(test, tmp_path):
     assert test_set.labels.tolist() == test_labels
     characters = sorted('"0123456789ehtx')
     vocab = (*data.SPECIAL, *characters, *("##" + c for c in characters), "the")
-    for dataset in (train, val, test_set):
-        assert dataset.vocab == vocab
+    assert train.vocab == val.vocab == test_set.vocab == vocab
     words = "".join(vocab[i].removeprefix("##") for i in train.tokens)
     assert words == "".join(f'[CLS]the"x{k}[SEP]' for k in train_rows)
     (tmp_path / "vocab.txt").write_text("\n".join(VOCAB) + "\n", encoding="utf-8")
