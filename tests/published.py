@@ -11,11 +11,9 @@ must be here already. Nothing but tensors and plain values is unpickled.
 """
 
 import argparse
-import contextlib
 import re
 import shlex
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +21,11 @@ import torch
 from torch.utils.serialization import config
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import common  # noqa: E402  from the folder above
 import data  # noqa: E402
 import gbnn2d  # noqa: E402
 import proxy_distill  # noqa: E402
 import swag_laplace_ensembles as swag  # noqa: E402
-
-# ---- Files --------------------------------------------------------------------------------------
 
 
 class ConfigNode:
@@ -54,42 +49,12 @@ ALLOWED = [(ConfigNode, f"omegaconf.{name}") for name in OMEGACONF]
 ALLOWED += [(lambda *_: {}, "collections.defaultdict"), dict, list, int, Any]
 
 
-def read(path):
-    """The content of a file of torch.save. It is mapped into memory, as it may have 5 GB."""
-    with zipfile.ZipFile(path) as archive:
-        if archive.testzip():
-            raise ValueError("a checksum is wrong")
-    with torch.serialization.safe_globals(ALLOWED), config.patch("load.mmap", True):
-        return common.load(path)
-
-
-@contextlib.contextmanager
-def converting(path):
-    """One line for what goes wrong with a file."""
-    try:
-        yield
-    except common.UserError:
-        raise
-    except Exception as error:  # of many types: parts are missing, or have other types or sizes
-        raise common.UserError(f"{path} is damaged or of another kind: {error!r:.200}") from None
-
-
-def target_of(path, out_dir):
-    """Where the file `path` goes; published files of one name are in different folders."""
-    *folders, _ = path.resolve().parts[1:][-4:]
-    return out_dir / "published" / ("-".join(folders + [path.stem]) + ".pt")
-
-
-def save(state, target, path):
-    """Write what the file `path` became, if it is finite; returns the name of the new file."""
-    values = [state]
-    for value in values:
-        if isinstance(value, dict):
-            values.extend(value.values())  # which follow later in this loop
-        elif isinstance(value, torch.Tensor) and not value.isfinite().all():
-            raise common.UserError(f"{path}: a value is not finite")
+def save(content, path, out_dir):
+    """Write what a published file became; returns the new path, named after the folders, too."""
+    names = path.resolve().with_suffix(".pt").parts[1:][-4:]
+    target = out_dir / "published" / "-".join(names)
     target.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, target)
+    torch.save(content, target)
     return str(target)
 
 
@@ -100,9 +65,6 @@ def in_order(state, expected):
     return dict(zip(expected, state.values()))
 
 
-# ---- proxy_distill.py ---------------------------------------------------------------------------
-
-
 def convert_proxy(path, file, out_dir, options):
     """A member or student; returns the command, in which other members may follow a member."""
     state = file["state_dict"]
@@ -110,9 +72,7 @@ def convert_proxy(path, file, out_dir, options):
     argv = ["--dataset", "imagenet", "--model", model, "--width", "1"] + options
     args = proxy_distill.parse_args(argv + ["--losses"])
     net = proxy_distill.make_network(args, len(state["model.fc.bias"]), (3, 224, 224))
-    state = in_order(state, net.state_dict())
-    net.load_state_dict(state)
-    target = save(state, target_of(path, out_dir), path)
+    target = save(in_order(state, net.state_dict()), path, out_dir)
     # Of the published networks, students alone have a loss among their options.
     if {"loss", "loss_type"} & set(file.get("hyper_parameters", {})):
         return ["proxy_distill.py", "--student-path", target] + argv
@@ -132,18 +92,16 @@ LAYOUTS = {
 
 
 def prepare(path, state, options):
-    """(network with random weights, image shape, both statistics, args, argv) for a state dict."""
-    found = [name for name in LAYOUTS if name in state]
-    if not found:
-        raise common.UserError(f"{path} is no published file")
-    length, model, dataset, shape, *statistics = LAYOUTS[found[0]]
+    """(network of random weights, both statistics, args, argv) for a state dict."""
+    [norm] = [name for name in LAYOUTS if name in state]
+    length, model, dataset, shape, *statistics = LAYOUTS[norm]
     outputs = len(state["fc.bias"])
     if outputs == 10 or "cifar10" in path.resolve().parts:  # which may have 100 outputs
         dataset = "cifar10"
     argv = ["--dataset", dataset, "--model", model, "--width"]
-    argv += [f"{len(state[found[0]]) / length:g}"] + options
+    argv += [f"{len(state[norm]) / length:g}"] + options
     args = gbnn2d.parse_args(argv)
-    return gbnn2d.make_network(args, outputs, shape), shape, statistics, args, argv
+    return gbnn2d.make_network(args, outputs, shape), statistics, args, argv
 
 
 def without_biases(state):
@@ -201,7 +159,7 @@ def shared_weights(parts, model):
 def convert_shared(path, file, out_dir, options):
     """2DGBNNs.pth, for --load; returns the command."""
     rest = file["state_dict_no_weight"]
-    net, shape, (_, (mean, std)), args, argv = prepare(path, rest, options)
+    net, (_, (mean, std)), args, argv = prepare(path, rest, options)
     guide = file["params_guide"]
     # Files of another published script have other names for these two.
     parts = {"centers_guide": guide.get("centers"),
@@ -213,9 +171,7 @@ def convert_shared(path, file, out_dir, options):
                "rest": in_order(without_biases(rest), gbnn2d.deterministic_tensors(net)),
                "classes": list(data.load(args.dataset, "test", args.data_dir, 32).classes),
                "mean": mean, "std": std}
-    gbnn2d.restore(content, shape, args)  # as --load does
-    target = save(content, target_of(path, out_dir), path)
-    return ["gbnn2d.py", "--load", target] + argv
+    return ["gbnn2d.py", "--load", save(content, path, out_dir)] + argv
 
 
 def convert_stage(path, file, out_dir, options):
@@ -228,17 +184,15 @@ def convert_stage(path, file, out_dir, options):
             rho.append(tensor)
         elif not name.endswith(("prior_mu", "prior_bias_mu", "bias_sigma")):
             state[name.removesuffix("_mu")] = tensor
-    net, _, ((mean, std), _), _, argv = prepare(path, state, options)
-    state = in_order(without_biases(state), net.state_dict())
-    net.load_state_dict(state)
-    content = {"net": state, "mean": mean, "std": std}
+    net, ((mean, std), _), _, argv = prepare(path, state, options)
+    content = {"net": in_order(without_biases(state), net.state_dict()), "mean": mean, "std": std}
+    argv += ["--epochs", "0"]
     if rho:
         argv += ["--stoch-epochs", "0"]
         # The published sigma may be negative, which is the same Gaussian as that of its magnitude.
         sigma = [(0.0003 + tensor.exp()).log().abs().clamp_min(1e-8) for tensor in rho]
         content["sigma"] = dict(zip(gbnn2d.weight_shapes(net), sigma, strict=True))
-    target = save(content, target_of(path, out_dir), path)
-    return ["gbnn2d.py", "--weights", target] + argv + ["--epochs", "0"]
+    return ["gbnn2d.py", "--weights", save(content, path, out_dir)] + argv
 
 
 # ---- swag_laplace_ensembles.py ------------------------------------------------------------------
@@ -279,24 +233,21 @@ def collect(path, file, studies):
 
 
 def network_of(posteriors):
-    """The network theta_m, as (path, its published state dict).
-
-    The files of LLLA and LA-NF contain it; those of SWA and SWAG contain another network.
-    """
+    """The published state dict of theta_m, which SWA's and SWAG's files do not contain."""
     found = [name for name in ("map", "llla", "la_nf") if name in posteriors]
     if not found:
         path, _, _ = next(iter(posteriors.values()))
         raise common.UserError(f"{path}: give the MAP file of the same seed, too")
-    path, _, state = posteriors[found[0]]
+    _, _, state = posteriors[found[0]]
     state = state.get("llla_inference", state)
-    state = state.get("model", state)
-    return path, {name.removeprefix("model."): state[name] for name in state}
+    return state.get("model", state)
 
 
 def convert_network(state, net):
     """The state dict of `net`, a WRN, BERT or PaiNN, from a published one."""
     renamed = {}
     for name, tensor in state.items():
+        name = name.removeprefix("model.")
         # FRN's constant epsilon; what PaiNN computes from the rest.
         if re.search(r"\.eps$|radial_basis|prediction_finalizer|^iterates$", name):
             continue
@@ -310,13 +261,13 @@ def convert_network(state, net):
     if "atom_refs" in renamed:
         references = renamed.pop("atom_refs").squeeze(1)               # [100]
         renamed["references"] = torch.cat([references, references.new_zeros(1)])
-    is_wrn = "backbone.conv_1.weight" in state
+    is_wrn = "backbone.conv_1.weight" in renamed
     return in_order(renamed, net.state_dict()) if is_wrn else renamed
 
 
 def convert_iterates(state, net):
     """SWAG's iterates [R, P] in the order of the parameters of `net`, without FRN's epsilons."""
-    tensors = {name.removeprefix("model."): state[name] for name in state}
+    tensors = dict(state)
     iterates = tensors.pop("iterates")                                 # [P', R]
     # In a published iterate, all parameters follow each other as in the file.
     buffers = r"\.running_|\.num_batches|radial_basis|head\.head\.[^r]"
@@ -331,12 +282,12 @@ def convert_iterates(state, net):
     return torch.stack(vectors)
 
 
-def convert_heads(name, state, member, args):
+def convert_heads(method, path, state, member, args):
     """S last layers [S, P] of LLLA or LA-NF, from the noise that the script would use."""
     theta = swag.flat_head(member.net.head).detach()
     llla = state.get("llla_inference", state)
     if not torch.allclose(llla["mean"].to(theta), theta, rtol=1e-4, atol=1e-6):
-        raise ValueError("its network is not that of the same seed")
+        raise common.UserError(f"{path}: its network is not that of the same seed")
     covariance = llla["covariance"].to(theta.device).double()          # [P, P], or its diagonal
     noise = swag.draw_noise((args.samples, len(theta)), "llla", member, args).double()
     if covariance.ndim == 2:
@@ -344,7 +295,7 @@ def convert_heads(name, state, member, args):
     else:
         offset = noise * covariance.sqrt()
     heads = theta + offset.float()
-    if name == "la_nf":
+    if method == "la_nf":
         flow = []
         for kind in ("x0", "alpha_prime", "beta_prime"):
             names = [f"transform.{layer}.{kind}" for layer in range(state["num_transforms"])]
@@ -367,13 +318,12 @@ def convert_study(dataset, model, study, out_dir, options):
     argv += methods + ["--map-paths"] + [str(target) for target in targets]
     args = swag.parse_args(argv + options)
     splits = swag.load_splits(args)
+    targets[0].parent.mkdir(parents=True, exist_ok=True)
     members = []
     for number, (seed, target) in enumerate(zip(seeds, targets), args.seed):
-        path, state = network_of(study[seed])
-        with converting(path):
-            net = swag.make_member(args, splits.train).eval()
-            net.load_state_dict(convert_network(state, net))
-            save(net.state_dict(), target, path)
+        net = swag.make_member(args, splits.train).eval()
+        net.load_state_dict(convert_network(network_of(study[seed]), net))
+        torch.save(net.state_dict(), target)
         members.append(swag.Member(net, number, swag.name_member(net, number)))
     run = common.Run(args, data.fingerprint(splits.train, splits.val),
                      data.fingerprint(splits.test), args.map_paths)
@@ -382,16 +332,16 @@ def convert_study(dataset, model, study, out_dir, options):
         heads = {}
         for method in methods:
             path, rate, state = study[seed][method]
-            with converting(path):
-                if method in ("swa", "swag"):
-                    rates[method] = rate
-                    iterates = convert_iterates(state, member.net)
-                    save({"iterates": iterates}, run.dir / f"{member.name}-sgd-lr{rate:g}.pt", path)
-                else:
-                    heads[method] = convert_heads(method, state, member, args)
-                    save(heads, run.dir / f"{member.name}-heads-{args.samples}.pt", path)
+            if method in ("swa", "swag"):
+                rates[method] = rate
+                iterates = convert_iterates(state, member.net)
+                run.write_tensors(f"{member.name}-sgd-lr{rate:g}", {"iterates": iterates})
+            else:
+                heads[method] = convert_heads(method, path, state, member, args)
         if rates:
             run.write_tensors(f"{member.name}-sgd", rates)
+        if heads:
+            run.write_tensors(f"{member.name}-heads-{args.samples}", heads)
     return ["swag_laplace_ensembles.py", "--eval", "--name", name, "--out-dir", str(out_dir)]
 
 
@@ -404,8 +354,10 @@ def main(argv=None):
     studies = {}
     commands = {}  # {all words but the last: the last ones}
     for path in args.files:
-        with converting(path):
-            file = read(path)
+        # Files are mapped into memory, as they may have 5 GB.
+        with torch.serialization.safe_globals(ALLOWED), config.patch("load.mmap", True):
+            file = common.load(path)
+        try:
             if "cfg" in file:
                 collect(path, file, studies)
                 continue
@@ -413,6 +365,8 @@ def main(argv=None):
             if "pytorch-lightning_version" in file:
                 convert = convert_proxy
             *words, last = convert(path, file, args.out_dir, options)
+        except (LookupError, ValueError) as error:
+            raise common.UserError(f"{path} is damaged or of another kind: {error!r}") from None
         commands.setdefault(tuple(words), []).append(last)
     commands = [list(words) + last for words, last in commands.items()]
     commands += [convert_study(*key, study, args.out_dir, options)
