@@ -147,8 +147,8 @@ def test_validation_images_are_test_images_where_weights_come_from_elsewhere(
 
 
 def test_validation_images_are_test_images_where_imagenet_itself_was_seen(tmp_path):
-    for split in ("train", "val"):
-        save_images(tmp_path / "imagenet" / split, ("n01", "n02"), 10, 16)
+    for seed, split in enumerate(("train", "val")):
+        save_images(tmp_path / "imagenet" / split, ("n01", "n02"), 10, 16, seed)
     for model, split in (("torchvision/x", "test"), ("resnet50", "train")):
         val = read_splits("imagenet", tmp_path, model=model, image_size=16).val
         whole = load("imagenet", split, tmp_path, 16)
@@ -394,6 +394,7 @@ def test_torchvisions_sets(name, tmp_path, monkeypatch):
     assert np.array_equal(test.images, pixels)
     assert test.labels.tolist() == list(range(6))
     assert (test.mean, test.std, test.num_classes) == (*data.STATISTICS[name], 10)
+    assert "".join(test.classes) == ("abcdefghij" if name == "cifar10" else "0123456789")
 
 
 def test_dirty_mnist_joins_bytes_and_numbers_of_which_ten_copies_have_labels(tmp_path, monkeypatch):
@@ -537,6 +538,8 @@ def test_networks_of_torchvision_get_imagenets_statistics_and_three_channels(ima
     letters = load("glyphs_letters", "test").images[:5, 0].numpy()
     expected = [steps(Image.fromarray(image).convert("RGB")) for image in letters]
     torch.testing.assert_close(batch.images, torch.stack(expected), atol=1e-5, rtol=1e-5)
+    glyphs = read_splits("glyphs", model="torchvision/x").train
+    assert (glyphs.mean, glyphs.std) == data.IMAGENET
 
 
 # The mean change of 200 glyphs, in grey levels of 255, at severities 1 to 5.
