@@ -36,14 +36,6 @@ def run_script(name, *argv):
     return script.main([str(word) for word in argv] + ["--device", "cpu", "--no-plot"])
 
 
-def launch_script(name, *argv):
-    """`python NAME.py ARGV` with its exit status, for a Child."""
-    import common
-    script = importlib.import_module(name)
-    sys.argv = [f"{name}.py"] + [str(word) for word in argv] + ["--device", "cpu"]
-    common.launch(script.main)
-
-
 class Child:
     """A process that runs `function(*args)`, with its streams in files.
 
@@ -51,28 +43,22 @@ class Child:
     """
 
     def __init__(self, folder, function, *args, rank=0, size=1, port=0):
-        self.out, self.err, self.result = [Path(folder) / f"{rank}.{name}"
-                                           for name in ("out", "err", "result")]
+        files = [Path(folder) / f"{rank}.{name}" for name in ("out", "err", "result")]
+        _, self.err, self.result = files
         variables = {}
         if size > 1:
             variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size,
                          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        files = (self.out, self.err, self.result)
         self.process = SERVER.Process(target=_in_child, args=(files, variables, function, args))
         self.process.start()
 
-    def wait(self, timeout=300):
-        """Wait for the end; returns the exit status."""
+    def value(self, timeout=300):
+        """What the function returned; fails with its stderr if it did not return in time."""
         self.process.join(timeout)
-        if self.process.is_alive():
+        status = self.process.exitcode  # None if it is still running
+        if status != 0:
             self.process.kill()
-            pytest.fail(f"still running after {timeout} s: {self.err.read_text()[-2000:]}")
-        return self.process.exitcode
-
-    def value(self):
-        """What the function returned; fails with its stderr if it did not return."""
-        if self.wait() != 0:
-            pytest.fail(f"status {self.process.exitcode}: {self.err.read_text()[-3000:]}")
+            pytest.fail(f"status {status}: {self.err.read_text()[-3000:]}")
         return pickle.loads(self.result.read_bytes())
 
 

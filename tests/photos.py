@@ -144,8 +144,8 @@ def measure(task, scripts):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("photos", type=Path, help="folder of the tasks")
-    parser.add_argument("--insects", type=Path, nargs=2, metavar="DIR", help="the two folders")
-    parser.add_argument("--caltech", type=Path, metavar="DIR", help="101_ObjectCategories")
+    parser.add_argument("--insects", type=Path, nargs=2, metavar=("HYMENOPTERA", "IMAGENET"))
+    parser.add_argument("--caltech", type=Path, metavar="101_ObjectCategories")
     parser.add_argument("--tasks", nargs="+", metavar="NAME", help="otherwise all of the folder")
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
     args = parser.parse_args()
