@@ -500,7 +500,7 @@ def test_damaged_images_are_skipped_in_a_prediction_and_end_a_training(size, tmp
         assert len(readable) == len(readable.files) == 5
         assert "train/b/1.png" not in readable.files
         assert f"skipped: {path}" in capsys.readouterr().out
-        with pytest.raises(UserError, match=f"{path}: unreadable .*; replace or remove the file"):
+        with pytest.raises(UserError, match=f"^{path}: unreadable .*; replace or remove the file$"):
             train = load(f"folder:{tmp_path}", "train", image_size=size)
             list(Loader(train, 6, workers=workers).epoch())
     for name in ("0.png", "2.png"):
