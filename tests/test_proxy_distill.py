@@ -231,7 +231,7 @@ def test_each_network_is_trained_as_by_a_plain_loop(monkeypatch):
 
     def loss_of_student(net, batch):
         logits = net(batch.images)
-        members = torch.stack([first(batch.images), second(batch.images)])
+        members = torch.stack([member.eval()(batch.images) for member in (first, second)])
         return pd.rkl_proxy_loss(logits, pd.ensemble_statistics(members), 0.5, 0.7).mean()
 
     monkeypatch.setitem(pd.NETWORKS, "convnet", lambda args, shape: (

@@ -7,13 +7,13 @@ import shutil
 from argparse import Namespace
 from copy import deepcopy
 from functools import cache, partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import Child, assert_equal_checkpoints, kill_after, run_ranks, run_script
-from scipy import stats
 from sklearn import metrics as sk
 from sklearn.linear_model import LogisticRegression
 from torch import nn
@@ -148,25 +148,6 @@ def test_hessians_flows_and_the_negative_elbo_are_those_of_brute_force(make, log
             assert_close(losses[number], expected, rtol=1e-8)
 
 
-@pytest.mark.parametrize("s", [1, 4])
-def test_regression_is_that_of_the_mixture(s):
-    generator = np.random.default_rng(0)
-    m = generator.normal(size=(s, 20))
-    y = generator.normal(size=20)
-    v = generator.random((s, 20)) + 0.05
-    moments = sl.mixture_moments(torch.tensor(m), torch.tensor(v))
-    expected = [m.mean(0), (v + m**2).mean(0) - m.mean(0)**2, v.mean(0), m.var(0)]
-    assert list(moments) == ["mean", "total", "aleatoric", "epistemic"]
-    assert_close(torch.stack([*moments.values()]), np.array(expected))
-    levels = np.linspace(0.01, 0.99, 20)
-    is_below = stats.norm.cdf(y, m, np.sqrt(v)).mean(0) <= levels[:, None]
-    assert sl.regression_metrics(*map(torch.tensor, (m, v, y))) == pytest.approx({
-        "lpd": np.log(stats.norm.pdf(y, m, np.sqrt(v)).mean(0)).mean(),
-        "mae": sk.mean_absolute_error(y, m.mean(0)),
-        "rmse": sk.root_mean_squared_error(y, m.mean(0)),
-        "quantile_ece": np.abs(is_below.mean(1) - levels).mean()}, abs=1e-12)
-
-
 @pytest.mark.parametrize("members, k", [(30, 2), (30, 20), (6, 3)])
 def test_published_combinations_without_duplicates(members, k):
     expected = {}
@@ -296,9 +277,11 @@ def swag_networks(iterates, count, member, args):
     return torch.cat(samples)
 
 
-def test_swa_and_swag_choose_among_rates_of_sgd_by_their_own_densities(linear_network):
+def test_swa_and_swag_choose_among_rates_of_sgd_by_their_own_densities(linear_network,
+                                                                       monkeypatch):
     splits, args, run, member = linear_network
     args.augment = True  # of MAP networks alone
+    monkeypatch.setattr(sl, "choose", Mock(side_effect=sl.choose))  # it records its arguments
     val = sl.compute_last_layer(member.net, splits.val, args)
     scores = {"swa": {}, "swag": {}}
     iterates = {}
@@ -310,6 +293,9 @@ def test_swa_and_swag_choose_among_rates_of_sgd_by_their_own_densities(linear_ne
         scores["swag"][rate] = sl.mean_lpd(swag_networks(iterates[rate], 2, member, args), val)
     best = {method: max(of_rate, key=of_rate.get) for method, of_rate in scores.items()}
     assert sl.choose_rates(member, splits, args, run) == best
+    for call, expected in zip(sl.choose.call_args_list, scores.values(), strict=True):
+        ours = [call.args[0][rate] for rate in expected]
+        assert_close(ours, [*expected.values()], 1e-4)
     assert len(list(run.dir.glob("*.pt"))) == len(set(best.values()))  # the others take space
     run.cached("name-sgd", lambda: {"swag": 5.0, "swa": 7.0})
     for method, weights in (("swag", swag_networks(iterates[5.0], 6, member, args)),
@@ -381,6 +367,13 @@ def test_statistics_of_batch_norm_weigh_images_equally(processes, size, n, linea
     assert not torch.equal(batches[0], in_order.images[:len(batches[0])])
 
 
+def test_a_name_depends_on_parameters_and_running_statistics():
+    nets = [nn.BatchNorm1d(2) for _ in range(3)]
+    nets[0].weight.data += 1
+    nets[1].running_mean += 1
+    assert len({sl.name_member(net, 1) for net in nets}) == 3
+
+
 def small_study(dataset, out, *more):
     words = (f"--dataset {dataset} --out-dir {out} --name run --members 2 --width .1 --epochs 2 "
              "--batch-size 12 --lr .05 --swag-epochs 2 --swag-lrs .03 .01 --samples 5 "
@@ -438,9 +431,10 @@ def test_rows_are_those_of_stored_networks_and_eval_repeats_them(kind, finished_
             net.load_state_dict(common.load(root / f"map-seed{seeds[0]}.pt")["net"])
             log_p = sl.output_log_likelihood(net(batch[0])[0][None], batch.labels)
             assert_close(row["lpd"], log_p.mean(), 1e-4)
+            assert_close(row["lpd"], sl.validation_lpd(net, splits.test, args), 1e-4)
     assert len(rows) == 5 * 3 * 2  # methods, of which none is there twice; ensembles; sets
-    history = common.load(root / "map-seed1.pt")["history"]
     if kind == "clusters":
+        history = common.load(root / "map-seed1.pt")["history"]
         assert history[0]["loss"] < 0.01  # times the published factor
     if kind == "images":
         accuracy = {row["method"]: row["accuracy"] for row in rows[-10::2]}  # of both members
@@ -458,13 +452,12 @@ def test_a_run_that_is_killed_three_times_ends_with_equal_files(finished_run, tm
     root, argv, rows = finished_run("images")
     argv += ("--out-dir", tmp_path)
     copy = tmp_path / "swag_laplace_ensembles" / "run"
-    files = [path.name for path in root.glob("*.pt") if not path.name.endswith("heads-7.pt")]
-    for end in ("map-seed2.pt", "-sgd.pt", "-heads-5.pt"):
-        name = min(name for name in files if name.endswith(end))
-        kill_after(Child(tmp_path, run_swag, *argv), copy / name)
+    for pattern in ("map-seed2.pt", "seed1-*-sgd.pt", "seed1-*-heads-5.pt"):
+        [path] = root.glob(pattern)
+        kill_after(Child(tmp_path, run_swag, *argv), copy / path.name)
     assert run_swag(*argv) == rows
-    for name in files:
-        assert_equal_checkpoints(root / name, copy / name)
+    for path in root.glob("*.pt"):
+        assert_equal_checkpoints(path, copy / path.name)
 
 
 @pytest.mark.parametrize("more", ["--runs 2", "--epochs 0 --methods llla"])
@@ -526,14 +519,24 @@ def test_a_last_layer_that_nothing_trained_is_fitted(image_folder, tmp_path, mon
 
 @pytest.mark.parametrize("dataset", ["glyphs", "clusters"])
 def test_rows_are_those_of_mixtures_of_the_first_samples_of_each_member(dataset):
-    """For glyphs, samples are close: their epistemic uncertainty keeps its digits."""
+    """Those of glyphs are close: their epistemic uncertainty keeps its digits."""
+    def uncertainties(samples):
+        if dataset == "clusters":
+            aleatoric = samples[..., 1].mean(0)
+            epistemic = samples[..., 0].var(0, correction=0)
+        else:
+            p = samples.softmax(-1)
+            aleatoric = Categorical(p).entropy().mean(0)
+            epistemic = (p * (p / p.mean(0)).log()).sum(-1).mean(0)
+        return {"total": aleatoric + epistemic, "aleatoric": aleatoric, "epistemic": epistemic}
+
     args = parse("--dataset", dataset, "--members 2 --ensembles 1 2 --samples 7")
     torch.manual_seed(0)
     outputs = 3 * torch.randn(2, 1, 1, 90, 2) + 1e-4 * torch.randn(2, 2, 7, 90, 2)
     labels = torch.randint(2, (90,))
     if dataset == "clusters":
         labels = torch.randn(90).double()
-        outputs = torch.stack([torch.randn(2, 2, 7, 90), torch.rand(2, 2, 7, 90)], -1)
+        outputs = torch.stack([torch.randn(2, 2, 7, 90), torch.rand(2, 2, 7, 90) + 0.05], -1)
     sets = [Namespace(name=name, labels=labels) for name in ("test", "ood")]
     mixtures = [[sl.mix_samples(samples, "swag", args) for samples in of_members]
                 for of_members in outputs]
@@ -541,25 +544,33 @@ def test_rows_are_those_of_mixtures_of_the_first_samples_of_each_member(dataset)
     de_lpds = {members: torch.randn(90).double() for members in ensembles}
     rows = sl.evaluate_ensembles("swag", sets, mixtures, de_lpds, args)
     for row, pair, members in zip(rows[::2], rows[1::2], ensembles, strict=True):
-        assert row["seeds"] == [member + 1 for member in members]
         inside, outside = [of_set[list(members), :7 // len(members)].flatten(0, 1).double()
                            for of_set in outputs]
         if dataset == "clusters":
-            log_p = Normal(inside[..., 0], inside[..., 1].sqrt()).log_prob(labels)
-            epistemic = [samples[..., 0].var(0) for samples in (inside, outside)]
-            assert_close(row["mae"], (inside[..., 0].mean(0) - labels).abs().mean())
+            normal = Normal(inside[..., 0], inside[..., 1].sqrt())
+            log_p = normal.log_prob(labels)
+            mean = normal.mean.mean(0)
+            metrics = sl.regression_metrics(*inside.unbind(-1), labels)
+            assert_close(metrics["lpd"], log_p.exp().mean(0).log().mean())
+            assert_close(row["mae"], sk.mean_absolute_error(labels, mean))
+            assert_close(row["rmse"], sk.root_mean_squared_error(labels, mean))
+            levels = np.linspace(0.01, 0.99, 20)
+            is_below = normal.cdf(labels).mean(0).numpy() <= levels[:, None]
+            assert_close(row["quantile_ece"], np.abs(is_below.mean(1) - levels).mean())
         else:
             log_p = inside.log_softmax(-1)[:, range(90), labels]
-            probs = [samples.softmax(-1) for samples in (inside, outside)]
-            epistemic = [(p * (p / p.mean(0)).log()).sum(-1).mean(0) for p in probs]
-            assert_close(row["accuracy"], sk.accuracy_score(labels, probs[0].mean(0).argmax(1)))
+            predicted = inside.softmax(-1).mean(0).argmax(1)
+            assert_close(row["accuracy"], sk.accuracy_score(labels, predicted))
         lpd = log_p.exp().mean(0).log()
         change = lpd - de_lpds[members]
+        assert row["seeds"] == [member + 1 for member in members]
         assert_close(row["lpd"], lpd.mean())
         assert_close(row["lpd_minus_de"], change.mean())
         assert_close(row["interval95"], 1.96 * change.std() / math.sqrt(90))
-        auroc = sk.roc_auc_score([0] * 90 + [1] * 90, torch.cat(epistemic))
-        assert pair["auroc_epistemic"] == pytest.approx(auroc, abs=1e-3)
+        scores_outside = uncertainties(outside)
+        for name, scores in uncertainties(inside).items():
+            auroc = sk.roc_auc_score([0] * 90 + [1] * 90, torch.cat([scores, scores_outside[name]]))
+            assert pair[f"auroc_{name}"] == pytest.approx(auroc, abs=1e-3)
 
 
 def test_equal_samples_have_no_epistemic_uncertainty():
