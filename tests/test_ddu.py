@@ -4,7 +4,6 @@ import copy
 import csv
 import json
 import math
-import shutil
 from functools import partial
 
 import numpy as np
@@ -134,14 +133,14 @@ def test_densities_are_those_of_scipy_in_float64(counts, dim, dtype, offset, shr
     z = (z + offset).to(dtype)
     points = offset + 3 * torch.randn(600, dim, dtype=dtype)  # more than one block
     joint = scipy_joint(z, y, points, shrinkage)
-    for ours in ddu.class_log_densities(z, y, len(counts), [points, points[:7]], shrinkage):
+    for ours in ddu.class_log_joints(z, y, len(counts), [points, points[:7]], shrinkage):
         assert np.allclose(ours, joint[:len(ours)], rtol=1e-8, atol=1e-6)
 
 
 def test_unit_features_are_fitted_and_scored_at_length_one():
     z, y = gaussian_classes((80, 90), 6)
     unit_z = z / z.square().sum(1, keepdim=True).sqrt()
-    [ours] = ddu.class_log_densities(z, y, 2, [3 * z], unit_features=True)
+    [ours] = ddu.class_log_joints(z, y, 2, [3 * z], unit_features=True)
     assert np.allclose(ours, scipy_joint(unit_z, y, unit_z), rtol=1e-8)
 
 
@@ -168,7 +167,7 @@ def test_a_data_set_alone_is_the_papers_recipe():
     paper = dict(coeff=3.0, opt="sgd", lr=0.1, weight_decay=5e-4, batch_size=128, epochs=350,
                  schedule="step", augment=True, shrinkage=False)
     learning = dict(num_initial_samples=20, max_training_samples=300, acquisition_batch_size=5,
-                    ensemble=5, lr=1e-3, opt="adam", epochs=20, schedule="constant", subsample=1000)
+                    members=5, lr=1e-3, opt="adam", epochs=20, schedule="constant", subsample=1000)
     args = parse("--dataset cifar10")
     assert paper.items() <= vars(args).items()
     rates = [ddu.learning_rate(9 * epoch - 1, 9, 350, args) for epoch in (1, 150, 151, 250, 251)]
@@ -371,7 +370,7 @@ def expected_row(inside, outside, suffix, scores):
 def test_rows_and_predictions_are_those_by_hand(tmp_path):
     line = ("--dataset dirty_glyphs --model resnet18 --no-mod --width .06 --batch-size 32 --lr .1 "
             "--schedule one_cycle --shrinkage --ood glyphs_letters --entropy-threshold 2.1 "
-            "--density-quantile .2 --predict glyphs --epochs 2 --limit-steps 9 --ensemble 2 "
+            "--density-quantile .2 --predict glyphs --epochs 2 --limit-steps 9 --members 2 "
             f"--name run --out-dir {tmp_path}")
     rows = ddu.main([*line.split(), "--device", "cpu"])
     root = tmp_path / "ddu" / "run"
@@ -411,11 +410,11 @@ def folder_options(root, out, more=""):
 
 
 def test_a_run_on_ones_own_images_is_evaluated_killed_and_shared(image_folder, tmp_path):
-    argv = folder_options(image_folder, tmp_path, "--ensemble 2")
+    argv = folder_options(image_folder, tmp_path, "--members 2")
     rows = run_script("ddu", *argv, "--runs", 2)
     assert [row["seeds"] for row in rows] == 4 * [[1]] + 4 * [[2]]
     assert run_script("ddu", *argv, "--runs", 2, "--eval") == rows
-    argv = folder_options(image_folder, tmp_path / "killed", "--ensemble 2")
+    argv = folder_options(image_folder, tmp_path / "killed", "--members 2")
     paths = [tmp_path / "killed/ddu/run" / name for name in ("seed1.pt", "seed1-member1.pt")]
     for path in paths:  # which is written after the first of two epochs
         kill_after(Child(tmp_path, run_script, "ddu", *argv), path)
@@ -470,24 +469,20 @@ def test_fine_tuning_starts_at_a_head_that_is_fitted_once_and_keeps_the_running_
     assert run_script("ddu", *argv)[0]["nll"] == pytest.approx(of_main[0]["nll"], rel=1e-4)
 
 
-@pytest.mark.parametrize("count, is_equal, more", [
-    (1, False, ""), (2, False, ""), (9, True, ""),
-    (9, True, "--active-learning random density --num-initial-samples 9")])
-def test_a_class_that_has_no_gaussian_is_named_before_training(count, is_equal, more, tmp_path):
+@pytest.mark.parametrize("count, more", [
+    (1, ""), (2, ""), (2, "--active-learning random density --num-initial-samples 9")])
+def test_a_class_that_has_no_gaussian_is_named_before_training(count, more, tmp_path):
     save_images(tmp_path / "train", ("ant", "bee"), 12, 20)
     save_images(tmp_path / "train", ("rare",), count, 20)
     save_images(tmp_path / "test", ("ant", "bee", "rare"), 3, 20)
     save_images(tmp_path / "unknown", ("dog",), 3, 20)
-    if is_equal:
-        for number in range(1, count):
-            shutil.copy(tmp_path / "train/rare/0.png", tmp_path / f"train/rare/{number}.png")
-    with pytest.raises(common.UserError, match="class rare has fewer than 3 training images, or"):
+    with pytest.raises(common.UserError, match="class rare has fewer than 3 training images"):
         run_script("ddu", *folder_options(tmp_path, tmp_path, more))
     assert not (tmp_path / "ddu").exists()
 
 
 ACTIVE_OPTIONS = (
-    "--dataset dirty_glyphs --width .05 --epochs 1 --limit-steps 1 --ensemble 2 --subsample 90 "
+    "--dataset dirty_glyphs --width .05 --epochs 1 --limit-steps 1 --members 2 --subsample 90 "
     "--num-initial-samples 60 --acquisition-batch-size 4 --active-learning")
 
 
@@ -551,7 +546,7 @@ def test_active_learning_resumes_and_reuses_steps_of_equal_options(tmp_path):
         assert row["accuracy_mean"] == np.mean([step["accuracy"] for step in steps])
     (root / "density-of1-seed1-64.pt").unlink()  # as if killed
     assert run_script("ddu", *line.split()) == rows[::2]
-    for change in ("--ensemble 3", "--max-training-samples 67", "--shrinkage", "--unit-features"):
+    for change in ("--members 3", "--max-training-samples 67", "--shrinkage", "--unit-features"):
         changed = [*line.split(), *change.split()]
         assert run_script("ddu", *changed) == run_script("ddu", *changed, "--name", change[2:])
         for path in (root.parent / change[2:]).glob("*.pt"):

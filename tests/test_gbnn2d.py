@@ -271,7 +271,7 @@ def test_a_draw_shares_m_and_s_and_blends_those_of_two_components(equal):
 
 
 def options(more=""):
-    return gbnn2d.parse_args(f"--width 1 --device cpu --workers 0 --mc 3 {more}".split())
+    return gbnn2d.parse_args(f"--width 1 --device cpu --workers 0 --samples 3 {more}".split())
 
 
 def test_a_resnet18_is_that_of_torchvision():
@@ -408,7 +408,8 @@ def test_equal_draws_have_no_epistemic_uncertainty_of_rounding():
 def command(images, out, more=""):
     return (f"--dataset folder:{images} --ood folder:{images}/unknown --width .03 --epochs 2 "
             f"--predict folder:{images}/test --stoch-epochs 2 --final-epochs 2 --batch-size 12 "
-            f"--k0 30 --tau-d .01 --mc 2 --workers 0 --name run --out-dir {out} {more}").split()
+            f"--k0 30 --tau-d .01 --samples 2 --workers 0 --name run --out-dir {out} "
+            f"{more}").split()
 
 
 @pytest.fixture(scope="module")
@@ -466,13 +467,13 @@ def test_a_loaded_file_gives_its_rows_without_seeds(finished_run, image_folder, 
     rows, directory = finished_run
     path = directory / "seed1-compressed.pt"
     argv = (f"--load {path} --dataset folder:{image_folder} --ood folder:{image_folder}/unknown "
-            f"--model lenet --workers 0 --mc 2 --out-dir {tmp_path}").split()
+            f"--model lenet --workers 0 --samples 2 --out-dir {tmp_path}").split()
     loaded = run_script("gbnn2d", *argv)
     assert loaded == [row | {"method": "loaded", "seeds": []} for row in rows[-2:]]
     assert run_script("gbnn2d", *argv, "--eval") == loaded
     results = tmp_path / "gbnn2d" / "run-seed1-compressed" / "results.json"
     settings = json.loads(results.read_text())["settings"]
-    assert (settings["model"], settings["width"], settings["mc"]) == ("resnet18", 0.03, 2)
+    assert (settings["model"], settings["width"], settings["samples"]) == ("resnet18", 0.03, 2)
     with pytest.raises(common.UserError, match="another --name"):
         run_script("gbnn2d", *argv, "--eval", "--name", "run", "--out-dir", directory.parents[1])
 

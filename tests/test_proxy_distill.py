@@ -204,7 +204,7 @@ def test_resnets_are_those_of_torchvision_whose_last_batch_norms_start_at_zero(n
 
 
 def test_learning_rates():
-    args = Namespace(lr=0.1, batch_size=2048, schedule="step")
+    args = Namespace(lr=0.8, schedule="step")
     rates = [pd.learning_rate(7 * epoch, 7, 120, args) for epoch in (0, 39.9, 40, 79.9, 80, 106)]
     assert rates == pytest.approx([0.8, 0.8, 0.08, 0.08, 0.008, 0.0008])
     assert pd.learning_rate(6, 7, 1, args) == 0.8  # not a thousandth of it

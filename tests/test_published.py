@@ -79,7 +79,7 @@ def test_shared_weights_are_evaluated(tmp_path, image_folder):
              "ellipse_outdices_dict": dict.fromkeys(values, [1, 0])}
     rest = {name: tensor for name, tensor in state.items() if tensor.ndim not in (2, 4)}
     file = {"state_dict_no_weight": rest, "params_guide": guide, "params_dict_indices": parts}
-    [command] = convert(tmp_path, image_folder, {"x.pth": file}, "--mc", 1, "--ood")
+    [command] = convert(tmp_path, image_folder, {"x.pth": file}, "--samples", 1, "--ood")
     w = centres[label, 0].index_copy(0, outliers, locs)
     for i, (first, second) in values.items():
         a = torch.tensor(first - second).sigmoid()
@@ -103,7 +103,7 @@ def test_networks_of_stages_0_and_1_start_ours(stage, tmp_path, image_folder):
                 file["net"][name] = tensor
             else:
                 file["net"] |= {f"{name}_mu": tensor, f"{name}_sigma": 0.01 * tensor}
-    [command] = convert(tmp_path, image_folder, {"x.pth": file}, "--mc", 1, "--ood", "--k0", 4,
+    [command] = convert(tmp_path, image_folder, {"x.pth": file}, "--samples", 1, "--ood", "--k0", 4,
                         "--limit-steps", 1, "--final-epochs", 0)
     rows = run_script("gbnn2d", *command[1:], "--stoch-epochs", 0, "--out-dir", tmp_path)
     assert rows[0]["nll"] == pytest.approx(nll(net, image_folder, 32, published.CIFAR), 1e-4)

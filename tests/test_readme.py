@@ -52,7 +52,8 @@ def test_the_commands_for_own_images_run_one_after_another(image_folder, tmp_pat
         assert re.search(rf"\b{column}\b", table), column
 
 
-SHORT = {"ddu": "", "forde": "--members 2", "gbnn2d": "--stoch-epochs 1 --final-epochs 1 --mc 2",
+SHORT = {"ddu": "", "forde": "--members 2",
+         "gbnn2d": "--stoch-epochs 1 --final-epochs 1 --samples 2",
          "proxy_distill": "--members 2 --member-epochs 1 --mimo-epochs 1 --mimo 2",
          "swag_laplace_ensembles": "--members 2 --samples 4 --val-samples 2 --swag-epochs 2"}
 

@@ -439,7 +439,7 @@ def test_rows_are_those_of_stored_networks_and_eval_repeats_them(kind, finished_
     if kind == "images":
         accuracy = {row["method"]: row["accuracy"] for row in rows[-10::2]}  # of both members
         lines = list(csv.DictReader((root / "predictions.csv").open()))
-        for method, column in (("DE", "predicted"), ("SWAG", "predicted_swag")):
+        for method, column in (("LA-NF", "predicted"), ("DE", "predicted_map")):
             correct = [line["label"] == line[column] for line in lines]
             assert np.mean(correct) == pytest.approx(accuracy[method])
         # Published: no seed changes the validation images.
