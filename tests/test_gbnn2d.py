@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from argparse import Namespace
 from copy import deepcopy
 from functools import partial
