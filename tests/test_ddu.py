@@ -95,6 +95,20 @@ def test_the_gradient_flows_through_sigma_but_not_through_u_and_v(coeff):
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
 
 
+def test_batch_norm_behind_a_convolution_undoes_its_bound():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
+    nn.init.normal_(net[0].weight, std=5.0)
+    x = torch.randn(64, 3, 8, 8)
+    net[1].momentum = 1.0
+    net(x)
+    bounded = copy.deepcopy(net)
+    assert ddu.spectral_normalise(bounded, (3, 8, 8), 3.0) == []
+    bounded(x)  # a power iteration, and the statistics of the smaller outputs
+    assert bounded.eval()[0].weight.norm() < 0.3 * net[0].weight.norm()
+    torch.testing.assert_close(bounded(x), net.eval()(x), rtol=1e-3, atol=1e-3)
+
+
 def test_convolutions_and_linear_layers_are_normalised_and_others_are_named():
     net = nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ConvTranspose2d(6, 6, 2),
                         nn.Flatten(2), nn.Conv1d(6, 8, 1), nn.Linear(56, 4))  # of tokens [B, 8, 56]
