@@ -536,7 +536,8 @@ def test_rows_are_those_of_mixtures_of_the_first_samples_of_each_member(dataset)
     labels = torch.randint(2, (90,))
     if dataset == "clusters":
         labels = torch.randn(90).double()
-        outputs = torch.stack([torch.randn(2, 2, 7, 90), torch.rand(2, 2, 7, 90) + 0.05], -1)
+        variance = torch.rand(2, 2, 7, 90) + 0.05
+        outputs = torch.stack([torch.randn(2, 2, 7, 90), variance], -1).double()
     sets = [Namespace(name=name, labels=labels) for name in ("test", "ood")]
     mixtures = [[sl.mix_samples(samples, "swag", args) for samples in of_members]
                 for of_members in outputs]
