@@ -207,12 +207,6 @@ def measure_cifar10(files, args):
         options = [files[0], "--map-paths", *files, "--ensembles", "1", "2", "3", "4",
                    "--methods", "llla", "la_nf"]
         table["ensembles"] = measure_script(swag, command + options)
-    if "gbnn2d" in args.scripts:
-        # The settings of a pretrained network (gbnn2d.TORCHVISION), in batches of 128.
-        options = [files[0], "--stoch-epochs", "1", "--final-epochs", "3", "--lr-rho", "1e-2",
-                   "--warm-up", "0.2", "--k0", "0", "--tau-d", "auto", "--grad-frac", "0.1",
-                   "--samples", "10"]
-        table[RESNETS[0]] = table.get(RESNETS[0], []) + measure_script(gbnn2d, command + options)
     return table
 
 
@@ -236,7 +230,6 @@ def main():
     for script in SCRIPTS.values():
         script.NETWORKS["lite0"] = lite0
     ddu.NETWORKS["resnet"] = partial(resnet, statistics=data.STATISTICS["cifar10"])
-    gbnn2d.NETWORKS["resnet"] = ddu.NETWORKS["resnet"]
     swag.NETWORKS["resnet"] = partial(resnet, statistics=CIFAR10)
     tasks = args.tasks or sorted(folder.parent.name for folder in args.photos.glob("*/train"))
     table = {task: measure_photos(args.photos / task, args.scripts) for task in tasks}
