@@ -21,9 +21,9 @@ Their network is EfficientNet-Lite0 (1,280 features, 128 pixels); the scripts fi
 neighbour by cosine. The AUROC is that with which a score tells unknown from test photographs.
 
 `cifar10` has four networks of github.com/akamaster/pytorch_resnet_cifar10: ResNet-20, -32, -44 and
--56, with 64 features and their own last layers. They saw all 50,000 training images. Unknown are
-CIFAR-100, MNIST and Fashion-MNIST, or the sets of --ood. swag_laplace_ensembles.py also takes all
-four for an ensemble.
+-56, with 64 features and their own last layers. They were trained on all 50,000 training images.
+Unknown are CIFAR-100, MNIST and Fashion-MNIST, or the sets of --ood. swag_laplace_ensembles.py also
+takes all four for an ensemble.
 """
 
 import argparse
@@ -203,7 +203,7 @@ def measure_cifar10(files, args):
         for file in files:
             table[Path(file).stem] = measure_ddu(command + [file, "--no-sn"])
     if "swag_laplace_ensembles" in args.scripts:
-        # --weights lets the validation images come from the test set: no network has seen those.
+        # --weights lets the validation images come from the test set: no network was trained on it.
         options = [files[0], "--map-paths", *files, "--ensembles", "1", "2", "3", "4",
                    "--methods", "llla", "la_nf"]
         table["ensembles"] = measure_script(swag, command + options)
